@@ -1,0 +1,1 @@
+"""What every other room stands on: errors, the hook specification, progress, the module. Imports nothing of ours."""

@@ -1,0 +1,155 @@
+"""Every error this library raises: the problem, what was found, and the fix.
+
+```
+TrainerKitError
+├── ConfigurationError (also a ValueError)   a wrong call, answered before the first step
+│   ├── DurationError                        an interval that cannot be read
+│   ├── HookError                            an unknown hook, or one with the wrong parameters
+│   ├── StrategyError                        devices, processes and layout do not fit together
+│   ├── PrecisionError                       this dtype cannot run here
+│   ├── DataError                            loaders, samplers, batch sizes
+│   └── RegistryError                        a name nobody registered
+├── LogError                                 a logged value or name that cannot be used
+├── CheckpointError(file, key, reason)       bytes on disk that are damaged, foreign or cannot be written
+├── NonFiniteError                           the loss became NaN or infinite
+├── RankError                                ranks that disagree, or a rank that failed
+└── LaunchError                              processes that could not be started or supervised
+```
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigurationError",
+    "DataError",
+    "DurationError",
+    "HookError",
+    "LaunchError",
+    "LogError",
+    "NonFiniteError",
+    "PrecisionError",
+    "RankError",
+    "RegistryError",
+    "StrategyError",
+    "TrainerKitError",
+    "add_note",
+    "did_you_mean",
+]
+
+
+class TrainerKitError(Exception):
+    """Base of every error of this library.
+
+    Args:
+        problem: one sentence that says what is wrong.
+        found: what the library saw (the value, where it came from).
+        fix: what to do about it.
+
+    Example:
+        >>> print(TrainerKitError("the mesh has 4 places", found="8 processes", fix="launch 4 processes"))
+        the mesh has 4 places
+          found: 8 processes
+          fix:   launch 4 processes
+    """
+
+    def __init__(self, problem: str, *, found: str | None = None, fix: str | None = None) -> None:
+        self.problem, self.found, self.fix = problem, found, fix
+        lines = [problem]
+        if found is not None:
+            lines.append(f"  found: {found}")
+        if fix is not None:
+            lines.append(f"  fix:   {fix}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Errors travel between processes: rebuild from the state, whatever the subclass's constructor takes.
+        return _rebuild, (type(self), self.args), self.__dict__
+
+
+def _rebuild(cls: type[TrainerKitError], args: tuple[object, ...]) -> TrainerKitError:
+    error = cls.__new__(cls)
+    error.args = args
+    return error
+
+
+class ConfigurationError(TrainerKitError, ValueError):
+    """A wrong call or a combination that cannot work."""
+
+
+class DurationError(ConfigurationError):
+    """An interval that cannot be read."""
+
+
+class HookError(ConfigurationError):
+    """An unknown hook, or a hook with the wrong parameters."""
+
+
+class StrategyError(ConfigurationError):
+    """Devices, processes and layout do not fit together."""
+
+
+class PrecisionError(ConfigurationError):
+    """This dtype cannot run here."""
+
+
+class DataError(ConfigurationError):
+    """Loaders, samplers and batch sizes that do not fit together."""
+
+
+class RegistryError(ConfigurationError):
+    """A name that nobody registered."""
+
+
+class LogError(TrainerKitError):
+    """A logged value or name that cannot be used."""
+
+
+class CheckpointError(TrainerKitError):
+    """A checkpoint that is damaged, foreign, or cannot be written.
+
+    Args:
+        file: the file in which it was found.
+        key: the entry of that file, or None for the whole file.
+        reason: what is wrong with it.
+        fix: what to do about it.
+    """
+
+    def __init__(self, file: object, key: str | None, reason: str, *, fix: str | None = None) -> None:
+        self.file, self.key, self.reason = str(file), key, reason
+        super().__init__(f"{self.file}: {reason}", found=None if key is None else f"key {key!r}", fix=fix)
+
+
+class NonFiniteError(TrainerKitError):
+    """The loss became NaN or infinite."""
+
+
+class RankError(TrainerKitError):
+    """Ranks that disagree, or a rank that failed."""
+
+
+class LaunchError(TrainerKitError):
+    """Processes that could not be started or supervised."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The fix for a misspelt name: the nearest known one, or all of them.
+
+    Example:
+        >>> did_you_mean("ddq", ["ddp", "single"])
+        "did you mean 'ddp'?"
+    """
+    options = sorted(known)
+    near = difflib.get_close_matches(name, options, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(options)}"
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Attach a line to an exception that is on its way to the user (Python 3.10 has no ``add_note``)."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", []), note]

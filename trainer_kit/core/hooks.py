@@ -1,0 +1,421 @@
+"""The hook specification: which hooks exist, what they are given, when they are called.
+
+`Callback` is what people subclass; `ModuleHooks` and `DataHooks` hold the same moments as seen by a module and by a
+datamodule. All bodies are empty: the bus calls only what somebody overrode. The order is DESIGN's loop, and
+``tests/engine/test_hook_order.py`` holds it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from trainer_kit.core.errors import HookError, did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor, device
+    from torch.optim import Optimizer
+
+    from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["Callback", "DataHooks", "ModuleHooks", "check_hooks", "takes"]
+
+
+def check_hooks(cls: type, *specifications: type) -> None:
+    """Refuse ``on_*`` methods of ``cls`` that no specification knows, and hooks with wrong parameters.
+
+    Args:
+        cls: the class to check; only what its own body defines is looked at.
+        specifications: the classes that write the hooks out.
+
+    Raises:
+        HookError: with the nearest known name, or with the parameters that were expected.
+    """
+    hooks = {name: value for spec in specifications for name, value in vars(spec).items() if inspect.isfunction(value)}
+    for name, method in vars(cls).items():
+        if name.startswith("__") or not inspect.isfunction(method):
+            continue
+        if name not in hooks:
+            if name.startswith("on_"):
+                raise HookError(
+                    f"{cls.__name__}.{name} is not a hook: nobody would ever call it",
+                    found=f"def {name} in {cls.__module__}.{cls.__qualname__}",
+                    fix=did_you_mean(name, (hook for hook in hooks if hook.startswith("on_"))),
+                )
+            continue
+        expected = list(inspect.signature(hooks[name]).parameters.values())
+        required = [parameter for parameter in expected if parameter.default is parameter.empty]
+        if not (takes(method, len(expected)) or takes(method, len(required))):
+            raise HookError(
+                f"{cls.__name__}.{name} cannot take what it is called with",
+                found=f"def {name}{inspect.signature(method)}",
+                fix=f"def {name}({', '.join(parameter.name for parameter in expected)})",
+            )
+
+
+def takes(method: Callable[..., Any], count: int) -> bool:
+    """Whether ``method`` can be called with ``count`` positional arguments (names are free, the count is not)."""
+    try:
+        inspect.signature(method).bind(*range(count))
+    except TypeError:
+        return False
+    return True
+
+
+class Callback:
+    """Something that happens around the loop.
+
+    Subclass it and override the hooks you need; hooks that nobody overrides cost nothing. Every hook is called by
+    position as ``hook(trainer, module, ...)``. Misspelt hooks and wrong parameters fail when the class is created.
+
+    Attributes:
+        order: ``"early"``, ``"normal"`` or ``"late"``; within one, the order of the list given to the Trainer.
+
+    Example:
+        >>> class PrintEpoch(Callback):
+        ...     def on_train_epoch_end(self, trainer, module):
+        ...         print("epoch", trainer.current_epoch, "done")
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "normal"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, Callback)
+
+    @property
+    def state_key(self) -> str:
+        """Under which name this callback's state is kept; unique among the callbacks of a run."""
+        return type(self).__qualname__
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What must survive a restart: plain data and tensors."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        """Before anything else of a verb, on every process. ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        """The last call of a verb, always made, also after an exception."""
+
+    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Everything is built, moved, wrapped and restored."""
+
+    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After ``on_train_end``; the strategy is still up."""
+
+    def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the validation batches that are tried ahead of training."""
+
+    def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After them; random state and metrics are as before."""
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first epoch of this sitting."""
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After the last batch of an epoch; what is logged here belongs to the epoch. Callbacks with ``order = "late"`` are called once the epoch's values are reduced."""
+
+    def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> int | None:
+        """Before ``training_step``, for each micro-batch, on the device. Returning -1 ends the epoch."""
+
+    def on_train_batch_end(
+        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After a micro-batch; for the last of a window after the optimizer step, gradients still there. ``outputs`` is ``{"loss": detached loss, ...}`` or None."""
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After an optimizer step, once a window (ours)."""
+
+    def on_before_zero_grad(self, trainer: TrainerLike, module: ModuleLike, optimizer: Optimizer) -> None:
+        """Before gradients are dropped, once a window, before its first backward."""
+
+    def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: Tensor) -> None:
+        """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
+
+    def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After each backward; gradients may still be scaled and unsynchronised."""
+
+    def on_before_optimizer_step(self, trainer: TrainerLike, module: ModuleLike, optimizer: Optimizer) -> None:
+        """Gradients are complete, unscaled and synchronised, not yet clipped."""
+
+    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first validation loader; modules are in evaluation mode."""
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After validation; reduced values stand in ``callback_metrics``."""
+
+    def on_validation_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first validation batch."""
+
+    def on_validation_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After the last validation batch; what is logged here belongs to the epoch."""
+
+    def on_validation_batch_start(
+        self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before each ``validation_step``."""
+
+    def on_validation_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """After each ``validation_step``, with what it returned."""
+
+    def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first test loader; modules are in evaluation mode."""
+
+    def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After test; reduced values stand in ``callback_metrics``."""
+
+    def on_test_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After the last test batch; what is logged here belongs to the epoch."""
+
+    def on_test_batch_start(
+        self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before each ``test_step``."""
+
+    def on_test_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """After each ``test_step``, with what it returned."""
+
+    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first predict loader; modules are in evaluation mode."""
+
+    def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Before the first predict batch."""
+
+    def on_predict_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """After the last batch."""
+
+    def on_predict_batch_start(
+        self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before each ``predict_step``."""
+
+    def on_predict_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """After each ``predict_step``, with what it returned."""
+
+    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+        """An exception is on its way to the caller; it will arrive unchanged."""
+
+    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+        """The state is about to be written; keys may be added."""
+
+    def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+        """A state is about to be restored."""
+
+
+class ModuleHooks:
+    """The same moments as a module sees them: without the leading ``trainer, module``.
+
+    Example:
+        >>> class Net(ModuleHooks):
+        ...     def on_train_start(self):
+        ...         print("go")
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, ModuleHooks, DataHooks)
+
+    def on_fit_start(self) -> None:
+        """Everything is built, moved, wrapped and restored."""
+
+    def on_fit_end(self) -> None:
+        """After ``on_train_end``; the strategy is still up."""
+
+    def on_train_start(self) -> None:
+        """Before the first epoch of this sitting."""
+
+    def on_train_end(self) -> None:
+        """After the last epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        """Before the first batch of an epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        """After the last batch of an epoch; what is logged here belongs to the epoch. Callbacks with ``order = "late"`` are called once the epoch's values are reduced."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        """Before ``training_step``, for each micro-batch, on the device. Returning -1 ends the epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """After a micro-batch; for the last of a window after the optimizer step, gradients still there. ``outputs`` is ``{"loss": detached loss, ...}`` or None."""
+
+    def on_train_step_end(self) -> None:
+        """After an optimizer step, once a window (ours)."""
+
+    def on_before_zero_grad(self, optimizer: Optimizer) -> None:
+        """Before gradients are dropped, once a window, before its first backward."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
+
+    def on_after_backward(self) -> None:
+        """After each backward; gradients may still be scaled and unsynchronised."""
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Gradients are complete, unscaled and synchronised, not yet clipped."""
+
+    def on_validation_start(self) -> None:
+        """Before the first validation loader; modules are in evaluation mode."""
+
+    def on_validation_end(self) -> None:
+        """After validation; reduced values stand in ``callback_metrics``."""
+
+    def on_validation_epoch_start(self) -> None:
+        """Before the first validation batch."""
+
+    def on_validation_epoch_end(self) -> None:
+        """After the last validation batch; what is logged here belongs to the epoch."""
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each ``validation_step``."""
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each ``validation_step``, with what it returned."""
+
+    def on_test_start(self) -> None:
+        """Before the first test loader; modules are in evaluation mode."""
+
+    def on_test_end(self) -> None:
+        """After test; reduced values stand in ``callback_metrics``."""
+
+    def on_test_epoch_start(self) -> None:
+        """Before the first test batch."""
+
+    def on_test_epoch_end(self) -> None:
+        """After the last test batch; what is logged here belongs to the epoch."""
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each ``test_step``."""
+
+    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each ``test_step``, with what it returned."""
+
+    def on_predict_start(self) -> None:
+        """Before the first predict loader; modules are in evaluation mode."""
+
+    def on_predict_end(self) -> None:
+        """After prediction."""
+
+    def on_predict_epoch_start(self) -> None:
+        """Before the first predict batch."""
+
+    def on_predict_epoch_end(self) -> None:
+        """After the last batch."""
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Before each ``predict_step``."""
+
+    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        """After each ``predict_step``, with what it returned."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """An exception is on its way to the caller; it will arrive unchanged."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The state is about to be written; keys may be added."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """A state is about to be restored."""
+
+    def on_validation_model_eval(self) -> None:
+        """Put the module into evaluation mode; overriding replaces the default."""
+
+    def on_validation_model_train(self) -> None:
+        """Put the module back into the modes it had; overriding replaces the default."""
+
+    def on_test_model_eval(self) -> None:
+        """Put the module into evaluation mode; overriding replaces the default."""
+
+    def on_test_model_train(self) -> None:
+        """Put the module back into the modes it had; overriding replaces the default."""
+
+    def on_predict_model_eval(self) -> None:
+        """Put the module into evaluation mode; overriding replaces the default."""
+
+    def on_predict_model_train(self) -> None:
+        """Put the module back into the modes it had; overriding replaces the default."""
+
+
+class DataHooks:
+    """What a datamodule, and a module that brings its own data, may override."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        """An exception is on its way to the caller; it will arrive unchanged."""
+
+    def prepare_data(self) -> None:
+        """Download, unpack: called in one process per node, before ``setup``. Set no state here."""
+
+    def setup(self, stage: str) -> None:
+        """Build datasets, on every process; ``stage`` is fit, validate, test or predict."""
+
+    def teardown(self, stage: str) -> None:
+        """Undo ``setup``; always called, also after an exception."""
+
+    def train_dataloader(self) -> Any:
+        """A loader, or any pytree of loaders."""
+        raise NotImplementedError
+
+    def val_dataloader(self) -> Any:
+        """A loader, or a list of loaders."""
+        raise NotImplementedError
+
+    def test_dataloader(self) -> Any:
+        """A loader, or a list of loaders."""
+        raise NotImplementedError
+
+    def predict_dataloader(self) -> Any:
+        """A loader, or a list of loaders."""
+        raise NotImplementedError
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the host, before it moves."""
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: device, dataloader_idx: int) -> Any:
+        """Move a batch; overriding replaces the default, which moves every tensor in any nesting."""
+        raise NotImplementedError
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Change a batch on the device."""
+        return batch

@@ -1,0 +1,228 @@
+"""What modules, callbacks, strategies, precisions and loggers look like from outside.
+
+The rooms type against these, so that an arrow never has to point upward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.progress import Progress
+
+__all__ = ["CheckpointRequest", "Logger", "MicroSteps", "ModuleLike", "Precision", "Strategy", "TrainerLike"]
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """Anything that can be handed metrics. Only this one method is needed.
+
+    Optional, called where they exist: ``log_hyperparams(params: dict)``, ``after_save_checkpoint(path)``,
+    ``save()``, ``finalize(status: "success" | "failed" | "interrupted")``, and the attributes ``name``, ``version``
+    and ``log_dir``. Only rank 0 calls them.
+    """
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take values that are already reduced and on the host."""
+
+
+class MicroSteps(Protocol):
+    """The micro-batches of one window, as the engine hands them to a strategy: order is all that a strategy decides."""
+
+    def __len__(self) -> int: ...
+    def begin(self, index: int) -> None:
+        """Move the batch and call ``on_train_batch_start``."""
+
+    def forward(self, index: int) -> Tensor | None:
+        """Run the user's step; returns the loss as backward wants it, or None to skip this batch."""
+
+    def backward(self, index: int, loss: Tensor) -> None:
+        """Backward, with its hooks."""
+
+    def end(self, index: int) -> None:
+        """Count the batch; ``on_train_batch_end``, except for the last, whose comes after the optimizer step."""
+
+
+class Strategy(Protocol):
+    """Where tensors live and who talks to whom. It has no hooks and knows no Trainer."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    data_rank: int
+    data_size: int
+    gradient_divisor: int
+    """By what this engine's own reduction divides the sum of the ranks' gradients."""
+
+    def start(self) -> None:
+        """Join the process group, or make one."""
+
+    def stop(self) -> None:
+        """Let go of what ``start`` and ``prepare_module`` made."""
+
+    def prepare_module(self, module: nn.Module) -> None:
+        """Move, shard and wrap."""
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Point parameter groups at what ``prepare_module`` made of the parameters."""
+
+    def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """How this method of the module is called in training: through the wrapper, where there is one."""
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """All micro-batches of a window: order, sync context and the backward calls."""
+
+    def ghost_step(self) -> None:
+        """Take part in one window's gradient reduction with nothing to add."""
+
+    def arm(self, loss: Tensor) -> None:
+        """Manual optimization: the next backward of ``loss`` synchronises."""
+
+    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Average gradients over the data ranks, for backward passes the wrapper did not see."""
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """Clip unscaled gradients, over all shards."""
+
+    def sync_buffers(self) -> None:
+        """Make every data rank's buffers those of data rank 0."""
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce over the data ranks, in place; ``op`` is sum, mean, min or max."""
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack over the data ranks: shape (data_size, *tensor.shape)."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """One small picklable value from every rank, in rank order."""
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """One small picklable value from rank ``source``."""
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+
+    def vote(self, values: list[float], op: str = "max") -> list[float]:
+        """Elementwise max or sum over all ranks, on a CPU group."""
+
+
+class Precision(Protocol):
+    """In what dtype each computation runs."""
+
+    name: str
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Cast parameters and buffers, in place."""
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Cast the floating-point tensors of a batch; used only where ``converts_batch`` is true."""
+
+    converts_batch: bool
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """The context of a forward, entered again and again; None when there is none to enter."""
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The context in which ``configure_model`` builds layers."""
+
+    scales: bool
+    """Whether losses are scaled, and the four methods below do anything."""
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """What backward is called on."""
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo the scale, in place, once a step."""
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+        """Run ``step`` unless gradients overflowed; returns whether it ran."""
+
+    def end_step(self) -> None:
+        """Every optimizer of the step has been stepped."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+
+class CheckpointRequest(Protocol):
+    """What a callback asks of the loop: one checkpoint of the step it is in, after everything of that step."""
+
+    reason: str
+    path: Path
+    weights_only: bool
+
+    def saved(self, path: Path) -> None:
+        """The checkpoint exists, durably."""
+
+
+class ModuleLike(Protocol):
+    """A ``TrainModule`` as callbacks see it: an ``nn.Module`` with ``log``, ``hparams`` and the rest."""
+
+    def log(self, name: str, value: Any, **kwargs: Any) -> None: ...
+    def parameters(self, recurse: bool = True) -> Any: ...
+    def __getattr__(self, name: str) -> Any: ...
+
+
+class TrainerLike(Protocol):
+    """A ``Trainer`` as modules and callbacks see it."""
+
+    progress: Progress
+    strategy: Any
+    precision_plugin: Any
+    default_root_dir: str
+    should_stop: bool
+    sanity_checking: bool
+    log_every_n_steps: int
+    max_epochs: int | None
+    max_steps: int
+
+    @property
+    def current_epoch(self) -> int: ...
+    @property
+    def global_step(self) -> int: ...
+    @property
+    def callbacks(self) -> list[Any]: ...
+    @property
+    def loggers(self) -> list[Any]: ...
+    @property
+    def optimizers(self) -> list[Optimizer]: ...
+    @property
+    def lr_scheduler_configs(self) -> list[Any]: ...
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]: ...
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]: ...
+    @property
+    def logged_metrics(self) -> dict[str, Tensor]: ...
+    @property
+    def is_global_zero(self) -> bool: ...
+    @property
+    def global_rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def num_training_batches(self) -> int | float: ...
+    @property
+    def num_val_batches(self) -> list[int | float]: ...
+    @property
+    def estimated_stepping_batches(self) -> int | float: ...
+    @property
+    def log_dir(self) -> str | None: ...
+    @property
+    def run_dir(self) -> Path:
+        """Where this run writes; the same on every rank."""
+
+    def stop(self, reason: str) -> None: ...
+    def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None: ...
+    def request_validation(self, reason: str) -> None: ...
+    def set_accumulation(self, batches: int) -> None:
+        """From the next window on: this many micro-batches an optimizer step."""
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand values to every logger at once (rank 0); tensors are read here: a sync point."""
