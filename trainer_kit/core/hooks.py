@@ -82,7 +82,10 @@ class Callback:
         """Before the first batch of an epoch."""
 
     def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After the last batch of an epoch; what is logged here belongs to the epoch. Callbacks with ``order = "late"`` are called once the epoch's values are reduced."""
+        """After the last batch of an epoch; what is logged here belongs to the epoch.
+
+        Callbacks with ``order = "late"`` are called once the epoch's values are reduced.
+        """
 
     def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. Returning -1 ends the epoch."""
@@ -90,7 +93,10 @@ class Callback:
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a micro-batch; for the last of a window after the optimizer step, gradients still there. ``outputs`` is ``{"loss": detached loss, ...}`` or None."""
+        """After a micro-batch; for the last of a window after the optimizer step, gradients still there.
+
+        ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
+        """
 
     def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """After an optimizer step, once a window (ours)."""
@@ -230,13 +236,19 @@ class ModuleHooks:
         """Before the first batch of an epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """After the last batch of an epoch; what is logged here belongs to the epoch. Callbacks with ``order = "late"`` are called once the epoch's values are reduced."""
+        """After the last batch of an epoch; what is logged here belongs to the epoch.
+
+        Callbacks with ``order = "late"`` are called once the epoch's values are reduced.
+        """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. Returning -1 ends the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch; for the last of a window after the optimizer step, gradients still there. ``outputs`` is ``{"loss": detached loss, ...}`` or None."""
+        """After a micro-batch; for the last of a window after the optimizer step, gradients still there.
+
+        ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
+        """
 
     def on_train_step_end(self) -> None:
         """After an optimizer step, once a window (ours)."""
