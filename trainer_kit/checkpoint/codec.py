@@ -1,0 +1,377 @@
+"""The one codec: any state a run keeps, as JSON and tensors, and back.
+
+Plain JSON values stand as they are. Everything else is a *record*, ``{"$": tag, "v": ...}``; a dict that has ``"$"``
+as a key of its own is written as a record of pairs, so nothing a user keeps can be mistaken for one. Decoding builds
+only the types named in this file: no class is ever looked up by name, so no file can run code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any, Final, TypeVar, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_kit.checkpoint.files import TENSOR_DTYPES
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["EnumRecord", "decode", "encode"]
+
+_TAG: Final = "$"
+_SOURCE: Final = "the state to save"
+_FIX: Final = "keep only plain data, tensors and arrays in state_dict(), and rebuild the rest in load_state_dict()"
+_SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
+# Dtypes that safetensors does not hold everywhere: flattened and looked at as these.
+_CARRIERS: Final = {
+    getattr(torch, name): carrier
+    for name, carrier in {
+        "complex32": torch.float16,
+        "complex64": torch.float32,
+        "complex128": torch.float64,
+        "float8_e4m3fnuz": torch.uint8,
+        "float8_e5m2fnuz": torch.uint8,
+        "float8_e8m0fnu": torch.uint8,
+        "float4_e2m1fn_x2": torch.uint8,
+    }.items()
+    if hasattr(torch, name)
+}
+
+_E = TypeVar("_E", bound=Enum)
+
+
+@final
+@dataclass(frozen=True)
+class EnumRecord:
+    """An enum member as a checkpoint keeps it: the class is not imported, ``of`` turns it back.
+
+    Attributes:
+        kind: module and qualified name of the enum class.
+        name: the member's name; None for a combination of flags without one.
+        value: the member's value.
+
+    Example:
+        >>> import enum
+        >>> Mode = enum.Enum("Mode", "FAST SLOW")
+        >>> record = decode(encode(Mode.SLOW, {}), {})
+        >>> record.name, record.value, record.of(Mode)
+        ('SLOW', 2, <Mode.SLOW: 2>)
+    """
+
+    kind: str
+    name: str | None
+    value: Any
+
+    def of(self, cls: type[_E]) -> _E:
+        """The member of ``cls`` with this name, else with this value; ValueError when there is neither."""
+        known = self.name is not None and self.name in cls.__members__
+        return cls[str(self.name)] if known else cls(self.value)
+
+
+def encode(value: Any, tensors: MutableMapping[str, Tensor], *, at: str = "", copy: bool = True) -> Any:
+    """Turn ``value`` into a tree that JSON can hold; tensors and arrays are collected under names of their key path.
+
+    Encoded: None, bool, int, float, str, list, dict (any encodable keys, order kept), tuple, set, frozenset, bytes,
+    bytearray, complex, OrderedDict (with a ``state_dict``'s ``_metadata``), Counter, ``torch.Size``, ``torch.dtype``,
+    ``torch.device``, paths, timedelta, enum members (see `EnumRecord`), numpy scalars; dense tensors of any shape and
+    numpy arrays of numbers, strings and dates. Exact types only: a subclass would come back as something else, so it
+    is refused. Parameters come back as tensors, and tensors that share memory as separate ones.
+
+    Args:
+        value: the state.
+        tensors: filled with dense tensors that safetensors can hold.
+        at: the key path of ``value``, for messages.
+        copy: give every tensor memory of its own on the CPU; False aliases the state, for writing it at once.
+
+    Returns:
+        The tree, for ``json.dumps(tree, allow_nan=False)`` and `decode`.
+
+    Raises:
+        CheckpointError: for anything else, naming its key path and type.
+
+    Example:
+        >>> tensors = {}
+        >>> encode({"weight": torch.zeros(2), "shape": (1, 2), "step": 3}, tensors)
+        {'weight': {'$': 'tensor', 'v': 'weight'}, 'shape': {'$': 'tuple', 'v': [1, 2]}, 'step': 3}
+        >>> tensors
+        {'weight': tensor([0., 0.])}
+    """
+    try:
+        return _Encoder(tensors, at, copy).encode(value, ())
+    except RecursionError:
+        raise CheckpointError(_SOURCE, at or None, "it is nested too deeply to be saved", fix=_FIX) from None
+
+
+def decode(tree: Any, tensors: Mapping[str, Tensor], *, at: str = "", file: object = "state.json") -> Any:
+    """What `encode` was given.
+
+    Args:
+        tree: from `encode`, or from ``json.loads``.
+        tensors: what `encode` collected. Tensors are handed on as they are, on their device; arrays share their memory.
+        at: the key path of ``tree``, for messages.
+        file: where it was read, for messages.
+
+    Raises:
+        CheckpointError: for an unknown tag, a damaged record, or a tensor that is not there.
+
+    Example:
+        >>> decode({"$": "tuple", "v": [1, {"$": "float", "v": "-inf"}]}, {})
+        (1, -inf)
+    """
+    try:
+        return _Decoder(tensors, at, file).decode(tree, ())
+    except RecursionError:
+        raise CheckpointError(file, at or None, "it is nested too deeply to be read") from None
+
+
+def _join(at: str, path: tuple[str, ...]) -> str:
+    return ".".join((at, *path) if at else path)
+
+
+def _type_name(kind: type) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _record(tag: str, value: Any, **more: Any) -> dict[str, Any]:
+    return {_TAG: tag, "v": value, **more}
+
+
+def _text(data: Any) -> str:
+    return base64.b64encode(data).decode()
+
+
+_LEAVES: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
+    bytes: ("bytes", _text),
+    bytearray: ("bytearray", _text),
+    complex: ("complex", lambda number: [repr(number.real), repr(number.imag)]),
+    torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch.")),
+    torch.device: ("device", str),
+    torch.Size: ("size", list),
+    timedelta: ("timedelta", lambda delta: [delta.days, delta.seconds, delta.microseconds]),
+}
+
+
+@final
+class _Encoder:
+    def __init__(self, tensors: MutableMapping[str, Tensor], at: str, copy: bool) -> None:
+        self._tensors, self._at, self._copy = tensors, at, copy
+        self._open: set[int] = set()
+
+    def encode(self, value: Any, path: tuple[str, ...]) -> Any:
+        kind = type(value)
+        if value is None or kind is bool or kind is str:
+            return value
+        if kind is int:  # beyond 64 bits JSON readers disagree, and Python limits the digits it parses
+            return value if -(2**63) <= value < 2**63 else _record("int", hex(value))
+        if kind is float:
+            return value if math.isfinite(value) else _record("float", repr(value))
+        if kind in _LEAVES:
+            tag, to_json = _LEAVES[kind]
+            return _record(tag, to_json(value))
+        if kind in (list, tuple, set, frozenset, dict, OrderedDict, Counter):
+            return self._container(value, path)
+        if kind in (Tensor, torch.nn.Parameter):
+            return self._tensor(value, path)
+        if kind is np.ndarray:
+            return self._array(value, path)
+        if isinstance(value, PurePath):
+            return _record("path", str(value))
+        if isinstance(value, Enum):
+            return self._enum(EnumRecord(_type_name(kind), value.name, value.value), path)
+        if kind is EnumRecord:
+            return self._enum(value, path)
+        if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
+            return _record("numpy", value.tobytes().hex(), dtype=value.dtype.str)
+        raise self._refusal(value, path)
+
+    def _refusal(self, value: Any, path: tuple[str, ...], reason: str | None = None) -> CheckpointError:
+        kind = type(value)
+        plain = next((base for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None)
+        return CheckpointError(
+            _SOURCE,
+            _join(self._at, path) or None,
+            reason or f"a value of type {_type_name(kind)} cannot be saved",
+            fix=_FIX if plain is None or reason else f"its class would be lost: save {plain.__name__}(value) instead",
+        )
+
+    def _container(self, value: Any, path: tuple[str, ...]) -> Any:
+        if id(value) in self._open:
+            raise self._refusal(value, path, "it contains itself")
+        self._open.add(id(value))
+        kind = type(value)
+        if issubclass(kind, dict):
+            tree = self._dict(value, path)
+        else:
+            items = [self.encode(item, (*path, str(index))) for index, item in enumerate(value)]
+            if kind in (set, frozenset):  # equal sets give equal files
+                items.sort(key=lambda item: json.dumps(item, sort_keys=True))
+            tree = items if kind is list else _record(kind.__name__, items)
+        self._open.discard(id(value))
+        return tree
+
+    def _dict(self, value: Any, path: tuple[str, ...]) -> Any:
+        names = [key if type(key) is str else repr(key) for key in value]
+        entries = [self.encode(item, (*path, name)) for name, item in zip(names, value.values(), strict=True)]
+        tree: Any
+        if all(type(key) is str for key in value) and _TAG not in value:
+            tree = dict(zip(value, entries, strict=True))
+        else:
+            keys = [self._key(key, (*path, name)) for key, name in zip(value, names, strict=True)]
+            tree = _record("dict", [list(pair) for pair in zip(keys, entries, strict=True)])
+        if type(value) is dict:
+            return tree
+        metadata = getattr(value, "_metadata", None)  # module versions, which load_state_dict reads
+        more = {} if metadata is None else {"metadata": self.encode(metadata, (*path, "_metadata"))}
+        return _record(type(value).__name__, tree, **more)
+
+    def _key(self, key: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(key, Tensor):
+            raise self._refusal(key, path, "a tensor cannot be the key of a saved dict: it is found by identity")
+        return self.encode(key, path)
+
+    def _enum(self, member: EnumRecord, path: tuple[str, ...]) -> Any:
+        return _record("enum", [member.kind, member.name, self.encode(member.value, (*path, "value"))])
+
+    def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
+        tensor = tensor.detach()
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+            found = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
+            raise self._refusal(
+                tensor, path, f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
+            )
+        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.dtype in TENSOR_DTYPES:
+            return _record("tensor", self._collect(tensor, path))
+        if tensor.dtype not in _CARRIERS:
+            raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
+        flat = tensor.contiguous().reshape(-1).view(_CARRIERS[tensor.dtype])
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return _record("tensor", self._collect(flat, path), dtype=dtype, shape=list(tensor.shape))
+
+    def _array(self, array: np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
+        if array.dtype.kind not in _SCALARS:
+            raise self._refusal(array, path, f"arrays of {array.dtype} cannot be saved")
+        owned = np.array(array, order="C")  # contiguous, writable, and 0-dimensional where it was
+        if array.dtype.isnative and array.dtype.kind in "biuf" and array.dtype.itemsize <= 8:
+            return _record("array", self._collect(torch.from_numpy(owned), path, owned=True))
+        flat = torch.from_numpy(np.array(bytearray(owned.tobytes()), np.uint8))
+        name = self._collect(flat, path, owned=True)
+        return _record("array", name, dtype=array.dtype.str, shape=list(array.shape))
+
+    def _collect(self, tensor: Tensor, path: tuple[str, ...], *, owned: bool = False) -> str:
+        # Rust refuses half a surrogate pair; paths like ("a.b",) and ("a", "b") share a name.
+        name = stem = ".".join(path).encode(errors="backslashreplace").decode() or "value"
+        count = 2
+        while name in self._tensors or name == "__metadata__":
+            name, count = f"{stem}#{count}", count + 1
+        if self._copy and not owned:
+            tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+        self._tensors[name] = tensor
+        return name
+
+
+@final
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, Tensor], at: str, file: object) -> None:
+        self._tensors, self._at, self._file = tensors, at, file
+
+    def decode(self, tree: Any, path: tuple[str, ...]) -> Any:
+        if isinstance(tree, list):
+            return [self.decode(item, (*path, str(index))) for index, item in enumerate(tree)]
+        if not isinstance(tree, dict):
+            return tree
+        if _TAG not in tree:
+            return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
+        read = _READERS.get(tree[_TAG]) if isinstance(tree[_TAG], str) else None
+        if read is None:
+            raise self._damage(path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it")
+        try:
+            return read(self, tree, path)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            if isinstance(error, RecursionError):
+                raise
+            raise self._damage(path, f"damaged record of a {tree[_TAG]}: {error}") from error
+
+    def _damage(self, path: tuple[str, ...], reason: str, fix: str | None = None) -> CheckpointError:
+        return CheckpointError(self._file, _join(self._at, path) or None, reason, fix=fix)
+
+    def items(self, record: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
+        if not isinstance(record["v"], list):
+            raise TypeError("its items are missing")
+        return [self.decode(item, (*path, str(index))) for index, item in enumerate(record["v"])]
+
+    def pairs(self, record: dict[str, Any], path: tuple[str, ...]) -> dict[Any, Any]:
+        pairs = [(self.decode(key, (*path, "key")), item) for key, item in record["v"]]
+        return {key: self.decode(item, (*path, key if isinstance(key, str) else repr(key))) for key, item in pairs}
+
+    def ordered(self, record: dict[str, Any], path: tuple[str, ...]) -> OrderedDict[Any, Any]:
+        value = OrderedDict(self.decode(record["v"], path))
+        if "metadata" in record:
+            value._metadata = self.decode(record["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
+        return value
+
+    def enum(self, record: dict[str, Any], path: tuple[str, ...]) -> EnumRecord:
+        kind, name, value = record["v"]
+        return EnumRecord(kind, name, self.decode(value, (*path, "value")))
+
+    def stored(self, record: dict[str, Any], path: tuple[str, ...]) -> Tensor:
+        if record["v"] not in self._tensors:
+            raise self._damage(path, f"its tensor {record['v']!r} is not in the file")
+        return self._tensors[record["v"]]
+
+    def tensor(self, record: dict[str, Any], path: tuple[str, ...]) -> Tensor:
+        stored = self.stored(record, path)
+        return stored.view(_dtype(record["dtype"])).reshape(record["shape"]) if "dtype" in record else stored
+
+    def array(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
+        stored = self.stored(record, path).cpu().numpy()
+        if "dtype" not in record:
+            return stored
+        return np.ndarray(tuple(record["shape"]), _numpy_dtype(record["dtype"]), stored.data)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is not a dtype")
+    return dtype
+
+
+def _numpy_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(str(name))
+    if dtype.kind not in _SCALARS:
+        raise TypeError(f"{dtype} is not a plain dtype")
+    return dtype
+
+
+_READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], Any]]] = {
+    "int": lambda _, record, __: int(record["v"], 16),
+    "float": lambda _, record, __: float(record["v"]),
+    "bytes": lambda _, record, __: base64.b64decode(record["v"], validate=True),
+    "bytearray": lambda _, record, __: bytearray(base64.b64decode(record["v"], validate=True)),
+    "complex": lambda _, record, __: complex(*map(float, record["v"])),
+    "dtype": lambda _, record, __: _dtype(record["v"]),
+    "device": lambda _, record, __: torch.device(record["v"]),
+    "size": lambda _, record, __: torch.Size(record["v"]),
+    "timedelta": lambda _, record, __: timedelta(*record["v"]),
+    "path": lambda _, record, __: Path(record["v"]),
+    "numpy": lambda _, record, __: np.ndarray((), _numpy_dtype(record["dtype"]), bytes.fromhex(record["v"]))[()],
+    "tuple": lambda decoder, record, path: tuple(decoder.items(record, path)),
+    "set": lambda decoder, record, path: set(decoder.items(record, path)),
+    "frozenset": lambda decoder, record, path: frozenset(decoder.items(record, path)),
+    "dict": lambda decoder, record, path: decoder.pairs(record, path),
+    "OrderedDict": lambda decoder, record, path: decoder.ordered(record, path),
+    "Counter": lambda decoder, record, path: Counter(decoder.decode(record["v"], path)),
+    "enum": lambda decoder, record, path: decoder.enum(record, path),
+    "tensor": lambda decoder, record, path: decoder.tensor(record, path),
+    "array": lambda decoder, record, path: decoder.array(record, path),
+}

@@ -1,0 +1,287 @@
+"""Writing, replacing and removing checkpoints: at every instant a checkpoint is complete or absent."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.files import safetensors_bytes, sync_directory, write_file
+from trainer_kit.checkpoint.hidden import Hidden, hidden_path
+from trainer_kit.checkpoint.manifest import DOCUMENT, FILE_NAME, MANIFEST, dump_manifest, is_ours, new_manifest
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["Snapshot", "clean_incomplete", "remove_checkpoint", "take_snapshot", "write_checkpoint", "write_snapshot"]
+
+_SHARD: Final = ".safetensors"
+
+
+@final
+@dataclass(frozen=True)
+class Snapshot:
+    """A state encoded for writing: from here on it is only I/O.
+
+    Attributes:
+        document: the bytes of ``state.json``.
+        tensors: by part, the tensors by name; a part without any has an empty dict.
+        info: encoded, for the manifest.
+    """
+
+    document: bytes
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    info: Any
+
+
+def take_snapshot(state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, copy: bool = True) -> Snapshot:
+    """Encode ``state``.
+
+    Args:
+        state: parts by name, such as ``{"model": ..., "optimizers": ...}``.
+        info: what to know without reading the state: step, epoch, world size, … No tensors.
+        copy: give every tensor memory of its own, so that training may go on before the snapshot is written.
+
+    Raises:
+        CheckpointError: for a value that cannot be saved, naming its key path.
+
+    Example:
+        >>> take_snapshot({"progress": {"step": 3}}).document
+        b'{"progress": {"step": 3}}'
+    """
+    trees: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for part, value in state.items():
+        if not isinstance(part, str):
+            raise CheckpointError("the state to save", repr(part), "the parts of a checkpoint are named by strings")
+        trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=copy)
+    loose: dict[str, Tensor] = {}
+    header = encode(dict(info or {}), loose, at="info", copy=False)
+    if loose:
+        raise CheckpointError(
+            "the state to save", f"info.{next(iter(loose))}", "the info of a checkpoint holds no tensors or arrays"
+        )
+    return Snapshot(json.dumps(trees, allow_nan=False).encode(), tensors, header)
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    info: Mapping[str, Any] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint directory; when this returns it is durable, when it raises there is nothing new.
+
+    Args:
+        path: the directory to make; its parents are made too.
+        state: parts by name. Tensors of the part ``model`` go to ``model.safetensors``, and so on; all else to
+            ``state.json``. See `trainer_kit.checkpoint.codec.encode` for what can be saved.
+        info: small plain data kept in the manifest, such as ``{"step": 1200, "epoch": 3}``.
+        overwrite: replace a checkpoint that is there. Until the new one is durable the old one stays whole.
+
+    Returns:
+        ``path``, absolute.
+
+    Raises:
+        CheckpointError: for a value that cannot be saved, a target that exists, too little space, or failed I/O.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.read import read_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = write_checkpoint(f"{directory}/step-00000003", {"progress": {"step": 3}}, info={"step": 3})
+        ...     sorted(file.name for file in path.iterdir()), read_checkpoint(path)
+        (['manifest.json', 'state.json'], {'progress': {'step': 3}})
+    """
+    target = _check_target(path, overwrite)
+    return write_snapshot(target, take_snapshot(state, info=info, copy=False), overwrite=overwrite)
+
+
+def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False) -> Path:
+    """The second half of `write_checkpoint`: no training state is touched, so any thread may run it."""
+    target = _check_target(path, overwrite)
+    parts = _name_parts(snapshot.tensors)
+    shards = {name: safetensors_bytes(snapshot.tensors[part]) for part, name in parts.items() if name is not None}
+    needed = len(snapshot.document) + sum(size for size, _ in shards.values())
+    work, made = hidden_path(target, "tmp"), _missing_parents(target)
+    try:
+        for parent in reversed(made):
+            parent.mkdir(exist_ok=True)
+            sync_directory(parent.parent)
+        _check_space(target, needed)
+        work.mkdir()
+        files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
+        files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
+        manifest = new_manifest(files, parts, snapshot.info, _versions())
+        write_file(work / MANIFEST, [dump_manifest(manifest)])
+        sync_directory(work)
+        if overwrite and target.exists():
+            _replace(work, target)
+        else:
+            os.rename(work, target)
+            sync_directory(target.parent)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # somebody else uses it by now
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise _failure(target, error, needed) from error
+        raise
+    return target
+
+
+def remove_checkpoint(path: str | os.PathLike[str]) -> None:
+    """Delete a checkpoint, also a damaged one; it is gone at once, never half there.
+
+    Raises:
+        CheckpointError: when it is not a checkpoint of this library, or cannot be deleted.
+    """
+    target = Path(os.path.abspath(path))
+    if not is_ours(target):
+        raise CheckpointError(target, None, "not a checkpoint of this library, so it is not deleted")
+    hidden = hidden_path(target, "tmp")
+    try:
+        os.rename(target, hidden)
+        sync_directory(target.parent)
+        shutil.rmtree(hidden)
+    except OSError as error:
+        raise CheckpointError(target, None, f"could not be deleted: {error}") from error
+
+
+def clean_incomplete(directory: str | os.PathLike[str]) -> int:
+    """Remove what dead processes of this host left half written or half deleted; put back what they half replaced.
+
+    Names that this library did not give, and work of living processes and of other hosts, are left alone.
+
+    Returns:
+        How many entries were removed or put back.
+    """
+    root, count = Path(directory), 0
+    if not root.is_dir():
+        return 0
+    for entry in sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")):  # old ones are put back first
+        hidden = Hidden.parse(entry.name)
+        if hidden is None or not hidden.stale or entry.is_symlink():
+            continue
+        with suppress(FileNotFoundError):  # another rank cleans too
+            if entry.is_file() and hidden.target == "index.json":
+                entry.unlink()
+                count += 1
+            elif entry.is_dir() and all(_may_be_ours(file) for file in entry.iterdir()):
+                if hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
+                    os.rename(entry, root / hidden.target)
+                else:
+                    shutil.rmtree(entry, ignore_errors=True)
+                count += 1
+    if count:
+        sync_directory(root)
+    return count
+
+
+def _may_be_ours(file: Path) -> bool:
+    named = file.name in (MANIFEST, DOCUMENT) or file.name.endswith(_SHARD)
+    return named and file.is_file() and not file.is_symlink()
+
+
+def _check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    target = Path(os.path.abspath(path))
+    if not target.name or target.name.startswith("."):
+        raise CheckpointError(target, None, "a hidden name is not counted as a checkpoint", fix="use another name")
+    if os.path.lexists(target):
+        if not overwrite:
+            raise CheckpointError(target, None, "it exists already", fix="pass overwrite=True, or use another name")
+        if not is_ours(target):
+            raise CheckpointError(target, None, "not a checkpoint of this library, so it is not overwritten")
+    return target
+
+
+def _name_parts(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str | None]:
+    names: dict[str, str | None] = {}
+    taken: set[str] = set()
+    for part, members in tensors.items():
+        name = part + _SHARD
+        # Case is folded because some file systems do.
+        if not FILE_NAME.fullmatch(name) or name.casefold() in taken:
+            name = next(f"part{i}{_SHARD}" for i in range(len(taken) + 1) if f"part{i}{_SHARD}" not in taken)
+        names[part] = name if members else None
+        if members:
+            taken.add(name.casefold())
+    return names
+
+
+def _missing_parents(target: Path) -> list[Path]:
+    missing = []
+    for parent in target.parents:
+        if parent.exists():
+            break
+        missing.append(parent)
+    return missing
+
+
+def _check_space(target: Path, needed: int) -> None:
+    usage = shutil.disk_usage(target.parent)
+    if usage.total and needed > usage.free:  # some network file systems report nothing at all
+        raise CheckpointError(
+            target,
+            None,
+            f"not enough space: {needed} bytes needed, {usage.free} bytes free",
+            fix="free some space, or keep fewer checkpoints (save_top_k)",
+        )
+
+
+def _failure(target: Path, error: OSError, needed: int) -> CheckpointError:
+    try:
+        near = next(parent for parent in target.parents if parent.exists())
+        free = str(shutil.disk_usage(near).free)
+    except OSError:
+        free = "an unknown number of"
+    reason = f"could not be written: {error.strerror or error} ({needed} bytes needed, {free} bytes free)"
+    return CheckpointError(target, None, reason)
+
+
+def _replace(work: Path, target: Path) -> None:
+    if _exchange(work, target):
+        aside = work
+    else:
+        aside = hidden_path(target, "old")
+        os.rename(target, aside)  # from here `clean_incomplete` would put it back
+        try:
+            os.rename(work, target)
+        except BaseException:
+            os.rename(aside, target)
+            raise
+    sync_directory(target.parent)
+    shutil.rmtree(aside, ignore_errors=True)  # the new one is durable: leftovers are for `clean_incomplete`
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two directories in one step, where kernel and file system can (renameat2, RENAME_EXCHANGE)."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2
+    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+@cache
+def _versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        own = version("trainer-kit")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"trainer_kit": own, "torch": str(torch.__version__)}

@@ -1,0 +1,119 @@
+"""Single files: written once, synced, and checksummed from memory while they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import xxhash
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["TENSOR_DTYPES", "checksum", "read_tensors", "safetensors_bytes", "sync_directory", "write_file"]
+
+TENSOR_DTYPES: Final = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""The dtypes that every safetensors release we support can hold, by the name the format gives them."""
+
+_CHUNK: Final = 4 << 20
+
+
+def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]]:
+    """A safetensors file as a size in bytes and the buffers that make it up, one tensor at a time on the host.
+
+    The library's own writer returns after the bytes are on disk; a checksum made then would bless whatever landed
+    there. This one lets the checksum be made from memory. Format: https://huggingface.co/docs/safetensors
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps data aligned
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": TENSOR_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    def buffers() -> Iterable[Any]:
+        yield struct.pack("<Q", len(text))
+        yield text
+        for _, tensor in ordered:
+            if tensor.numel():
+                yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+    return 8 + len(text) + end, buffers()
+
+
+def write_file(path: Path, buffers: Iterable[Any]) -> dict[str, Any]:
+    """Write and fsync a new file; returns its manifest entry: ``{"size": bytes, "xxh3_64": hex}``.
+
+    Raises:
+        OSError: when it exists or cannot be written.
+    """
+    digest, size = xxhash.xxh3_64(), 0
+    with open(path, "xb") as file:
+        for buffer in buffers:
+            view = memoryview(buffer)
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                digest.update(chunk)
+                file.write(chunk)
+            size += len(view)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"size": size, "xxh3_64": digest.hexdigest()}
+
+
+def checksum(path: Path) -> str:
+    """The xxh3-64 of a file's bytes, in hex."""
+    digest = xxhash.xxh3_64()
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """All tensors of a safetensors file, each with memory of its own.
+
+    Raises:
+        CheckpointError: when it is not a whole safetensors file.
+    """
+    try:
+        with safe_open(str(path), framework="pt", device=str(device)) as file:
+            # Some releases hand out views of a mapping of the file, which must not outlive the file.
+            return {name: file.get_tensor(name).clone() for name in list(file.keys())}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,78 @@
+"""Names of work in progress beside a checkpoint, and whose work it is.
+
+``.<name>.<pid>-<host><start><random>.tmp`` holds a checkpoint being written or deleted; ``.old`` one that is being
+replaced. Host and start of the process are six hex digits each, so a name says by itself whether its writer lives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+__all__ = ["Hidden", "hidden_path"]
+
+_PATTERN: Final = re.compile(r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL)
+
+
+def hidden_path(target: Path, suffix: str) -> Path:
+    """A new hidden sibling of ``target``; ``suffix`` is tmp or old."""
+    pid = os.getpid()
+    token = f"{_short(socket.gethostname())}{_short(_start(pid) or '')}{secrets.token_hex(3)}"
+    return target.with_name(f".{target.name}.{pid}-{token}.{suffix}")
+
+
+@final
+@dataclass(frozen=True)
+class Hidden:
+    """What the name of a hidden sibling says.
+
+    Attributes:
+        target: the name of the checkpoint it stands beside.
+        suffix: tmp or old.
+        stale: its writer ran on this host and is dead. Other hosts' processes cannot be seen: theirs is never stale.
+    """
+
+    target: str
+    suffix: str
+    stale: bool
+
+    @classmethod
+    def parse(cls, name: str) -> Hidden | None:
+        """Read a name; None for one that this library did not give."""
+        match = _PATTERN.fullmatch(name)
+        if match is None:
+            return None
+        target, pid, host, start, suffix = match.groups()
+        here = host == _short(socket.gethostname())
+        return cls(target, suffix, here and not _lives(int(pid), start))
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+def _lives(pid: int, start: str) -> bool:
+    if os.name == "nt":  # there, os.kill(pid, 0) would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return _short(_start(pid) or "") == start  # else the number was given to another process
+
+
+def _start(pid: int) -> str | None:
+    # Linux: state and start in clock ticks since boot, behind the command, which may hold spaces and brackets.
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return "zombie" if fields[0] == "Z" else fields[19]

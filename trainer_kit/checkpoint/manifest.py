@@ -1,0 +1,177 @@
+"""``manifest.json``: what a checkpoint consists of. A directory without a valid one is not a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import stat
+from pathlib import Path
+from typing import Any, Final
+
+from trainer_kit.checkpoint.files import checksum
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = [
+    "DOCUMENT",
+    "FILE_NAME",
+    "MANIFEST",
+    "check_content",
+    "check_files",
+    "dump_manifest",
+    "is_ours",
+    "load_json",
+    "new_manifest",
+    "read_manifest",
+]
+
+MANIFEST: Final = "manifest.json"
+DOCUMENT: Final = "state.json"
+FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
+"""Names a manifest may list: nothing hidden, nothing with a separator."""
+
+_FORMAT: Final = "trainer_kit.checkpoint"
+_VERSION: Final = 1
+_FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
+
+
+def new_manifest(files: dict[str, Any], parts: dict[str, str | None], info: Any, versions: dict[str, str]) -> Any:
+    """A manifest's content; nothing in it depends on the time or the machine, so equal states give equal bytes."""
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "info": info,
+        "versions": versions,
+        "parts": parts,
+        "files": files,
+    }
+
+
+def dump_manifest(content: dict[str, Any]) -> bytes:
+    """The bytes of the manifest with its own SHA-256 inside, made over its canonical JSON."""
+    return (json.dumps({**content, "sha256": _digest(content)}, indent=1, allow_nan=False) + "\n").encode()
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint at ``path``, itself verified; the files it lists are not looked at.
+
+    Raises:
+        CheckpointError: when there is none, or it is damaged, foreign, or of a newer format.
+    """
+    file = path / MANIFEST
+    try:
+        mode = file.lstat().st_mode
+    except OSError:
+        if path.is_dir():
+            raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
+        reason = "this is a file, not a checkpoint directory" if path.exists() else "there is no checkpoint here"
+        raise CheckpointError(path, None, reason) from None
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
+    manifest = load_json(file, raw)
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise CheckpointError(file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX)
+    recorded = manifest.pop("sha256", None)
+    # The bytes are compared too: some changes of the text do not change what it says.
+    if recorded != _digest(manifest) or raw != dump_manifest(manifest):
+        raise CheckpointError(file, "sha256", "the manifest was changed after it was written", fix=_FIX)
+    if manifest.get("version") != _VERSION:
+        raise CheckpointError(
+            file,
+            "version",
+            f"format {manifest.get('version')}, this library reads {_VERSION}",
+            fix="upgrade trainer_kit",
+        )
+    _check_shape(file, manifest)
+    return manifest
+
+
+def check_files(path: Path, manifest: dict[str, Any]) -> None:
+    """Exactly the listed files are there, regular and of their size. Reads no content.
+
+    Raises:
+        CheckpointError: naming the missing, foreign or resized file.
+    """
+    try:
+        found = {entry.name: entry.lstat() for entry in path.iterdir()}
+    except OSError as error:
+        raise CheckpointError(path, None, f"the directory cannot be read: {error}") from error
+    for name, status in sorted(found.items()):
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
+            raise CheckpointError(path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX)
+        if name != MANIFEST and name not in manifest["files"]:
+            raise CheckpointError(path / name, None, "a foreign file, not in the manifest", fix="move it elsewhere")
+    for name, entry in manifest["files"].items():
+        if name not in found:
+            raise CheckpointError(path / name, None, "the file is missing", fix=_FIX)
+        if found[name].st_size != entry["size"]:
+            raise CheckpointError(
+                path / name, None, f"{found[name].st_size} bytes, but {entry['size']} were written", fix=_FIX
+            )
+
+
+def check_content(path: Path, manifest: dict[str, Any], names: list[str]) -> None:
+    """The listed files hold the bytes that were written.
+
+    Raises:
+        CheckpointError: naming the damaged file.
+    """
+    for name in names:
+        try:
+            found = checksum(path / name)
+        except OSError as error:
+            raise CheckpointError(path / name, None, f"the file cannot be read: {error}", fix=_FIX) from error
+        recorded = manifest["files"][name]["xxh3_64"]
+        if found != recorded:
+            raise CheckpointError(path / name, None, f"damaged: checksum {found}, but {recorded} was written", fix=_FIX)
+
+
+def is_ours(path: Path) -> bool:
+    """Whether a directory was once a checkpoint of this library, damaged or not: what may be deleted."""
+    file = path / MANIFEST
+    try:
+        if path.is_symlink() or not stat.S_ISREG(file.lstat().st_mode):
+            return False
+        with open(file, "rb") as stream:
+            return f'"{_FORMAT}"'.encode() in stream.read(128)
+    except OSError:
+        return False
+
+
+def load_json(file: Path, raw: bytes) -> Any:
+    """Parse JSON strictly.
+
+    Raises:
+        CheckpointError: for anything that is not JSON.
+    """
+    try:
+        return json.loads(raw.decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _check_shape(file: Path, manifest: dict[str, Any]) -> None:
+    files, parts = manifest.get("files"), manifest.get("parts")
+    if not isinstance(files, dict) or not isinstance(parts, dict) or DOCUMENT not in files:
+        raise CheckpointError(file, "files", "the manifest lists no files or no parts", fix=_FIX)
+    for name, entry in files.items():
+        if not FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise CheckpointError(file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX)
+        if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
+            raise CheckpointError(file, f"files.{name}", "an entry without size and checksum", fix=_FIX)
+    for part, name in parts.items():
+        if name is not None and name not in files:
+            raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)

@@ -1,0 +1,139 @@
+"""A directory of checkpoints: which are there, and which of them are called ``last`` and ``best``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path, PurePosixPath
+from typing import Any, Final, final
+
+from trainer_kit.checkpoint.files import sync_directory, write_file
+from trainer_kit.checkpoint.hidden import hidden_path
+from trainer_kit.checkpoint.manifest import MANIFEST, load_json
+from trainer_kit.checkpoint.read import is_complete, read_info
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["CheckpointRecord", "checkpoints", "lookup", "mark"]
+
+_INDEX: Final = "index.json"
+_FORMAT: Final = "trainer_kit.index"
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointRecord(os.PathLike[str]):
+    """A complete checkpoint, usable wherever a path is.
+
+    Attributes:
+        path: its directory.
+        step: optimizer steps it was taken after, from its info; None when that does not say.
+        created: when it was finished (UTC), as the file system says: nothing timed is inside a checkpoint.
+        info: what it was written with.
+    """
+
+    path: Path
+    step: int | None
+    created: datetime
+    info: dict[str, Any]
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+
+def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
+    """The complete checkpoints directly in ``directory``, by step (those without one first), then by age.
+
+    Hidden, torn and foreign entries and symbolic links are not counted. Sizes are compared, checksums are not:
+    `trainer_kit.checkpoint.read.verify_checkpoint` does that. An absent directory has none.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     for step in (20, 3):
+        ...         _ = write_checkpoint(f"{directory}/step-{step}", {}, info={"step": step})
+        ...     [record.path.name for record in checkpoints(directory)]
+        ['step-3', 'step-20']
+    """
+    records = []
+    for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
+        if entry.name.startswith(".") or entry.is_symlink() or not is_complete(entry):
+            continue
+        try:
+            info, time = read_info(entry), (entry / MANIFEST).stat().st_mtime_ns
+        except (CheckpointError, OSError):  # deleted while we look
+            continue
+        step = info.get("step")
+        created = datetime.fromtimestamp(time / 1e9, timezone.utc)
+        records.append((time, CheckpointRecord(entry, step if type(step) is int else None, created, info)))
+    records.sort(key=lambda item: (-1 if item[1].step is None else item[1].step, item[0], item[1].path.name))
+    return [record for _, record in records]
+
+
+def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None) -> None:
+    """Give checkpoints of ``directory`` names, durably and all at once; None takes a name away.
+
+    Raises:
+        CheckpointError: when a path is not a complete checkpoint inside ``directory``, or the index cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     mark(directory, best=write_checkpoint(f"{directory}/step-3", {}))
+        ...     lookup(directory, "best").name, lookup(directory, "last").name
+        ('step-3', 'step-3')
+    """
+    root = Path(os.path.abspath(directory))
+    index = _read_index(root) or {}
+    for name, path in names.items():
+        if path is None:
+            index.pop(name, None)
+            continue
+        target = Path(os.path.abspath(path))
+        if root not in target.parents or not is_complete(target):
+            raise CheckpointError(target, None, f"not a complete checkpoint in {root}, so it cannot be {name!r}")
+        index[name] = target.relative_to(root).as_posix()
+    content = json.dumps({"format": _FORMAT, "version": 1, "names": dict(sorted(index.items()))}, indent=1) + "\n"
+    work = hidden_path(root / _INDEX, "tmp")
+    try:
+        write_file(work, [content.encode()])
+        os.replace(work, root / _INDEX)
+        sync_directory(root)
+    except OSError as error:
+        work.unlink(missing_ok=True)
+        raise CheckpointError(root / _INDEX, None, f"could not be written: {error}") from error
+
+
+def lookup(directory: str | os.PathLike[str], name: str) -> Path | None:
+    """The checkpoint of this name, or None.
+
+    ``last`` is found without the index too: where the index is missing, damaged, or points at a checkpoint that is
+    gone or torn, it is the newest complete checkpoint.
+    """
+    root = Path(directory)
+    entry = (_read_index(root) or {}).get(name)
+    if entry is not None and is_complete(root / entry):
+        return root / entry
+    if name != "last":
+        return None
+    newest = checkpoints(root)
+    return newest[-1].path if newest else None
+
+
+def _read_index(root: Path) -> dict[str, str] | None:
+    file = root / _INDEX
+    try:
+        content = load_json(file, file.read_bytes())
+    except (OSError, CheckpointError):
+        return None
+    names = content.get("names") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    if not isinstance(names, dict):
+        return None
+    return {name: path for name, path in names.items() if isinstance(path, str) and _inside(PurePosixPath(path))}
+
+
+def _inside(path: PurePosixPath) -> bool:
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
