@@ -1,0 +1,155 @@
+"""Names for plug-ins: what a user may write as a word instead of an object.
+
+One `Registry` per kind. A name stands for an object, for a ``"package.module:Name"`` string that is imported when the
+name is first asked for, or for an entry point of an installed package, e.g. in its ``pyproject.toml``::
+
+    [project.entry-points."trainer_kit.strategies"]
+    my-engine = "my_package.strategy:MyStrategy"
+
+Registered names come first: entry points are looked at only for a name that nobody registered.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, TypeVar, final, overload
+
+from trainer_kit.core.errors import RegistryError, did_you_mean
+
+__all__ = ["CALLBACKS", "LOGGERS", "PRECISIONS", "STRATEGIES", "Registry"]
+
+_Target = TypeVar("_Target")
+
+
+@final
+class Registry:
+    """The names of one kind of plug-in.
+
+    Args:
+        kind: what the names stand for, in the singular; messages use it, and the entry point group is
+            ``trainer_kit.<kinds>``.
+
+    Example:
+        >>> colours = Registry("colour")
+        >>> colours.register("ratio", "fractions:Fraction")
+        >>> @colours.register("red")
+        ... def make_red():
+        ...     return "#f00"
+        >>> colours.get("red")(), colours.get("ratio").__name__, colours.names()
+        ('#f00', 'Fraction', ['ratio', 'red'])
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.group = f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
+        self._targets: dict[str, Any] = {}
+
+    @overload
+    def register(self, name: str, target: None = None, *, overwrite: bool = False) -> Callable[[_Target], _Target]: ...
+    @overload
+    def register(self, name: str, target: Callable[..., Any] | str, *, overwrite: bool = False) -> None: ...
+    def register(self, name: str, target: Any = None, *, overwrite: bool = False) -> Any:
+        """Give ``target`` a name; without a target, a decorator that does.
+
+        Args:
+            name: the word users write.
+            target: a class, a factory, or ``"package.module:Name"``, imported when it is first asked for.
+            overwrite: whether the name may be taken already.
+
+        Raises:
+            RegistryError: the name is taken, or the string cannot be a target.
+        """
+        if target is None:
+
+            def decorate(decorated: _Target) -> _Target:
+                self._add(name, decorated, overwrite)
+                return decorated
+
+            return decorate
+        self._add(name, target, overwrite)
+        return None
+
+    def get(self, name: str) -> Any:
+        """What ``name`` stands for, imported where that is still to be done.
+
+        Raises:
+            RegistryError: nobody registered the name, two packages did, or importing it failed.
+        """
+        if name not in self._targets:
+            self._targets[name] = self._load_entry_point(name)
+        target = self._targets[name]
+        if isinstance(target, str):
+            target = self._targets[name] = self._import(name, target)
+        return target
+
+    def names(self) -> list[str]:
+        """All names, sorted: registered ones and those of installed packages, which are not imported for this."""
+        return sorted({*self._targets, *(entry.name for entry in entry_points(group=self.group))})
+
+    def _add(self, name: str, target: Any, overwrite: bool) -> None:
+        if isinstance(target, str) and not all(target.partition(":")):
+            raise RegistryError(
+                f"{self.kind} {name!r} cannot be imported from this string",
+                found=repr(target),
+                fix='write "package.module:Name"',
+            )
+        if name in self._targets and not overwrite:
+            raise RegistryError(
+                f"the {self.kind} name {name!r} is taken",
+                found=f"{_describe(self._targets[name])}, then {_describe(target)}",
+                fix="choose another name, or pass overwrite=True",
+            )
+        self._targets[name] = target
+
+    def _import(self, name: str, target: str) -> Any:
+        module, _, attribute = target.partition(":")
+        try:
+            found: Any = importlib.import_module(module)
+            for part in attribute.split("."):
+                found = getattr(found, part)
+        except Exception as error:
+            raise RegistryError(
+                f"{self.kind} {name!r} could not be imported", found=f"{target}: {type(error).__name__}: {error}"
+            ) from error
+        return found
+
+    def _load_entry_point(self, name: str) -> Any:
+        entries = {(entry.value, _package(entry)): entry for entry in entry_points(group=self.group, name=name)}
+        if not entries:
+            known = self.names()
+            raise RegistryError(
+                f"no {self.kind} is called {name!r}",
+                found=f"the names are {', '.join(known)}" if known else "no name is registered",
+                fix=did_you_mean(name, known) if known else None,
+            )
+        if len(entries) > 1:
+            raise RegistryError(
+                f"several packages call a {self.kind} {name!r}",
+                found=", ".join(sorted(f"{package} ({value})" for value, package in entries)),
+                fix="uninstall all but one, or pass the object itself",
+            )
+        ((_, package), entry) = entries.popitem()
+        try:
+            return entry.load()
+        except Exception as error:
+            raise RegistryError(
+                f"{self.kind} {name!r} could not be loaded from the package {package}",
+                found=f"{entry.value}: {type(error).__name__}: {error}",
+                fix=f"repair or uninstall {package}",
+            ) from error
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value.partition(".")[0]
+
+
+def _describe(target: Any) -> str:
+    return f"{target.__module__}:{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)
+
+
+STRATEGIES = Registry("strategy")
+PRECISIONS = Registry("precision")
+LOGGERS = Registry("logger")
+CALLBACKS = Registry("callback")
