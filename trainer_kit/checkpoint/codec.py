@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, flatten
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["EnumRecord", "decode", "encode"]
@@ -137,6 +137,13 @@ def _join(at: str, path: tuple[str, ...]) -> str:
     return ".".join((at, *path) if at else path)
 
 
+def _step(key: Any) -> str:
+    try:
+        return key if type(key) is str else repr(key)
+    except ValueError:  # an int of more digits than Python prints
+        return type(key).__name__
+
+
 def _type_name(kind: type) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -219,7 +226,7 @@ class _Encoder:
         return tree
 
     def _dict(self, value: Any, path: tuple[str, ...]) -> Any:
-        names = [key if type(key) is str else repr(key) for key in value]
+        names = [_step(key) for key in value]
         entries = [self.encode(item, (*path, name)) for name, item in zip(names, value.values(), strict=True)]
         tree: Any
         if all(type(key) is str for key in value) and _TAG not in value:
@@ -253,7 +260,7 @@ class _Encoder:
             return _record("tensor", self._collect(tensor, path))
         if tensor.dtype not in _CARRIERS:
             raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
-        flat = tensor.contiguous().reshape(-1).view(_CARRIERS[tensor.dtype])
+        flat = flatten(tensor).view(_CARRIERS[tensor.dtype])
         dtype = str(tensor.dtype).removeprefix("torch.")
         return _record("tensor", self._collect(flat, path), dtype=dtype, shape=list(tensor.shape))
 
@@ -311,7 +318,7 @@ class _Decoder:
 
     def pairs(self, record: dict[str, Any], path: tuple[str, ...]) -> dict[Any, Any]:
         pairs = [(self.decode(key, (*path, "key")), item) for key, item in record["v"]]
-        return {key: self.decode(item, (*path, key if isinstance(key, str) else repr(key))) for key, item in pairs}
+        return {key: self.decode(item, (*path, _step(key))) for key, item in pairs}
 
     def ordered(self, record: dict[str, Any], path: tuple[str, ...]) -> OrderedDict[Any, Any]:
         value = OrderedDict(self.decode(record["v"], path))

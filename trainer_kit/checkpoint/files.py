@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["TENSOR_DTYPES", "checksum", "read_tensors", "safetensors_bytes", "sync_directory", "write_file"]
+__all__ = ["TENSOR_DTYPES", "checksum", "flatten", "read_tensors", "safetensors_bytes", "sync_directory", "write_file"]
 
 TENSOR_DTYPES: Final = {
     torch.float64: "F64",
@@ -40,6 +40,11 @@ TENSOR_DTYPES: Final = {
 _CHUNK: Final = 4 << 20
 
 
+def flatten(tensor: Tensor) -> Tensor:
+    """All elements in one dimension of stride 1: a single element counts as contiguous with any stride."""
+    return tensor.contiguous().as_strided((tensor.numel(),), (1,))
+
+
 def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]]:
     """A safetensors file as a size in bytes and the buffers that make it up, one tensor at a time on the host.
 
@@ -60,7 +65,7 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
         yield text
         for _, tensor in ordered:
             if tensor.numel():
-                yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                yield flatten(tensor.detach().cpu()).view(torch.uint8).numpy().data
 
     return 8 + len(text) + end, buffers()
 

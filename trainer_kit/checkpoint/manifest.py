@@ -173,5 +173,5 @@ def _check_shape(file: Path, manifest: dict[str, Any]) -> None:
         if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
             raise CheckpointError(file, f"files.{name}", "an entry without size and checksum", fix=_FIX)
     for part, name in parts.items():
-        if name is not None and name not in files:
+        if name is not None and (not isinstance(name, str) or name not in files):
             raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
@@ -36,7 +36,7 @@ class CheckpointRecord(os.PathLike[str]):
     path: Path
     step: int | None
     created: datetime
-    info: dict[str, Any]
+    info: dict[str, Any] = field(compare=False)
 
     def __fspath__(self) -> str:
         return str(self.path)
