@@ -1,0 +1,381 @@
+"""Where this process stands: its rank as a launcher set it, and the devices it may use."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from trainer_kit.core.errors import LaunchError, StrategyError
+
+__all__ = ["Environment", "available_devices", "count_devices", "first_host", "list_devices", "pick_device"]
+
+Source = Literal["plain", "torchrun", "slurm", "mpi"]
+
+_DEFAULT_PORT: Final = 29500
+_MPI: Final = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One process among all processes of a run, as environment variables tell it.
+
+    Attributes:
+        rank: this process among all, from 0.
+        world_size: number of processes.
+        local_rank: this process among those of its machine, from 0.
+        local_world_size: number of processes on this machine.
+        node_rank: this machine among all, from 0.
+        master_addr: the host of rank 0.
+        master_port: the port at which the processes meet there.
+        source: who started the process; ``torchrun`` also stands for everybody who sets its variables.
+        restart_count: how often the launcher has restarted this run.
+
+    Example:
+        >>> Environment.detect({}).launched
+        False
+        >>> here = Environment.detect({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+        ...                            "MASTER_ADDR": "node7", "MASTER_PORT": "4000"})
+        >>> here.rank, here.node_rank, here.source
+        (5, 1, 'torchrun')
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = _DEFAULT_PORT
+    source: Source = "plain"
+    restart_count: int = 0
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launcher gave this process its place."""
+        return self.source != "plain"
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of machines, where each runs as many processes as this one."""
+        return -(-self.world_size // self.local_world_size)
+
+    @classmethod
+    def detect(cls, environ: Mapping[str, str] = os.environ) -> Environment:
+        """Read torchrun's variables, else SLURM's, else those of an MPI launcher.
+
+        SLURM counts only inside a step (``srun``): the batch script itself, and an interactive shell, are plain.
+
+        Args:
+            environ: the variables.
+
+        Raises:
+            LaunchError: where variables are missing, unreadable or contradict each other; it names them.
+        """
+        variables = _Variables(environ)
+        found = _torchrun(variables) or _slurm(variables) or _mpi(variables) or cls()
+        inside = (
+            0 <= found.rank < found.world_size
+            and 0 <= found.local_rank < found.local_world_size <= found.world_size
+            and 0 <= found.node_rank < found.world_size
+            and 0 < found.master_port < 65536
+        )
+        if not inside:
+            raise LaunchError(
+                "the rank environment contradicts itself",
+                found=variables.seen(),
+                fix="start every process with the same launcher (torchrun or srun), or unset these variables",
+            )
+        return found
+
+
+class _Variables:
+    """Reads variables and remembers which, for the message."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.names: dict[str, None] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self.environ.get(name))
+
+    def seen(self) -> str:
+        return ", ".join(f"{name}={self.environ[name]}" for name in self.names if name in self)
+
+    def text(self, name: str, default: str | None = None) -> str:
+        self.names[name] = None
+        value = self.environ.get(name) or default
+        if value is None:
+            raise LaunchError(
+                f"the rank environment lacks {name}",
+                found=self.seen() or "none of its variables",
+                fix=f"set {name}, or start with a launcher that does (torchrun, srun)",
+            )
+        return value
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """The first of ``names`` that is set."""
+        name = next((name for name in names if name in self), names[0])
+        value = self.text(name, None if default is None else str(default))
+        try:
+            return int(value)
+        except ValueError:
+            raise LaunchError(f"{name} is not a whole number", found=f"{name}={value}") from None
+
+
+def _torchrun(variables: _Variables) -> Environment | None:
+    if "RANK" not in variables and "LOCAL_RANK" not in variables:
+        return None
+    rank, world = variables.number("RANK"), variables.number("WORLD_SIZE")
+    local_rank = variables.number("LOCAL_RANK", default=0)
+    # Not every launcher says how many processes a machine has. Whoever gives no local rank starts one.
+    here = variables.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
+    guess = 1 if "LOCAL_RANK" not in variables else world if here else None
+    local_world = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=guess)
+    return Environment(
+        rank=rank,
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        node_rank=variables.number("GROUP_RANK", "NODE_RANK", default=rank // max(local_world, 1)),
+        master_addr=variables.text("MASTER_ADDR", "127.0.0.1" if local_world >= world else None),
+        master_port=variables.number("MASTER_PORT", default=_DEFAULT_PORT if local_world >= world else None),
+        source="torchrun",
+        restart_count=variables.number("TRAINER_KIT_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", default=0),
+    )
+
+
+def _slurm(variables: _Variables) -> Environment | None:
+    # The batch script carries SLURM_PROCID=0 and SLURM_NTASKS too, but nobody starts its other tasks: only a step does.
+    step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
+    interactive = variables.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    if "SLURM_PROCID" not in variables or not step or interactive:
+        return None
+    rank, world = variables.number("SLURM_PROCID"), variables.number("SLURM_NTASKS", "SLURM_NPROCS")
+    node = variables.number("SLURM_NODEID", default=0)
+    local_rank = variables.number("SLURM_LOCALID")
+    tasks = _tasks_per_node(variables, world)
+    if node >= len(tasks):
+        raise LaunchError("SLURM_NODEID is beyond the nodes of the step", found=variables.seen())
+    hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in variables else "SLURM_JOB_NODELIST"
+    master = variables.environ.get("MASTER_ADDR") or first_host(variables.text(hosts, "127.0.0.1"))
+    job, step_id = variables.number("SLURM_JOB_ID", default=0), variables.number("SLURM_STEP_ID", default=0)
+    return Environment(
+        rank=rank,
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=tasks[node],
+        node_rank=node,
+        master_addr=master,
+        # Every rank must reach the same port without talking: below the range that kernels hand out by themselves.
+        master_port=variables.number("MASTER_PORT", default=15000 + (job * 31 + step_id) % 17000),
+        source="slurm",
+        restart_count=variables.number("SLURM_RESTART_COUNT", default=0),
+    )
+
+
+def _tasks_per_node(variables: _Variables, world: int) -> list[int]:
+    """``"2(x3),1"`` is 2, 2, 2, 1 tasks on four nodes."""
+    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in variables else "SLURM_TASKS_PER_NODE"
+    text = variables.text(name, str(world))
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise LaunchError(f"{name} cannot be read", found=f"{name}={text}")
+        tasks += [int(match[1])] * int(match[2] or 1)
+    return tasks
+
+
+def _mpi(variables: _Variables) -> Environment | None:
+    for rank_name, size_name, local_rank_name, local_size_name in _MPI:
+        if rank_name not in variables and size_name not in variables:
+            continue
+        rank, world = variables.number(rank_name), variables.number(size_name)
+        if world == 1:
+            return None  # a single process needs nobody, whoever started it
+        local_rank = variables.number(local_rank_name, default=rank)
+        local_world = variables.number(local_size_name, default=world)
+        one_node = local_world >= world
+        return Environment(
+            rank=rank,
+            world_size=world,
+            local_rank=local_rank,
+            local_world_size=local_world,
+            node_rank=variables.number("NODE_RANK", default=rank // max(local_world, 1)),
+            master_addr=variables.text("MASTER_ADDR", "127.0.0.1" if one_node else None),
+            master_port=variables.number("MASTER_PORT", default=_DEFAULT_PORT),
+            source="mpi",
+        )
+    return None
+
+
+def first_host(hosts: str) -> str:
+    """The first name of a SLURM host list.
+
+    Args:
+        hosts: names, with ranges in brackets.
+
+    Raises:
+        LaunchError: when there is none.
+
+    Example:
+        >>> first_host("node[03-05,7],login1"), first_host("r[1-2]n[08,11]-ib"), first_host("single,other")
+        ('node03', 'r1n08-ib', 'single')
+    """
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+(?=,|$)", hosts.strip())
+    name = re.sub(r"\[\s*([^-,\]]*)[^\]]*\]", r"\1", first[0]) if first else ""
+    if not name:
+        raise LaunchError("no host can be read from SLURM's list", found=repr(hosts))
+    return name
+
+
+def _accelerator() -> str | None:
+    """The type of the accelerator that is here and works, or None."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return None if device is None else device.type
+
+
+def _resolve(accelerator: str) -> str:
+    """``accelerator`` as a device type that this machine has."""
+    word, here = str(accelerator).lower(), _accelerator()
+    if word == "cpu" or (word == "auto" and here is None):
+        return "cpu"
+    if here is not None and word in ("auto", "gpu", here):
+        return here
+    raise StrategyError(
+        f"accelerator={accelerator!r} is not here",
+        found="torch sees no accelerator on this machine" if here is None else f"torch sees {here!r}",
+        fix='use accelerator="auto"' + (' or "cpu"' if here is None else f', "{here}" or "cpu"'),
+    )
+
+
+def available_devices(accelerator: str = "auto") -> int:
+    """How many devices of this kind are here; for a CPU 1.
+
+    Args:
+        accelerator: ``auto``, ``cpu``, ``gpu`` (whatever torch drives here), or a device type such as ``cuda``.
+
+    Raises:
+        StrategyError: when this accelerator is not here.
+
+    Example:
+        >>> available_devices("cpu")
+        1
+    """
+    return 1 if _resolve(accelerator) == "cpu" else torch.accelerator.device_count()
+
+
+def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str = "auto") -> list[int]:
+    """The indices of the devices to use on this machine, one process each.
+
+    Args:
+        devices: a number, ``"auto"`` or -1 (all), or the indices themselves: a list, or ``"0,2"``. On a CPU
+            only a number of processes, or ``"auto"`` for one.
+        accelerator: as for `available_devices`.
+
+    Raises:
+        StrategyError: when ``devices`` cannot be read, or asks for devices that are not here.
+
+    Example:
+        >>> list_devices(2, "cpu"), list_devices("auto", "cpu")
+        ([0, 1], [0])
+    """
+    kind = _resolve(accelerator)
+    wanted = _read(devices)
+    if kind == "cpu":
+        if wanted == "all":
+            return [0]
+        if isinstance(wanted, list):
+            raise StrategyError(
+                "processors are not picked one by one", found=f"devices={devices!r}", fix=f"use devices={len(wanted)}"
+            )
+        return list(range(wanted))
+    count = torch.accelerator.device_count()
+    indices = list(range(count if wanted == "all" else wanted)) if not isinstance(wanted, list) else wanted
+    if max(indices) >= count:
+        raise StrategyError(
+            "more devices were asked for than are here",
+            found=f"devices={devices!r}, and {count} of type {kind!r}",
+            fix=f"use at most {count}" if not isinstance(wanted, list) else f"use indices below {count}",
+        )
+    return indices
+
+
+def _read(devices: Any) -> int | list[int] | Literal["all"]:
+    """A positive number, indices, or all."""
+    parsed = devices
+    if isinstance(devices, str):
+        word = devices.strip().lower()
+        if word in ("auto", "-1"):
+            return "all"
+        try:
+            numbers = [int(part) for part in word.split(",") if part.strip()]
+        except ValueError:
+            numbers = []
+        parsed = numbers if "," in word else numbers[0] if numbers else None
+    if isinstance(parsed, int) and not isinstance(parsed, bool):
+        if parsed == -1:
+            return "all"
+        if parsed > 0:
+            return parsed
+    elif isinstance(parsed, (list, tuple)) and parsed:
+        indices = [int(index) for index in parsed if isinstance(index, int) and not isinstance(index, bool)]
+        if len(indices) == len(set(indices)) == len(parsed) and min(indices) >= 0:
+            return indices
+    raise StrategyError(
+        "devices cannot be read",
+        found=f"devices={devices!r}",
+        fix='give a number, "auto", -1, or different indices such as [0, 2] or "0,2"',
+    )
+
+
+def count_devices(devices: int | str | Sequence[int] = "auto", accelerator: str = "auto") -> int:
+    """How many processes to run on this machine: the length of `list_devices`.
+
+    Example:
+        >>> count_devices("auto", "cpu"), count_devices("2", "cpu"), count_devices(3, "cpu")
+        (1, 2, 3)
+    """
+    return len(list_devices(devices, accelerator))
+
+
+def pick_device(
+    accelerator: str = "auto", local_rank: int = 0, devices: int | str | Sequence[int] = "auto"
+) -> torch.device:
+    """The device of one process.
+
+    Args:
+        accelerator: as for `available_devices`.
+        local_rank: the process among those of its machine.
+        devices: as for `list_devices`; indices say which device is whose.
+
+    Raises:
+        StrategyError: when the accelerator is not here, or has fewer devices than there are processes.
+
+    Example:
+        >>> pick_device("cpu", 3)
+        device(type='cpu')
+    """
+    kind = _resolve(accelerator)
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    if count == 1 and Environment.detect().source == "slurm":
+        return torch.device(kind, 0)  # SLURM hides the devices of the other tasks from this one
+    wanted = _read(devices)
+    indices = wanted if isinstance(wanted, list) else range(count)
+    if local_rank >= len(indices) or indices[local_rank] >= count:
+        raise StrategyError(
+            "there are more processes than devices on this machine",
+            found=f"local rank {local_rank}, {count} of type {kind!r}, devices={devices!r}",
+            fix=f"start at most {min(count, len(indices))} processes on each machine",
+        )
+    return torch.device(kind, indices[local_rank])
