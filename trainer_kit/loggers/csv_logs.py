@@ -1,0 +1,200 @@
+"""A table of metrics: a row a step, a column a metric."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from trainer_kit.core.errors import ConfigurationError, LogError
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, write_atomically
+from trainer_kit.loggers.params import numbers
+
+__all__ = ["CSVLogger"]
+
+
+@final
+class CSVLogger(DirectoryLogger):
+    """Write ``metrics.csv`` and ``hparams.json``.
+
+    Rows stand in the order of their steps, one a step: values of one step are merged, also into a table that an earlier
+    run of the same version left. A metric that appears later becomes a new column.
+
+    Args:
+        save_dir: the directory under which all experiments stand.
+        name: the experiment; empty for ``save_dir`` itself.
+        version: an int, a word, empty for no such directory, or None for the next free number.
+        prefix: what metric names start with, followed by ``-``.
+        flush_logs_every_n_steps: how many steps may wait in memory.
+
+    Raises:
+        ConfigurationError: ``flush_logs_every_n_steps`` is less than 1.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     logger = CSVLogger(directory)
+        ...     logger.log_metrics({"loss": 0.5}, step=0)
+        ...     logger.log_metrics({"loss": 0.25, "acc": 0.75}, step=1)
+        ...     logger.save()
+        ...     print(logger.path.read_text(), end="")
+        step,loss,acc
+        0,0.5,
+        1,0.25,0.75
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = DEFAULT_NAME,
+        version: int | str | None = None,
+        prefix: str = "",
+        flush_logs_every_n_steps: int = 100,
+    ) -> None:
+        super().__init__(save_dir, name, version)
+        if flush_logs_every_n_steps < 1:
+            raise ConfigurationError(
+                "flush_logs_every_n_steps is at least 1", found=f"flush_logs_every_n_steps={flush_logs_every_n_steps}"
+            )
+        self._prefix = prefix
+        self._flush_every = flush_logs_every_n_steps
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._table: _Table | None = None
+        self._step = 0
+
+    @property
+    def path(self) -> Path:
+        """The file; it may not exist yet."""
+        return Path(self.log_dir) / "metrics.csv"
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Put the values into the row of ``step``.
+
+        Args:
+            metrics: numbers, or tensors of one element.
+            step: what they belong to; None for the step of the call before.
+
+        Raises:
+            LogError: a value is not one number, or a metric is called ``step``.
+        """
+        values = numbers(metrics, self._prefix)
+        if "step" in values:
+            raise LogError(
+                "a table has no room for a metric called 'step'",
+                found="its first column has that name",
+                fix="log it under another name, such as 'train/step'",
+            )
+        self._step = self._step if step is None else int(step)
+        if not values:
+            return
+        self._waiting.setdefault(self._step, {}).update(values)
+        if max(self._waiting) - min(self._waiting) + 1 >= self._flush_every:
+            self.save()
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+        """Write the hyperparameters to ``hparams.json``, and ``metrics`` as those of step 0.
+
+        Args:
+            params: a mapping, a Namespace or a dataclass.
+            metrics: values to compare runs by.
+        """
+        self._keep_hparams(params)
+        if metrics:
+            self.log_metrics(metrics, 0)
+
+    def save(self) -> None:
+        """Write what waits."""
+        if not self._waiting:
+            return
+        self._directory()
+        table, self._table = self._table or _Table(self.path), None  # read anew after a write that failed
+        table.merge(self._waiting)
+        self._table, self._waiting = table, {}
+
+    def finalize(self, status: str) -> None:
+        """Write what waits; logging goes on if it is called again."""
+        self.save()
+        self._table = None
+
+
+class _Table:
+    """``metrics.csv``: its columns, and its last row, to which later values of that step are added."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns: list[str] = ["step"]
+        self._last: dict[str, Any] | None = None
+        self._start = 0  # where the last row begins, in bytes
+        data = path.read_bytes() if path.exists() else b""
+        whole = data.rfind(b"\n") + 1
+        if whole != len(data):
+            os.truncate(path, whole)  # a row torn by a machine that went down
+        rows = self._read()
+        if rows:
+            self._last = rows[-1]
+            self._start = data.rfind(b"\n", 0, whole - 1) + 1
+
+    def merge(self, rows: dict[int, dict[str, Any]]) -> None:
+        """Write ``rows``, each merged with what the file has for its step."""
+        last = None if self._last is None else int(self._last["step"])
+        columns = [*self._columns, *dict.fromkeys(name for row in rows.values() for name in row)]
+        columns = list(dict.fromkeys(columns))
+        if last is None or columns != self._columns or min(rows) < last:
+            self._rewrite(rows, columns)
+            return
+        if last in rows:
+            # Kept with what still waits too, in case that this write fails.
+            rows[last] = {**_cells(self._last), **rows[last]}
+        lines = [self._line({"step": step, **rows[step]}) for step in sorted(rows)]
+        with open(self._path, "r+b") as file:
+            file.seek(self._start if last in rows else 0, os.SEEK_SET if last in rows else os.SEEK_END)
+            file.write(b"".join(lines))
+            end = file.tell()
+            file.truncate()
+        self._last, self._start = {"step": max(rows), **rows[max(rows)]}, end - len(lines[-1])
+
+    def _rewrite(self, rows: dict[int, dict[str, Any]], columns: list[str]) -> None:
+        merged: dict[int, dict[str, Any]] = {}
+        for row in self._read():
+            merged.setdefault(int(row["step"]), {}).update(_cells(row))
+        for step, values in rows.items():
+            merged.setdefault(step, {}).update(values)
+        self._columns = columns
+        lines = [self._line({"step": step, **merged[step]}) for step in sorted(merged)]
+        header = self._line({name: name for name in columns})
+        write_atomically(self._path, b"".join((header, *lines)))
+        last = max(merged)
+        self._last = {"step": last, **merged[last]}
+        self._start = len(header) + sum(map(len, lines[:-1]))
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        with open(self._path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            try:
+                rows = list(reader)
+                steps_are_whole = all(row["step"].isdigit() for row in rows)
+            except (KeyError, AttributeError, csv.Error):
+                steps_are_whole = False
+            names = list(reader.fieldnames or ["step"])
+        if not steps_are_whole or "step" not in names:
+            raise LogError(
+                f"{self._path} is not a table of metrics",
+                found=f"its columns are {', '.join(names)}" if "step" not in names else "a row without a whole step",
+                fix="choose another version, or move the file away",
+            )
+        self._columns = names
+        return rows
+
+    def _line(self, row: Mapping[str, Any]) -> bytes:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        return text.getvalue().encode()
+
+
+def _cells(row: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (row or {}).items() if name != "step" and value not in ("", None)}

@@ -1,0 +1,160 @@
+"""A line of JSON for every call: the record that no tracker can lose."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainer_kit.core.errors import LogError
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
+from trainer_kit.loggers.params import numbers, params_dict, plain
+
+__all__ = ["JSONLLogger", "read_journal"]
+
+_RESERVED: Final = ("hparams", "step", "time")
+_SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+@final
+class JSONLLogger(DirectoryLogger):
+    """Write ``journal.jsonl``: one object a line, with the metrics beside ``step`` and ``time``.
+
+    Every call appends one whole line and leaves nothing in a buffer, so what was logged survives the process.
+    Hyperparameters are a line ``{"time": …, "hparams": {…}}``. NaN and infinities are the texts ``"NaN"``,
+    ``"Infinity"`` and ``"-Infinity"``. A torn last line, from a machine that went down, is cut off on reopening.
+
+    Args:
+        save_dir: the directory under which all experiments stand.
+        name: the experiment; empty for ``save_dir`` itself.
+        version: an int, a word, empty for no such directory, or None for the next free number.
+        prefix: what metric names start with, followed by ``-``.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     logger = JSONLLogger(directory, name="", version="")
+        ...     logger.log_metrics({"loss": 0.5}, step=3)
+        ...     [record["loss"] for record in read_journal(logger.path)]
+        [0.5]
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = DEFAULT_NAME,
+        version: int | str | None = None,
+        prefix: str = "",
+    ) -> None:
+        super().__init__(save_dir, name, version)
+        self._prefix = prefix
+        self._step = 0
+        self._clean = False
+
+    @property
+    def path(self) -> Path:
+        """The file; it may not exist yet."""
+        return Path(self.log_dir) / "journal.jsonl"
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Append the values.
+
+        Args:
+            metrics: numbers, or tensors of one element.
+            step: what they belong to; None for the step of the call before.
+
+        Raises:
+            LogError: a value is not one number, or a name is one of ``step``, ``time``, ``hparams``.
+        """
+        values = numbers(metrics, self._prefix)
+        taken = [name for name in _RESERVED if name in values]
+        if taken:
+            raise LogError(
+                f"a journal has no room for a metric called {taken[0]!r}",
+                found="every line has that field already",
+                fix=f"log it under another name, such as 'train/{taken[0]}'",
+            )
+        self._step = self._step if step is None else step
+        if values:
+            self._append({"step": self._step, "time": time.time(), **values})
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+        """Append the hyperparameters, unless all of them stand there already, then ``metrics`` as those of step 0.
+
+        Args:
+            params: a mapping, a Namespace or a dataclass.
+            metrics: values to compare runs by.
+        """
+        new = plain(params_dict(params))
+        if any(name not in self.hparams or self.hparams[name] != value for name, value in new.items()):
+            self._append({"time": time.time(), "hparams": new})
+            self.hparams.update(new)
+        if metrics:
+            self.log_metrics(metrics, 0)
+
+    def save(self) -> None:
+        """Make what was written survive the machine too."""
+        if self.path.exists():
+            with open(self.path, "r+b") as file:
+                os.fsync(file.fileno())
+
+    def finalize(self, status: str) -> None:
+        """Nothing stays open; logging goes on if it is called again."""
+        self.save()
+
+    def _append(self, record: dict[str, Any]) -> None:
+        line = f"{json.dumps(plain(record), ensure_ascii=False, allow_nan=False)}\n".encode()
+        self._directory()
+        # Opened for each line: nothing can leak, and a file that was moved away is begun anew.
+        with open(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END) if self._clean else _cut_torn_line(file)
+            self._clean = False
+            if file.write(line) != len(line):
+                file.truncate(end)
+                raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
+            self._clean = True
+
+
+def _cut_torn_line(file: Any) -> int:
+    """Cut off what follows the last newline; returns the length that remains, in bytes."""
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        start = max(0, end - 65536)
+        file.seek(start)
+        newline = file.read(end - start).rfind(b"\n")
+        end = start if newline < 0 else start + newline + 1
+        if newline >= 0:
+            break
+    if end != size:
+        file.truncate(end)
+    return int(end)
+
+
+def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a journal, in the order they were written; a torn last line is left out.
+
+    Args:
+        path: a ``journal.jsonl``.
+
+    Returns:
+        Dicts with ``step``, ``time`` (seconds since 1970) and the metrics as numbers, or with ``time`` and ``hparams``.
+
+    Raises:
+        LogError: a line that is not the last cannot be read.
+        OSError: the file cannot be read.
+    """
+    records = []
+    *lines, torn = Path(path).read_bytes().split(b"\n")
+    del torn  # what follows the last newline: nothing, or a line that was not finished
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("not an object")
+        except ValueError as error:
+            raise LogError(f"{path}:{number}: this line of the journal cannot be read", found=str(error)) from error
+        records.append({name: _SPECIAL.get(v, v) if isinstance(v, str) else v for name, v in record.items()})
+    return records

@@ -1,0 +1,126 @@
+"""Where file loggers write: ``save_dir/name/version_N``, found before it is made."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.loggers.params import params_dict, plain
+
+__all__ = ["DEFAULT_NAME", "DirectoryLogger", "write_atomically"]
+
+DEFAULT_NAME: Final = "trainer_kit_logs"
+
+
+class DirectoryLogger(ABC):
+    """The directory of a logger that writes files.
+
+    The version is looked up when it is first asked for and stays; directories are made by the first write.
+
+    Args:
+        save_dir: a local directory; ``~`` and environment variables are expanded.
+        name: the experiment, a directory in ``save_dir``; empty for ``save_dir`` itself.
+        version: an int N for ``version_N``, a word for a directory of that name, empty for none, None for the next N.
+        sub_dir: a directory in that of the version, into which to write.
+
+    Raises:
+        ConfigurationError: ``save_dir`` is a URL.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None,
+        version: int | str | None,
+        sub_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._save_dir = os.fspath(save_dir)
+        if "://" in self._save_dir:
+            raise ConfigurationError(
+                f"{type(self).__name__} writes to a local directory",
+                found=f"save_dir={self._save_dir!r}",
+                fix="give a local path, and copy it where it belongs afterwards",
+            )
+        self._name, self._version = name or "", version
+        self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
+        self.hparams: dict[str, Any] = {}
+
+    @property
+    def save_dir(self) -> str:
+        """The directory under which all experiments stand, as it was given."""
+        return self._save_dir
+
+    @property
+    def name(self) -> str:
+        """The experiment."""
+        return self._name
+
+    @property
+    def root_dir(self) -> str:
+        """``save_dir/name``: all versions of the experiment."""
+        return os.fspath(Path(os.path.expandvars(os.path.expanduser(self._save_dir))) / self._name)
+
+    @property
+    def version(self) -> int | str:
+        """Which version of the experiment this is; once known it stays."""
+        if self._version is None:
+            root = Path(self.root_dir)
+            names = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+            taken = [int(match[1]) for match in map(re.compile(r"version_(\d+)").fullmatch, names) if match]
+            self._version = max(taken, default=-1) + 1
+        return self._version
+
+    @property
+    def log_dir(self) -> str:
+        """Where this run writes; it may not exist yet."""
+        version = f"version_{self.version}" if isinstance(self.version, int) else self.version
+        return os.fspath(Path(self.root_dir) / version / self._sub_dir)
+
+    @abstractmethod
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Take values that belong to ``step``."""
+
+    def _directory(self) -> Path:
+        path = Path(self.log_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def _keep_hparams(self, params: Any) -> dict[str, Any]:
+        """Add to ``hparams`` and write them all to ``hparams.json``."""
+        new = params_dict(params)
+        self.hparams.update(new)
+        if new:
+            text = json.dumps(plain(self.hparams), indent=2, ensure_ascii=False, allow_nan=False)
+            write_atomically(self._directory() / "hparams.json", f"{text}\n".encode(), mode=0o600)
+        return new
+
+
+def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace ``path`` by ``data``, or leave it as it is.
+
+    Args:
+        path: the file.
+        data: all of its new content.
+        mode: permissions, of which the umask takes its part.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

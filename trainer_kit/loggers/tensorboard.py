@@ -1,0 +1,168 @@
+"""Event files for TensorBoard."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from trainer_kit.core.errors import LogError
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
+from trainer_kit.loggers.params import flatten, numbers, plain
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["TensorBoardLogger"]
+
+
+@final
+class TensorBoardLogger(DirectoryLogger):
+    """Write event files, and ``hparams.json``, to ``save_dir/name/version[/sub_dir]``.
+
+    Pictures, text and histograms go through ``experiment``, the ``SummaryWriter``.
+
+    Args:
+        save_dir: the directory under which all experiments stand; what ``tensorboard --logdir`` is given.
+        name: the experiment; empty for ``save_dir`` itself.
+        version: an int, a word, empty for no such directory, or None for the next free number.
+        log_graph: whether ``log_graph`` writes the module's graph.
+        default_hp_metric: whether hyperparameters that come without metrics are shown, with ``hp_metric = -1``.
+        prefix: what metric names start with, followed by ``-``.
+        sub_dir: a directory in that of the version, into which to write.
+        **kwargs: for the ``SummaryWriter``: ``max_queue``, ``flush_secs``, ``purge_step``, ``filename_suffix``.
+
+    Example:
+        >>> TensorBoardLogger("logs", name="mnist", version=3).log_dir
+        'logs/mnist/version_3'
+    """
+
+    def __init__(
+        self,
+        save_dir: str | os.PathLike[str],
+        name: str | None = DEFAULT_NAME,
+        version: int | str | None = None,
+        log_graph: bool = False,
+        default_hp_metric: bool = True,
+        prefix: str = "",
+        sub_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(save_dir, name, version, sub_dir)
+        self._log_graph, self._default_hp_metric, self._prefix = log_graph, default_hp_metric, prefix
+        self._kwargs = kwargs
+        self._writer: SummaryWriter | None = None
+        self._step = 0
+        self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    @property
+    def experiment(self) -> SummaryWriter:
+        """The ``SummaryWriter``; asking for it makes the directory and the event file."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._directory()), **self._kwargs)
+        return self._writer
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Write the values as scalars.
+
+        Args:
+            metrics: numbers, or tensors of one element.
+            step: what they belong to; None for the step of the call before.
+
+        Raises:
+            LogError: a value is not one number.
+        """
+        self._step = self._step if step is None else step
+        for name, value in numbers(metrics, self._prefix).items():
+            self.experiment.add_scalar(name, value, self._step)
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
+        """Write the hyperparameters to ``hparams.json`` and, with ``metrics``, for the HPARAMS tab.
+
+        Args:
+            params: a mapping, a Namespace or a dataclass; nested names are joined by ``/``.
+            metrics: values to compare runs by, or one number, called ``hp_metric``; they are logged at step 0.
+        """
+        self._keep_hparams(params)
+        if metrics is None and self._default_hp_metric:
+            metrics = -1
+        if metrics is None or not self.hparams:
+            return
+        values = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
+        shown = {name: _shown(value) for name, value in flatten(self.hparams).items()}
+        if (shown, values) == self._shown:
+            return
+        from torch.utils.tensorboard.summary import hparams
+
+        self._shown = (shown, dict(values))
+        for name, value in numbers(values, self._prefix).items():
+            self.experiment.add_scalar(name, value, 0)
+        writer = self.experiment._get_file_writer()
+        for summary in hparams(shown, numbers(values, self._prefix)):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
+
+    def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
+        """Write the graph of ``model``, traced in evaluation mode; nothing unless ``log_graph=True`` was given.
+
+        Neither modes, buffers nor random state change.
+
+        Args:
+            model: the module.
+            input_array: what its ``forward`` takes, a tensor or a tuple; None for ``model.example_input_array``.
+
+        Raises:
+            LogError: there is no example input, or the module cannot be traced.
+        """
+        if not self._log_graph:
+            return
+        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        if example is None:
+            raise LogError(
+                "the graph needs an example of what the module takes",
+                found=f"log_graph=True, and {type(model).__name__}.example_input_array is not set",
+                fix="set self.example_input_array in the module, or log_graph=False",
+            )
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+        example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+        modes = {module: module.training for module in model.modules()}
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), warnings.catch_warnings():
+            # The tracer is deprecated, and has no successor that writes TensorBoard's format.
+            warnings.simplefilter("ignore")
+            model.eval()
+            try:
+                with torch.no_grad():
+                    self.experiment.add_graph(model, example)
+            except Exception as error:
+                raise LogError(
+                    f"the graph of {type(model).__name__} cannot be traced",
+                    found=f"{type(error).__name__}: {error}",
+                    fix="log_graph=False",
+                ) from error
+            finally:
+                for module, training in modes.items():
+                    module.training = training
+
+    def save(self) -> None:
+        """Write what waits."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def finalize(self, status: str) -> None:
+        """Close the event file; logging goes on in a new one if it is called again."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def _shown(value: Any) -> bool | int | float | str:
+    if isinstance(value, (bool, int, float, str)):
+        return value
+    simple = plain(value)
+    return simple if isinstance(simple, (bool, int, float, str)) else str(simple)

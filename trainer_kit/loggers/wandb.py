@@ -1,0 +1,266 @@
+"""Weights & Biases."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import torch
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.loggers.layout import DEFAULT_NAME
+from trainer_kit.loggers.params import params_dict, plain
+
+__all__ = ["WandbLogger"]
+
+_STEP: Final = "trainer/global_step"
+_EXIT_CODES: Final = {"success": 0, "failed": 1, "interrupted": 255}  # 255: what wandb itself reports for Ctrl-C
+
+
+@final
+class WandbLogger:
+    """Log to Weights & Biases, or to local files with ``offline=True``.
+
+    The run begins at the first write. ``finalize`` ends a run that began here; logging after that resumes it.
+
+    Args:
+        name: the run's display name.
+        save_dir: where wandb keeps its files.
+        version: the run's id; the same as ``id``. A run with that id is resumed.
+        offline: write files for ``wandb sync`` instead of sending.
+        id: the run's id; a new one where none is given.
+        project: None for the environment's ``WANDB_PROJECT``, else ``trainer_kit_logs``.
+        log_model: upload checkpoints as artifacts: ``"all"`` when they are saved, True those that still exist at the
+            end of a run that succeeded.
+        experiment: a run to log to; its end is the caller's business.
+        prefix: what metric names start with, followed by ``-``.
+        checkpoint_name: the artifact's name; ``model-<id>`` where none is given.
+        **kwargs: for ``wandb.init``: ``entity``, ``group``, ``tags``, ``dir``, ….
+
+    Raises:
+        ConfigurationError: wandb is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        save_dir: str | os.PathLike[str] = ".",
+        version: str | None = None,
+        offline: bool = False,
+        id: str | None = None,
+        project: str | None = None,
+        log_model: Literal["all"] | bool = False,
+        experiment: Any = None,
+        prefix: str = "",
+        checkpoint_name: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        from lightning_utilities.core.imports import RequirementCache
+
+        requirement = RequirementCache("wandb>=0.19")
+        if not requirement:
+            raise ConfigurationError(
+                "WandbLogger needs wandb", found=str(requirement), fix="pip install 'trainer-kit[wandb]'"
+            )
+        self._init: dict[str, Any] = {
+            "name": name,
+            "dir": os.fspath(save_dir),
+            "id": version or id,
+            "project": project or os.environ.get("WANDB_PROJECT", DEFAULT_NAME),
+            "resume": "allow",
+            **({"mode": "offline"} if offline else {}),
+            **kwargs,
+        }
+        self._run, self._owned = experiment, False
+        self._log_model, self._checkpoint_name, self._prefix = log_model, checkpoint_name, prefix
+        self._checkpoints: dict[Path, None] = {}
+        self.hparams: dict[str, Any] = {}
+
+    @property
+    def name(self) -> str:
+        """The project."""
+        return str(self._init["project"])
+
+    @property
+    def version(self) -> str | None:
+        """The run's id; None before a run whose id nobody gave has begun."""
+        version: str | None = self._init["id"] if self._run is None else self._run.id
+        return version
+
+    @property
+    def save_dir(self) -> str:
+        """Where wandb keeps its files, below a directory ``wandb``."""
+        return os.fspath(self._init["dir"])
+
+    @property
+    def log_dir(self) -> str:
+        """The same as ``save_dir``."""
+        return self.save_dir
+
+    @property
+    def experiment(self) -> Any:
+        """The ``wandb.Run``; asking for it begins it."""
+        if self._run is None:
+            import wandb
+
+            self._owned = wandb.run is None
+            if wandb.run is not None:
+                warnings.warn(
+                    f"WandbLogger logs to the run that is in progress ({wandb.run.id}); "
+                    "call wandb.finish() before for a run of its own",
+                    stacklevel=2,
+                )
+                self._run = wandb.run
+            else:
+                # Otherwise wandb falls back to a temporary directory.
+                os.makedirs(self._init["dir"], exist_ok=True)
+                self._run = wandb.init(**self._init)
+                self._init["id"] = self._run.id
+            self._run.define_metric(_STEP)
+            self._run.define_metric("*", step_metric=_STEP, step_sync=True)
+            if self.hparams:
+                self._run.config.update(self.hparams, allow_val_change=True)
+        return self._run
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Log the values, against ``trainer/global_step``.
+
+        Args:
+            metrics: numbers and tensors of one element, or anything else that ``wandb.log`` takes.
+            step: what they belong to.
+        """
+        values = {
+            f"{self._prefix}-{name}" if self._prefix else name: value.item()
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+            else value
+            for name, value in metrics.items()
+        }
+        if values:
+            self.experiment.log(values if step is None else {**values, _STEP: step})
+
+    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
+        """Put the hyperparameters into the run's config, and ``metrics`` into its summary.
+
+        Args:
+            params: a mapping, a Namespace or a dataclass.
+            metrics: values to compare runs by.
+        """
+        new = plain(params_dict(params))
+        self.hparams.update(new)
+        if new:
+            self.experiment.config.update(new, allow_val_change=True)
+        if metrics:
+            self.experiment.summary.update(dict(metrics))
+
+    def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Upload a checkpoint, now or at the end, as ``log_model`` says.
+
+        Args:
+            path: the checkpoint, a directory or a file.
+        """
+        if self._log_model == "all":
+            self._upload(Path(path))
+        elif self._log_model:
+            self._checkpoints[Path(path)] = None
+
+    def watch(
+        self,
+        model: torch.nn.Module,
+        log: Literal["gradients", "parameters", "all"] | None = "gradients",
+        log_freq: int = 100,
+        log_graph: bool = True,
+    ) -> None:
+        """Log histograms of gradients and parameters: ``wandb.Run.watch``."""
+        self.experiment.watch(model, log=log, log_freq=log_freq, log_graph=log_graph)
+
+    def unwatch(self, model: torch.nn.Module) -> None:
+        """Undo ``watch``."""
+        self.experiment.unwatch(model)
+
+    def log_table(
+        self,
+        key: str,
+        columns: list[str | int] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Log a table, of ``columns`` and ``data`` or of a data frame."""
+        import wandb
+
+        self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
+
+    def log_text(
+        self,
+        key: str,
+        columns: list[str | int] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+    ) -> None:
+        """Log text, as a table."""
+        self.log_table(key, columns, data, dataframe, step)
+
+    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value an image, e.g. ``caption``."""
+        self._log_media("Image", key, images, step, kwargs)
+
+    def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Log sounds: arrays or paths; ``kwargs`` hold one value a sound, e.g. ``sample_rate``."""
+        self._log_media("Audio", key, audios, step, kwargs)
+
+    def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+        """Log videos: arrays or paths; ``kwargs`` hold one value a video, e.g. ``fps``."""
+        self._log_media("Video", key, videos, step, kwargs)
+
+    def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
+        """Declare an artifact as an input of the run, and return it."""
+        return self.experiment.use_artifact(artifact, type=artifact_type)
+
+    def save(self) -> None:
+        """Nothing waits here: wandb writes in a process of its own."""
+
+    def finalize(self, status: str) -> None:
+        """Upload what ``log_model=True`` kept, and end the run if it began here.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``.
+        """
+        if status == "success":
+            for path in self._checkpoints:
+                if path.exists():  # others were pruned meanwhile
+                    self._upload(path)
+            self._checkpoints.clear()
+        if self._run is not None and self._owned:
+            self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
+            self._run = None
+
+    def _log_media(
+        self, kind: str, key: str, items: Sequence[Any], step: int | None, kwargs: Mapping[str, Sequence[Any]]
+    ) -> None:
+        import wandb
+
+        for name, values in kwargs.items():
+            if len(values) != len(items):
+                raise ConfigurationError(
+                    f"{name} needs one value for each of the {len(items)} items", found=f"{len(values)} values"
+                )
+        make = getattr(wandb, kind)
+        media = [make(item, **{name: values[i] for name, values in kwargs.items()}) for i, item in enumerate(items)]
+        self.log_metrics({key: media}, step)
+
+    def _upload(self, path: Path) -> None:
+        import wandb
+
+        run = self.experiment
+        artifact = wandb.Artifact(
+            self._checkpoint_name or f"model-{run.id}", type="model", metadata={"original_name": path.name}
+        )
+        if path.is_dir():
+            artifact.add_dir(str(path))
+        else:
+            artifact.add_file(str(path))
+        run.log_artifact(artifact, aliases=["latest"])
