@@ -1,0 +1,168 @@
+"""`Feed`: the user's loader as one rank reads it, epoch after epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, final
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainer_kit.core.errors import DataError
+from trainer_kit.data.combined import CombinedLoader, Leaf, combine, combined_length, is_tree
+from trainer_kit.data.order import derive_seed
+from trainer_kit.data.sources import IndexedSource, ListSource, Place, Source, StreamSource
+
+__all__ = ["Feed"]
+
+
+@final
+class Feed:
+    """One user's loader as one rank sees it: this rank's part of every global micro-batch, in a reproducible order.
+
+    A global micro-batch is ``batch_size * size`` consecutive samples of the sampler's order; rank r takes the r-th
+    contiguous block, and the samples of a last, short one are divided as evenly as possible. From a user's own
+    ``batch_sampler``, ``size`` consecutive batches make one global micro-batch. Data that cannot be indexed are read
+    by every rank, which keeps each ``size``-th batch.
+
+    The order is drawn from (seed, epoch) alone and touches no global generator; a sampler with its own generator, and
+    one that divides by itself (``DistributedSampler``), are obeyed. In worker processes, what a dataset draws for a
+    sample (augmentation) depends on (seed, epoch, the sample's place in the order) and not on the worker; streams are
+    exempt. The user's loader is never changed; ``set_epoch`` of its sampler or dataset is called.
+
+    Args:
+        loader: a DataLoader, any iterable of batches, a `CombinedLoader`, or a pytree of loaders.
+        rank: which part is read here, from 0.
+        size: in how many parts the data are divided.
+        seed: any whole number; with the epoch it decides the order.
+        shard: False: every rank reads the loader as it is.
+        batch_size: samples a micro-batch on each rank, in place of the loader's own.
+        ordered: for evaluation: a torch ``DistributedSampler`` is undone, for it repeats samples; every sample is read
+            exactly once over all ranks.
+
+    Raises:
+        DataError: a loader that cannot be iterated, a batch size that cannot be set, a sampler that divides for
+            another number of ranks; while reading: a one-shot iterator that has ended, a dataset that raises
+            StopIteration.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> for rank in range(2):
+        ...     feed = Feed(DataLoader(range(7), batch_size=2), rank=rank, size=2)
+        ...     print(feed.length, [batch.tolist() for batch in feed.epoch(0)])
+        2 [[0, 1], [4, 5]]
+        2 [[2, 3], [6]]
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        shard: bool = True,
+        batch_size: int | None = None,
+        ordered: bool = False,
+    ) -> None:
+        if not 0 <= rank < size:
+            raise DataError("a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}")
+        place = Place(rank=rank, size=size, seed=seed, shard=shard, batch_size=batch_size, ordered=ordered)
+        self.loader = loader
+        self._source = _open(loader, place)
+        self.per_rank_batch_size: int | None = self._source.per_rank_batch_size
+        """Samples a micro-batch on this rank, but for the last; None when unknown."""
+
+    @property
+    def length(self) -> int | None:
+        """Micro-batches an epoch, the same on every rank; None when unknown. For a stream, what its ``len`` claims."""
+        return self._source.length
+
+    @property
+    def even(self) -> bool:
+        """Whether it is certain beforehand that every rank gets the same number of batches (`EMPTY` counts)."""
+        return self._source.even
+
+    def samples(self, index: int) -> int | None:
+        """Samples of global micro-batch ``index`` over all ranks.
+
+        None when only reading would tell. With a user's batch sampler it is known once the batch has been read.
+        """
+        return self._source.samples(index)
+
+    def describe(self) -> str:
+        """One line: what is read, in which order, and how it is divided."""
+        return self._source.describe()
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
+        """This rank's batches of an epoch.
+
+        Args:
+            epoch: from 0; the order depends on it.
+            start: the micro-batch to begin with. Map-style data are skipped by index; a stream is read up to there,
+                with a warning.
+
+        Yields:
+            batches, or `EMPTY` where this rank has no share of a global micro-batch.
+        """
+        return self._source.epoch(epoch, start)
+
+
+def _open(loader: Any, place: Place) -> Source:
+    if is_tree(loader):
+        loader = CombinedLoader(loader)
+    if isinstance(loader, CombinedLoader):
+        return _CombinedSource(loader, place)
+    if isinstance(loader, DataLoader):
+        kind = StreamSource if isinstance(loader.dataset, IterableDataset) else IndexedSource
+        return kind(loader, place)
+    if isinstance(loader, Sequence) and not isinstance(loader, (str, bytes)):
+        return ListSource(loader, place)
+    one = isinstance(loader, (str, bytes, Tensor)) or (
+        isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
+    )
+    if one or not isinstance(loader, Iterable):
+        raise DataError(
+            "this is not a loader",
+            found=f"a {type(loader).__name__}",
+            fix="call it and pass what it returns" if callable(loader) else "pass a DataLoader or a list of batches",
+        )
+    return StreamSource(loader, place)
+
+
+@final
+class _CombinedSource:
+    """Every leaf is a source of its own, so division and order are those of each loader."""
+
+    def __init__(self, combined: CombinedLoader, place: Place) -> None:
+        self.combined = combined
+        # A seed each: two loaders over one dataset must not come in the same order.
+        places = (replace(place, seed=derive_seed(place.seed, 1 + i)) for i in count())
+        self.sources = [_open(loader, own) for loader, own in zip(combined.flattened, places, strict=False)]
+        sizes = {source.per_rank_batch_size for source in self.sources}
+        self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
+
+    @property
+    def length(self) -> int | None:
+        return combined_length(self.combined.mode, [source.length for source in self.sources])
+
+    @property
+    def even(self) -> bool:
+        return all(source.even for source in self.sources)
+
+    def samples(self, index: int) -> None:
+        return None
+
+    def describe(self) -> str:
+        return f"{self.combined.mode} of: " + "; ".join(source.describe() for source in self.sources)
+
+    def epoch(self, epoch: int, start: int = 0, turn: int = 0) -> Iterator[Any]:
+        leaves = [Leaf(source.length, partial(_turn, source, epoch)) for source in self.sources]
+        return combine(self.combined.mode, leaves, self.combined.join, start)
+
+
+def _turn(source: Source, epoch: int, turn: int, start: int) -> Iterator[Any]:
+    return source.epoch(epoch, start, turn)

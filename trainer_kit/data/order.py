@@ -1,0 +1,244 @@
+"""Which samples make up which micro-batch, on which rank: a function of (seed, epoch) and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, Final, Protocol, final
+
+import numpy as np
+import torch
+from torch.utils.data import SequentialSampler
+
+from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
+
+__all__ = ["EMPTY", "BatchTurns", "SampleBlocks", "SeededIndices", "Split", "derive_seed", "drawn", "length_of"]
+
+_CHUNK = 65536
+"""Indices drawn at a time, so that endless samplers work too."""
+
+_BATCH_CHUNK = 256
+"""Batches drawn at a time from a batch sampler."""
+
+
+@final
+class _Empty:
+    """The type of `EMPTY`."""
+
+    def __repr__(self) -> str:
+        return "EMPTY"
+
+    def __reduce__(self) -> str:
+        return "EMPTY"
+
+
+EMPTY: Final = _Empty()
+"""What a rank gets in place of a batch where its share of the global micro-batch has no sample."""
+
+
+def derive_seed(*parts: int) -> int:
+    """A seed of 63 bits from whole numbers: the same on every machine, unrelated for any two different inputs.
+
+    Example:
+        >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
+        (True, False)
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def length_of(sized: Any) -> int | None:
+    """``len(sized)``, or None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[Any]:
+    """What ``sampler`` yields when Python's, NumPy's and torch's global generators start from ``seed``.
+
+    They are as they were before whenever this hands out an item.
+
+    Args:
+        sampler: any iterable; one with a generator of its own is not influenced.
+        seed: 63 bits.
+        chunk: items drawn at a time.
+    """
+    with preserved_rng():
+        _seed_globals(seed)
+        iterator = iter(sampler)
+        taken = list(islice(iterator, chunk))
+        state = rng_state() if len(taken) == chunk else None
+    yield from taken
+    while state is not None:
+        with preserved_rng():
+            restore_rng(state)
+            taken = list(islice(iterator, chunk))
+            state = rng_state() if len(taken) == chunk else None
+        yield from taken
+
+
+def _seed_globals(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    # torch.manual_seed would reach the accelerators' generators too, which nobody puts back here.
+    torch.default_generator.manual_seed(seed)
+
+
+@final
+class SeededIndices(list[Any]):
+    """A batch of indices that seeds the global generators before each one, as a loader's worker walks over it.
+
+    So what a dataset draws for a sample depends on ``seed`` and the sample's place in the epoch, not on the worker.
+    """
+
+    def __init__(self, indices: list[Any], seed: int, first: int) -> None:
+        super().__init__(indices)
+        self.seed, self.first = seed, first
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, index in enumerate(self[:], self.first):
+            _seed_globals(derive_seed(self.seed, place))
+            yield index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The usual way to pickle a list walks over it, here in the process that must not be seeded.
+        return SeededIndices, (self[:], self.seed, self.first)
+
+
+class Split(Protocol):
+    """Stands in a DataLoader as its ``batch_sampler`` (or ``sampler``) and hands out this rank's part."""
+
+    handed: int
+    """Micro-batches handed to the loader in this epoch."""
+    empty: bool
+    """Whether this rank has no share of the last global micro-batch."""
+
+    def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
+        """The next iteration is that of ``seed`` from micro-batch ``start`` on; see `SeededIndices` for the last."""
+
+    def __iter__(self) -> Iterator[Any]: ...
+    def __len__(self) -> int: ...
+    def samples(self, index: int) -> int | None:
+        """Samples of global micro-batch ``index``."""
+
+
+@final
+class SampleBlocks:
+    """Global micro-batches of ``batch_size * size`` consecutive samples; rank r takes the r-th contiguous block.
+
+    A last, short one is divided as evenly as possible, the earlier ranks getting one sample more.
+
+    Example:
+        >>> for rank in range(2):
+        ...     blocks = SampleBlocks(range(7), 2, drop_last=False, rank=rank, size=2)
+        ...     blocks.begin(seed=0, start=0)
+        ...     print(list(blocks))
+        [[0, 1], [4, 5]]
+        [[2, 3], [6]]
+    """
+
+    def __init__(self, order: Iterable[Any], batch_size: int, *, drop_last: bool, rank: int, size: int) -> None:
+        self.order, self.batch_size, self.drop_last = order, batch_size, drop_last
+        self.rank, self.size = rank, size
+        self.begin(0, 0)
+
+    def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
+        self._seed, self._start, self._sample_seed = seed, start, sample_seed
+        self.handed, self.empty = 0, False
+        self._short: tuple[int, int] | None = None
+
+    def __len__(self) -> int:
+        count, whole = len(self.order), self.batch_size * self.size  # type: ignore[arg-type]
+        return count // whole if self.drop_last else -(-count // whole)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        whole, first = self.batch_size * self.size, self._start * self.batch_size * self.size
+        low, high = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
+        order = self._from(first)
+        while len(block := list(islice(order, whole))) == whole:
+            self.handed += 1
+            yield self._marked(block if self.size == 1 else block[low:high], first + low)
+            first += whole
+        if not block or self.drop_last:
+            return
+        self._short = first // whole, len(block)
+        each, more = divmod(len(block), self.size)
+        low = self.rank * each + min(self.rank, more)
+        share = block[low : low + each + (self.rank < more)]
+        if share:
+            self.handed += 1
+            yield self._marked(share, first + low)
+        else:
+            self.empty = True
+
+    def _marked(self, share: list[Any], first: int) -> list[Any]:
+        return share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
+
+    def _from(self, first: int) -> Iterator[Any]:
+        if type(self.order) is SequentialSampler:
+            return iter(range(len(self.order.data_source))[first:])
+        return islice(drawn(self.order, self._seed), first, None)
+
+    def samples(self, index: int) -> int | None:
+        whole = self.batch_size * self.size
+        # What was handed out is certain; before that the sampler's own length is all there is to go by.
+        if self._short is not None and index >= self._short[0]:
+            return self._short[1] if index == self._short[0] else None
+        if index < self._start + self.handed:
+            return whole
+        count = length_of(self.order)
+        left = 0 if count is None else count - index * whole
+        if left >= whole:
+            return whole
+        return left if left > 0 and not self.drop_last else None
+
+
+@final
+class BatchTurns:
+    """``size`` consecutive items of a user's batch sampler make one global micro-batch; rank r takes the r-th.
+
+    Args:
+        order: yields lists of indices, or single items where the loader does not collate.
+        rank: which of ``size`` this is.
+        size: ranks that share the data.
+        sized: whether an item's length is its number of samples.
+    """
+
+    def __init__(self, order: Iterable[Any], *, rank: int, size: int, sized: bool) -> None:
+        self.order, self.rank, self.size, self.sized = order, rank, size, sized
+        self.begin(0, 0)
+
+    def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
+        self._seed, self._start, self._sample_seed = seed, start, sample_seed
+        self.handed, self.empty = 0, False
+        self._counts: list[int] = []
+
+    def __len__(self) -> int:
+        return -(-len(self.order) // self.size)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        order = drawn(self.order, self._seed, _BATCH_CHUNK if self.sized else _CHUNK)
+        order = islice(order, self._start * self.size, None)
+        at = self._start * self.size + self.rank
+        while turn := list(islice(order, self.size)):
+            if self.sized:
+                self._counts.append(sum(map(len, turn)))
+            if self.rank < len(turn):
+                self.handed += 1
+                yield self._marked(turn[self.rank], at)
+            else:
+                self.empty = True
+            at += self.size
+
+    def _marked(self, batch: Any, at: int) -> Any:
+        if not self.sized or self._sample_seed is None:
+            return batch
+        return SeededIndices(list(batch), derive_seed(self._sample_seed, at), 0)
+
+    def samples(self, index: int) -> int | None:
+        at = index - self._start
+        return self._counts[at] if 0 <= at < len(self._counts) else None
