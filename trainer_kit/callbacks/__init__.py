@@ -1,5 +1,55 @@
 """What happens around the loop. Subclass `Callback`, override the hooks you need, hand it to the Trainer."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from trainer_kit.core.hooks import Callback
 
-__all__ = ["Callback"]
+if TYPE_CHECKING:
+    from trainer_kit.callbacks.early_stopping import EarlyStopping
+    from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
+    from trainer_kit.callbacks.lambda_callback import FunctionCallback, LambdaCallback
+    from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
+    from trainer_kit.callbacks.model_summary import ModelSummary
+    from trainer_kit.callbacks.progress_bar import TQDMProgressBar
+    from trainer_kit.callbacks.timer import Timer
+
+__all__ = [
+    "Callback",
+    "EarlyStopping",
+    "FunctionCallback",
+    "GradientAccumulation",
+    "GradientAccumulationScheduler",
+    "LambdaCallback",
+    "LearningRateMonitor",
+    "ModelCheckpoint",
+    "ModelSummary",
+    "TQDMProgressBar",
+    "Timer",
+]
+
+_HOME = {
+    "EarlyStopping": "early_stopping",
+    "FunctionCallback": "lambda_callback",
+    "GradientAccumulation": "gradient_accumulation",
+    "GradientAccumulationScheduler": "gradient_accumulation",
+    "LambdaCallback": "lambda_callback",
+    "LearningRateMonitor": "learning_rate_monitor",
+    "ModelCheckpoint": "model_checkpoint",
+    "ModelSummary": "model_summary",
+    "TQDMProgressBar": "progress_bar",
+    "Timer": "timer",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # A callback that nobody uses costs nothing at import.
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

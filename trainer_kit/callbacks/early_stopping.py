@@ -1,0 +1,189 @@
+"""`EarlyStopping`: asks to stop when a logged value no longer improves."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["EarlyStopping", "EarlyStoppingReason"]
+
+_log = logging.getLogger(__name__)
+
+
+class EarlyStoppingReason(Enum):
+    """Why `EarlyStopping` asked to stop."""
+
+    NOT_STOPPED = "not_stopped"
+    STOPPING_THRESHOLD = "stopping_threshold"
+    DIVERGENCE_THRESHOLD = "divergence_threshold"
+    PATIENCE_EXHAUSTED = "patience_exhausted"
+    NON_FINITE_METRIC = "non_finite_metric"
+
+
+@final
+class EarlyStopping(Callback):
+    """Ask to stop when ``monitor`` has not improved for ``patience`` checks.
+
+    Args:
+        monitor: the logged value to watch.
+        min_delta: by more than this it must improve to count.
+        patience: checks in a row without improvement before the stop.
+        verbose: log every improvement and the stop.
+        mode: ``"min"`` when lower is better, else ``"max"``.
+        strict: a value that nobody logged is an error; False skips the check.
+        check_finite: stop at once at NaN or infinity.
+        stopping_threshold: stop at once when the value is better than this.
+        divergence_threshold: stop at once when the value is worse than this.
+        check_on_train_epoch_end: True checks at the end of training epochs, False after validation; None after
+            validation where there is any. After a validation at an epoch's last step, None waits for the end of that
+            epoch, so that its training values can be watched too.
+        log_rank_zero_only: log only on rank 0.
+
+    Attributes:
+        best_score: the best value so far, a scalar tensor on the CPU.
+        wait_count: checks since.
+        stopped_epoch: the epoch of the stop, 0 when there was none.
+        stopping_reason: an `EarlyStoppingReason`.
+        stopping_reason_message: the same in words and numbers, or None.
+
+    Raises:
+        ConfigurationError: for a bad argument; at the first check, when ``monitor`` was not logged.
+
+    Example:
+        >>> stop = EarlyStopping("val_acc", mode="max", patience=2)
+        >>> stop.wait_count, float(stop.best_score)
+        (0, -inf)
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"
+
+    def __init__(
+        self,
+        monitor: str,
+        min_delta: float = 0.0,
+        patience: int = 3,
+        verbose: bool = False,
+        mode: str = "min",
+        strict: bool = True,
+        check_finite: bool = True,
+        stopping_threshold: float | None = None,
+        divergence_threshold: float | None = None,
+        check_on_train_epoch_end: bool | None = None,
+        log_rank_zero_only: bool = False,
+    ) -> None:
+        self._monitor = Monitor(monitor, mode, "EarlyStopping")
+        if patience < 0 or min_delta < 0:
+            raise ConfigurationError(
+                "EarlyStopping counts patience and min_delta from zero up",
+                found=f"patience={patience}, min_delta={min_delta}",
+            )
+        self.monitor, self.mode = monitor, mode
+        self.min_delta, self.patience = min_delta, patience
+        self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
+        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.check_on_train_epoch_end = check_on_train_epoch_end
+        self.log_rank_zero_only = log_rank_zero_only
+        self.wait_count = 0
+        self.stopped_epoch = 0
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
+        self.stopping_reason_message: str | None = None
+        self._best = self._monitor.worst
+        self._active = False
+        self._validated = False  # at this step, and the epoch's own values follow
+        self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
+
+    @property
+    def best_score(self) -> Tensor:
+        return torch.tensor(self._best, dtype=torch.float64)
+
+    @property
+    def state_key(self) -> str:
+        return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "wait_count": self.wait_count,
+            "stopped_epoch": self.stopped_epoch,
+            "best_score": self._best,
+            "stopping_reason": self.stopping_reason.value,
+            "stopping_reason_message": self.stopping_reason_message,
+            "logged_late": self._logged_late,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.wait_count = state_dict["wait_count"]
+        self.stopped_epoch = state_dict["stopped_epoch"]
+        self._best = float(state_dict["best_score"])
+        self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
+        self.stopping_reason_message = state_dict["stopping_reason_message"]
+        self._logged_late = state_dict["logged_late"]
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._active = stage == "fit" and not getattr(trainer, "fast_dev_run", False)
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:
+            return
+        if self.check_on_train_epoch_end is None:
+            self._validated = self._logged_late or epoch_ends_here(trainer)
+        if not self._validated:
+            self._check(trainer, final=self.check_on_train_epoch_end is False)
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if not self._active or self.check_on_train_epoch_end is False:
+            return
+        if self.check_on_train_epoch_end or self._validated or not has_validation(trainer):
+            self._validated = False
+            self._check(trainer, final=True)
+
+    def _check(self, trainer: TrainerLike, final: bool) -> None:
+        current = self._monitor.read(trainer)
+        if current is None and not final:
+            self._validated = self._logged_late = True
+            return
+        if current is None:
+            if self.strict:
+                raise self._monitor.missing(trainer)
+            if self.verbose:
+                rank_zero_warn(str(self._monitor.missing(trainer)), category=RuntimeWarning)
+            return
+        reason, message = self._judge(current)
+        self.stopping_reason = reason
+        if reason is not EarlyStoppingReason.NOT_STOPPED:
+            self.stopped_epoch = trainer.current_epoch
+            self.stopping_reason_message = message
+            trainer.stop(message)
+        if message and self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
+            _log.info("[rank %d] %s", trainer.global_rank, message)
+
+    def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
+        """Count one value: why to stop (or that there is no reason), and a sentence with the numbers."""
+        name, better = self.monitor, self._monitor.better
+        if self.check_finite and not math.isfinite(current):
+            return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} = {current} is not finite (best {self._best:.6g})"
+        if (limit := self.stopping_threshold) is not None and better(current, limit):
+            return EarlyStoppingReason.STOPPING_THRESHOLD, f"{name} = {current:.6g} is past its goal of {limit:.6g}"
+        if (limit := self.divergence_threshold) is not None and better(limit, current):
+            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"{name} = {current:.6g} is worse than {limit:.6g}"
+        margin = self.min_delta if self.mode == "min" else -self.min_delta
+        if better(current + margin, self._best):
+            message = f"{name} improved from {self._best:.6g} to {current:.6g}"
+            self._best, self.wait_count = current, 0
+            return EarlyStoppingReason.NOT_STOPPED, message
+        self.wait_count += 1
+        if self.wait_count >= self.patience:
+            flat = f"{name} = {current:.6g} has not improved on {self._best:.6g} for {self.wait_count} checks"
+            return EarlyStoppingReason.PATIENCE_EXHAUSTED, flat
+        return EarlyStoppingReason.NOT_STOPPED, ""

@@ -1,0 +1,133 @@
+"""`GradientAccumulation`: how many micro-batches make one optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, final
+
+from trainer_kit.core.duration import Duration
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
+
+
+@final
+class GradientAccumulation(Callback):
+    """Set the length of the window: a number, a number by epoch, or a size in samples or tokens.
+
+    Args:
+        scheduling: micro-batches for each optimizer step; ``{epoch: micro-batches}``, each from that epoch (counted
+            from 0) on; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``, to which each window comes as near
+            as whole micro-batches of the size last seen can.
+
+    Attributes:
+        scheduling: the schedule by epoch; empty with a target.
+        target: the target, or None.
+
+    Raises:
+        ConfigurationError: for anything else.
+
+    Example:
+        >>> GradientAccumulation({0: 1, 4: 2}).get_accumulate_grad_batches(7)
+        2
+        >>> GradientAccumulation("4096sp").target
+        Duration('4096sp')
+    """
+
+    def __init__(self, scheduling: int | Mapping[int, int] | str | Duration) -> None:
+        self.target: Duration | None = None
+        self.scheduling: dict[int, int] = {}
+        if isinstance(scheduling, (str, Duration)):
+            self.target = self._read_target(scheduling)
+        else:
+            self.scheduling = self._read_schedule(scheduling)
+        self.epochs = sorted(self.scheduling)
+        self._per_batch: float | None = None  # samples or tokens, over all ranks
+        self._length = 1
+        self._at = (0, 0)  # micro-batches, and samples or tokens, when the window began
+
+    @staticmethod
+    def _read_target(target: str | Duration) -> Duration:
+        length = Duration.parse(target)
+        if length.unit not in ("sp", "tok") or length.value < 1:
+            raise ConfigurationError(
+                "accumulation is a number of micro-batches, or a target in samples or tokens",
+                found=repr(target),
+                fix='write 4, {0: 1, 4: 2}, "4096sp" or "1e6tok"',
+            )
+        return length
+
+    @staticmethod
+    def _read_schedule(scheduling: int | Mapping[int, int]) -> dict[int, int]:
+        schedule = dict(scheduling) if isinstance(scheduling, Mapping) else {0: scheduling}
+        for epoch, length in schedule.items():
+            if type(epoch) is not int or epoch < 0 or type(length) is not int or length < 1:
+                raise ConfigurationError(
+                    "accumulation goes from an epoch, 0 or later, to whole micro-batches, 1 or more",
+                    found=f"{scheduling!r}",
+                    fix="write 4, or {0: 1, 4: 2}",
+                )
+        if not schedule:
+            raise ConfigurationError("an accumulation schedule without an entry", fix="write {0: 1, 4: 2}")
+        schedule.setdefault(0, 1)
+        return schedule
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """Micro-batches for each optimizer step of ``epoch``; with a target, of the next one."""
+        if self.target is None:
+            return self.scheduling[max(start for start in self.epochs if start <= epoch)]
+        return 1 if self._per_batch is None else max(1, round(self.target.value / self._per_batch))
+
+    def going_to_accumulate_grad_batches(self) -> bool:
+        """Whether a window may ever be longer than one micro-batch."""
+        return self.target is not None or any(length > 1 for length in self.scheduling.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.target is None else {"per_batch": self._per_batch}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._per_batch = state_dict.get("per_batch")
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit" and not module.automatic_optimization and self.going_to_accumulate_grad_batches():
+            raise ConfigurationError(
+                "gradients cannot be accumulated for you in manual optimization",
+                found="automatic_optimization = False",
+                fix="step the optimizers every n batches yourself, without this callback",
+            )
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self.target is not None:
+            if self._per_batch is None and self.target.unit == "sp":
+                self._per_batch = getattr(trainer, "train_batch_samples", None) or None
+            self._at = trainer.progress.batch, self._count(trainer)
+        self._set(trainer)
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._set(trainer)
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self.target is None:
+            return
+        progress = trainer.progress
+        batches, count = progress.batch - self._at[0], self._count(trainer) - self._at[1]
+        self._at = progress.batch, self._at[1] + count
+        # The short last batch of an epoch, or a window that it cut short, says nothing about the next one.
+        if count > 0 and batches == self._length and progress.epoch_batch < trainer.num_training_batches:
+            self._per_batch = count / batches
+            self._set(trainer)
+
+    def _count(self, trainer: TrainerLike) -> int:
+        assert self.target is not None
+        return int(getattr(trainer.progress, self.target.counter))
+
+    def _set(self, trainer: TrainerLike) -> None:
+        length = self.get_accumulate_grad_batches(trainer.current_epoch)
+        self._length = length
+        trainer.set_accumulation(length)
+
+
+GradientAccumulationScheduler = GradientAccumulation
+"""The reference's name."""

@@ -1,0 +1,125 @@
+"""`LearningRateMonitor`: learning rates, momentum and weight decay to the loggers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal, final
+
+from torch.optim import Optimizer
+
+from trainer_kit.callbacks.schedule import following
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["LearningRateMonitor"]
+
+
+@final
+class LearningRateMonitor(Callback):
+    """Log what each optimizer is set to.
+
+    A value at step n is what the optimizer is set to once n steps are completed, so what step n + 1 uses. Names are
+    ``lr-Adam``; of several groups ``lr-Adam/pg1`` (or the group's ``"name"``); of a second Adam ``lr-Adam-1``; a
+    scheduler's own ``name`` instead of ``lr-Adam``; with ``-momentum`` and ``-weight_decay`` appended.
+
+    Args:
+        logging_interval: ``"step"`` (those at which the trainer logs), ``"epoch"`` (at its start), or None for what
+            each scheduler's ``interval`` says.
+        log_momentum: log momentum, or Adam's first beta.
+        log_weight_decay: log weight decay.
+
+    Attributes:
+        lrs: name → learning rates logged in this run, on rank 0.
+
+    Raises:
+        ConfigurationError: for another interval; at the start of training, for two groups of one name.
+
+    Example:
+        >>> LearningRateMonitor(logging_interval="step").logging_interval
+        'step'
+    """
+
+    def __init__(
+        self,
+        logging_interval: Literal["step", "epoch"] | None = None,
+        log_momentum: bool = False,
+        log_weight_decay: bool = False,
+    ) -> None:
+        if logging_interval not in (None, "step", "epoch"):
+            raise ConfigurationError(
+                "LearningRateMonitor logs at steps or epochs",
+                found=f"logging_interval={logging_interval!r}",
+                fix="use 'step', 'epoch' or None",
+            )
+        self.logging_interval = logging_interval
+        self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
+        self.lrs: dict[str, list[float]] = {}
+        self._next: int | float = math.inf
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.lrs = {name: [] for _, name, _ in self._groups(trainer, None)}
+        every = trainer.log_every_n_steps
+        if self.logging_interval != "epoch" and every and trainer.is_global_zero:
+            step = trainer.progress.step
+            self._next = following(step, every)
+            if step == 0:
+                self._log(trainer, "step")
+        else:
+            self._next = math.inf
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        step = trainer.progress.step
+        if step >= self._next:
+            self._next = following(step, trainer.log_every_n_steps)
+            self._log(trainer, "step")
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self.logging_interval != "step" and trainer.is_global_zero:
+            self._log(trainer, "epoch")
+
+    def _log(self, trainer: TrainerLike, interval: str) -> None:
+        values: dict[str, float] = {}
+        for group, name, uses_betas in self._groups(trainer, interval if self.logging_interval is None else None):
+            rate = float(group["lr"])  # sync point where it is a tensor
+            self.lrs.setdefault(name, []).append(rate)
+            values[name] = rate
+            if self.log_momentum:
+                momentum = group["betas"][0] if uses_betas else group.get("momentum", 0.0)
+                values[f"{name}-momentum"] = float(momentum)
+            if self.log_weight_decay:
+                values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
+        if values:
+            trainer.log_metrics(values, step=trainer.global_step)
+
+    @staticmethod
+    def _groups(trainer: TrainerLike, interval: str | None) -> Iterator[tuple[dict[str, Any], str, bool]]:
+        """Each parameter group with its name; with ``interval`` only of schedulers that go by it, or of none."""
+        seen: Counter[str] = Counter()
+        scheduled: list[Optimizer] = []
+        chosen: list[tuple[Optimizer, str, bool]] = []
+        for config in trainer.lr_scheduler_configs:
+            optimizer = config.scheduler.optimizer
+            scheduled.append(optimizer)
+            base = config.name if config.name is not None else f"lr-{type(optimizer).__name__}"
+            chosen.append((optimizer, base, interval in (None, config.interval)))
+        rest = (each for each in trainer.optimizers if not any(each is other for other in scheduled))
+        chosen += [(optimizer, f"lr-{type(optimizer).__name__}", True) for optimizer in rest]
+        for optimizer, base, wanted in chosen:
+            name = base if seen[base] == 0 else f"{base}-{seen[base]}"
+            seen[base] += 1
+            if wanted:
+                for group, suffix in zip(optimizer.param_groups, _suffixes(optimizer, name), strict=True):
+                    yield group, name + suffix, "betas" in group
+
+
+def _suffixes(optimizer: Optimizer, name: str) -> list[str]:
+    groups = optimizer.param_groups
+    names = [group.get("name", f"pg{index}" if len(groups) > 1 else "") for index, group in enumerate(groups, start=1)]
+    if len(set(names)) < len(names):
+        raise ConfigurationError(
+            f"two parameter groups of {name} have the same name", found=", ".join(names), fix='tell them apart: "name"'
+        )
+    return [f"/{each}" if each else "" for each in names]

@@ -1,0 +1,337 @@
+"""`ModelCheckpoint`: when a checkpoint is asked for, and which ones stay."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from time import monotonic
+from typing import Any, ClassVar, Literal, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.callbacks.checkpoint_name import CheckpointName
+from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
+from trainer_kit.callbacks.retention import Retention
+from trainer_kit.callbacks.schedule import following, in_run, the_only
+from trainer_kit.callbacks.shelf import Shelf
+from trainer_kit.core.duration import DurationLike
+from trainer_kit.core.errors import ConfigurationError, NonFiniteError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["ModelCheckpoint"]
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class ModelCheckpoint(Callback):
+    """Ask for checkpoints, and keep the best and the newest of them.
+
+    A checkpoint is a directory. It is taken once everything of its step is done, and written by the loop. Nothing is
+    deleted before what takes its place is durable; the newest checkpoint and whatever this callback did not ask for
+    are never deleted.
+
+    The intervals take an int of their unit or a duration (``"500ba"``, ``"2ep"``, ``"30min"``), act at the first end
+    of a step at or after, and exclude each other. Without one there is a checkpoint after every validation, or after
+    every epoch where there is no validation.
+
+    Args:
+        dirpath: where; default ``checkpoints`` in the run's directory.
+        filename: a template for the directories' names, such as ``"{epoch}-{val_loss:.2f}"``; default
+            ``step-00001200``. Fields are ``epoch``, ``step`` and whatever was logged.
+        monitor: a logged value by which checkpoints are compared. None: the newest is the best.
+        verbose: log what is asked for, and what is not among the best.
+        save_last: True or ``"link"``: the newest state always has a checkpoint, also one that is not among the best,
+            and the run ends with one.
+        save_top_k: how many to keep: -1 for all, 0 for none.
+        save_on_exception: ask for one when an exception ends the run.
+        save_weights_only: leave out everything but the model.
+        mode: ``"min"`` when lower is better, else ``"max"``. NaN is the worst.
+        auto_insert_metric_name: ``{epoch}`` in ``filename`` becomes ``epoch=3`` instead of ``3``.
+        every_n_train_steps: optimizer steps between checkpoints; 0 for never.
+        train_time_interval: time between checkpoints: seconds, or a ``timedelta``.
+        every_n_epochs: epochs between checkpoints; 0 for never.
+        save_on_train_epoch_end: True asks at the end of training epochs, False after validation; None does what
+            fits the validations that there are.
+        enable_version_counter: append ``-v1``, … to a name in use; False overwrites.
+
+    Raises:
+        ConfigurationError: for arguments that do not fit together, and once ``monitor`` should have been logged.
+
+    Example:
+        >>> best = ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.2f}", save_top_k=2)
+        >>> best.best_model_path, best.best_model_score
+        ('', None)
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"
+
+    # The reference's 15 arguments in its order, so that scripts which pass them move over unchanged.
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: DurationLike | None = None,
+        train_time_interval: timedelta | DurationLike | None = None,
+        every_n_epochs: DurationLike | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+    ) -> None:
+        watched = Monitor(monitor or "", mode, "ModelCheckpoint")
+        if save_top_k < -1 or (monitor is None and save_top_k > 1):
+            raise ConfigurationError(
+                "save_top_k is -1 (all), 0 (none) or how many of the best to keep",
+                found=f"save_top_k={save_top_k}, monitor={monitor!r}",
+                fix="give monitor= the logged value to compare by" if save_top_k > 1 else None,
+            )
+        if dirpath is not None and "://" in os.fspath(dirpath):
+            raise ConfigurationError(
+                "dirpath is a directory of this machine", found=str(dirpath), fix="mount it, or copy checkpoints there"
+            )
+        self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
+        self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
+        self.save_weights_only, self.save_on_train_epoch_end = save_weights_only, save_on_train_epoch_end
+        self._monitor = watched if monitor is not None else None
+        self._every = the_only(
+            every_n_train_steps=(every_n_train_steps, "st"),
+            train_time_interval=(train_time_interval, "s"),
+            every_n_epochs=(every_n_epochs, "ep"),
+        )
+        self._default = every_n_train_steps is None and train_time_interval is None and every_n_epochs is None
+        unit = None if self._every is None else self._every.unit
+        self._timed, self._by_epoch = unit == "s", unit == "ep"
+        self._shelf = Shelf(
+            None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath)),
+            CheckpointName(filename, auto_insert_metric_name),
+            Retention(save_top_k, watched.better if monitor is not None else _later),
+            weights_only=save_weights_only,
+            versions=enable_version_counter,
+            ranked=monitor is not None,
+        )
+        self._score: float | None = None
+        self._best_elsewhere = ""
+        # The next count of steps (batches, …) and of epochs at which one is due.
+        self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
+        self._clock, self._poll = 0.0, 1
+        self._waiting = False  # due, but its value is not there yet
+        self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
+        self._validated_step = 0
+        self._active = self._restored = False
+
+    @property
+    def dirpath(self) -> str | None:
+        """The directory, absolute; None before the run's own is known."""
+        return self._shelf.dirpath
+
+    @property
+    def best_model_path(self) -> str:
+        """The best checkpoint asked for, or ""; without ``monitor`` the newest."""
+        return self._shelf.retention.best or self._best_elsewhere
+
+    @property
+    def best_model_score(self) -> Tensor | None:
+        """Its value of ``monitor``, a scalar on the CPU."""
+        return self.best_k_models.get(self.best_model_path)
+
+    @property
+    def best_k_models(self) -> dict[str, Tensor]:
+        """Path → value of ``monitor``, for those kept; empty without ``monitor``."""
+        kept = self._shelf.retention.kept if self._monitor is not None else {}
+        return {path: _scalar(score) for path, score in kept.items()}
+
+    @property
+    def kth_best_model_path(self) -> str:
+        """The kept one that goes next, or "" while there is room."""
+        return self._shelf.retention.worst if self._monitor is not None else ""
+
+    @property
+    def kth_value(self) -> Tensor:
+        """Its value of ``monitor``: what the next has to beat."""
+        worst = math.inf if self.mode == "min" else -math.inf
+        return self.best_k_models.get(self.kth_best_model_path, _scalar(worst))
+
+    @property
+    def current_score(self) -> Tensor | None:
+        """The value of ``monitor`` when a checkpoint was last due."""
+        return None if self._score is None else _scalar(self._score)
+
+    @property
+    def last_model_path(self) -> str:
+        """The newest checkpoint asked for, or ""."""
+        return self._shelf.retention.newest
+
+    @property
+    def state_key(self) -> str:
+        identity = f"monitor={self.monitor!r}, mode={self.mode!r}, every={self._every}, filename={self.filename!r}"
+        return f"ModelCheckpoint({identity})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self._shelf.state_dict(),
+            "current_score": self._score,
+            "waiting": self._waiting,
+            "logged_late": self._logged_late,
+            "validated_step": self._validated_step,
+            "next": None if self._timed or math.isinf(self._next) else self._next,
+            "next_epoch": None if math.isinf(self._next_epoch) else self._next_epoch,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self._shelf.load_state_dict(state_dict):
+            self._score = state_dict["current_score"]
+        else:
+            self._best_elsewhere = state_dict["best"]
+        self._waiting, self._logged_late = state_dict["waiting"], state_dict["logged_late"]
+        self._validated_step = state_dict["validated_step"]
+        self._next = math.inf if state_dict["next"] is None else state_dict["next"]
+        self._next_epoch = math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
+        self._restored = True
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._active = stage == "fit" and not getattr(trainer, "fast_dev_run", False)
+        others = (other._shelf for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
+        self._shelf.open(trainer, (shelf for shelf in others if shelf is not self._shelf))
+
+    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if not self._active:
+            self._next = math.inf
+            return
+        restored, self._restored = self._restored, False
+        self._shelf.start(trainer, restored)
+        if not restored:
+            self._next = self._next_epoch = math.inf
+            self._waiting, self._validated_step = False, 0
+        if self._every is None:
+            return
+        progress, every = trainer.progress, in_run(self._every, trainer)
+        if self._timed:
+            # Clocks differ: several ranks compare theirs only now and then, at steps that all of them know.
+            self._poll = 1 if trainer.world_size == 1 else max(1, trainer.log_every_n_steps)
+            self._next = following(progress.step, self._poll)
+        elif self._by_epoch and math.isinf(self._next_epoch):
+            self._next_epoch = following(progress.epoch, every.value)
+        elif not self._by_epoch:
+            self._counter = every.counter
+            if math.isinf(self._next):
+                self._next = following(getattr(progress, self._counter), every.value)
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._clock = monotonic()
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if getattr(trainer.progress, self._counter) >= self._next:
+            self._interval_ended(trainer)
+
+    def _interval_ended(self, trainer: TrainerLike) -> None:
+        assert self._every is not None
+        progress = trainer.progress
+        if self._timed:
+            self._next = following(progress.step, self._poll)
+            due = monotonic() - self._clock >= self._every.value
+            if trainer.world_size > 1:
+                due = any(row[0] for row in trainer.strategy.world.agree([float(due)]))
+            if not due:
+                return
+            self._clock = monotonic()
+        else:
+            every = in_run(self._every, trainer)
+            self._next = following(getattr(progress, self._counter), every.value)
+        self._waiting = True
+        # A value of this very step is better than the one of the last validation.
+        follows = epoch_ends_here(trainer) or getattr(trainer, "validation_due", False)
+        if self._monitor is None or not follows:
+            self._ask(trainer, f"every {self._every}")
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if not self._active or trainer.sanity_checking:
+            return
+        self._validated_step = trainer.global_step
+        where = self.save_on_train_epoch_end
+        if where is not True and (self._default or (where is False and self._epoch_due(trainer))):
+            self._waiting = True
+        # At an epoch's last step all of its values are there a moment later, at the same step.
+        if self._waiting and (where is False or not (self._logged_late or epoch_ends_here(trainer))):
+            self._ask(trainer, "validation ended", final=where is False)
+            self._logged_late = self._waiting
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if not self._active:
+            return
+        where, validates = self.save_on_train_epoch_end, has_validation(trainer)
+        if self._default and (where or (where is None and not validates)):
+            self._waiting = True
+        if where is not False and self._epoch_due(trainer):
+            self._waiting = True
+        stale = validates and self._validated_step != trainer.global_step
+        if self._by_epoch and where is None and self._monitor is not None and stale:
+            return  # the next validation has the value
+        if self._waiting:
+            self._ask(trainer, f"epoch {trainer.current_epoch} ended", final=not validates or self._validated_step > 0)
+
+    def _epoch_due(self, trainer: TrainerLike) -> bool:
+        finished = trainer.current_epoch + 1
+        if finished < self._next_epoch:
+            return False
+        assert self._every is not None
+        self._next_epoch = following(finished, self._every.value)
+        return True
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self._active and (self._waiting or self.save_last) and trainer.global_step != self._shelf.asked_step:
+            # Its value, if it has one, is older than this step.
+            score = float(trainer.global_step) if self._monitor is None else None
+            self._shelf.ask(trainer, "training ended", score)
+        self._waiting = False
+
+    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+        wanted = self.save_on_exception and self._active and not trainer.sanity_checking
+        if not wanted or isinstance(exception, NonFiniteError) or trainer.global_step == self._shelf.asked_step:
+            return
+        # Other ranks may be gone: no collective.
+        score = float(trainer.global_step) if self._monitor is None else None
+        self._shelf.ask(trainer, f"{type(exception).__name__}: {exception}", score, together=False)
+
+    def _ask(self, trainer: TrainerLike, reason: str, final: bool = False) -> None:
+        """Ask if the value is there; if it is not and this was its last chance, that is an error."""
+        step, shelf = trainer.global_step, self._shelf
+        score = float(step)
+        if self._monitor is not None:
+            value = self._monitor.read(trainer)
+            if value is None:
+                if final:
+                    raise self._monitor.missing(trainer)
+                return
+            self._score = score = self._monitor.worst if math.isnan(value) else value
+        self._waiting = False
+        if step == shelf.asked_step:
+            return
+        admitted = shelf.retention.admits(score)
+        shown = "" if self._monitor is None else f", {self.monitor} = {score:.6g}"
+        if admitted or self.save_last:
+            path = shelf.ask(trainer, reason, score if admitted else None)
+            message = f"checkpoint {path} ({reason}{shown})"
+        else:
+            message = f"no checkpoint of step {step}: not among the best {self.save_top_k} ({reason}{shown})"
+        if self.verbose and trainer.is_global_zero:
+            _log.info("%s", message)
+
+
+def _later(score: float, than: float) -> bool:
+    return score > than
+
+
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)

@@ -1,0 +1,295 @@
+"""`ModelSummary`: what a module consists of, as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["ModelSummary", "ModelSummaryTable", "SummaryRow", "summarize"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class SummaryRow:
+    """One submodule.
+
+    Attributes:
+        name: as in ``named_modules``.
+        type: class name.
+        params: numbers in its parameters, each counted once; None where some are not initialised yet.
+        training: whether it is in training mode.
+        flops: of one forward of the example, or None.
+        in_size: shapes of its inputs in that forward, or None.
+        out_size: of its outputs.
+    """
+
+    name: str
+    type: str
+    params: int | None
+    training: bool
+    flops: int | None = None
+    in_size: Any = None
+    out_size: Any = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class ModelSummaryTable:
+    """What `summarize` found; ``str`` of it is the table.
+
+    Attributes:
+        rows: one for each submodule down to the depth asked for.
+        trainable: numbers in parameters that need gradients; parameters shared between modules count once.
+        frozen: in those that do not.
+        loose: in parameters outside of the rows.
+        megabytes: size of all parameters in their own dtypes, in 10⁶ bytes.
+        train_modules: submodules in training mode.
+        eval_modules: submodules in evaluation mode.
+        flops: of one forward of the example, or None.
+        note: why sizes are missing, or None.
+    """
+
+    rows: Sequence[SummaryRow]
+    trainable: int
+    frozen: int
+    loose: int
+    megabytes: float
+    train_modules: int
+    eval_modules: int
+    flops: int | None = None
+    note: str | None = None
+
+    @property
+    def total(self) -> int:
+        """All parameters."""
+        return self.trainable + self.frozen
+
+    def __str__(self) -> str:
+        lines = self._table() if self.rows else []
+        totals = [
+            (_short(self.trainable), "trainable params"),
+            (_short(self.frozen), "non-trainable params"),
+            (_short(self.total), "total params"),
+            (f"{self.megabytes:,.3f}", "MB of parameters"),
+            (str(self.train_modules), "modules in train mode"),
+            (str(self.eval_modules), "modules in eval mode"),
+        ]
+        if self.flops is not None:
+            totals.append((_short(self.flops), "FLOPs in a forward"))
+        lines += [f"{number:<10}{what}" for number, what in totals]
+        return "\n".join(lines if self.note is None else [*lines, self.note])
+
+    def _table(self) -> list[str]:
+        sized = any(row.in_size is not None for row in self.rows)
+        head = ["Name", "Type", "Params", "Mode", *(["FLOPs", "In sizes", "Out sizes"] if sized else [])]
+        cells = [head]
+        for row in self.rows:
+            mode = "train" if row.training else "eval"
+            params = "?" if row.params is None else _short(row.params)
+            sizes = ["?" if row.flops is None else _short(row.flops), _sizes(row.in_size), _sizes(row.out_size)]
+            cells.append([row.name, row.type, params, mode, *(sizes if sized else [])])
+        if self.loose:
+            cells.append(["other params", "", _short(self.loose), "", *([""] * 3 if sized else [])])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
+        return [lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), rule]
+
+
+@final
+class ModelSummary(Callback):
+    """Print what the module consists of when fitting starts, on rank 0, to stderr.
+
+    Args:
+        max_depth: levels of submodules; -1 for all, 0 prints nothing.
+
+    Raises:
+        ConfigurationError: for another number.
+
+    Example:
+        >>> ModelSummary(max_depth=2).max_depth
+        2
+    """
+
+    def __init__(self, max_depth: int = 1) -> None:
+        self.max_depth = _depth(max_depth)
+
+    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if trainer.is_global_zero and self.max_depth != 0:
+            plugin = trainer.precision_plugin
+            context = plugin.forward_context() if plugin is not None else None
+            convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
+            print(summarize(module, self.max_depth, context=context, convert=convert), file=sys.stderr)  # type: ignore[arg-type]
+
+
+def summarize(
+    module: nn.Module,
+    max_depth: int = 1,
+    *,
+    context: AbstractContextManager[Any] | None = None,
+    convert: Callable[[Any], Any] | None = None,
+) -> ModelSummaryTable:
+    """Look at a module; on the meta device, lazy and sharded ones too.
+
+    Where ``module.example_input_array`` is set, and the module is neither lazy nor sharded, it is run once in
+    evaluation mode without gradients for sizes and FLOPs (``torch.utils.flop_counter``); modes and random state are
+    as before afterwards.
+
+    Args:
+        module: what to look at.
+        max_depth: levels of submodules; -1 for all, 0 for the totals alone.
+        context: the precision's forward context.
+        convert: casts the example.
+
+    Raises:
+        ConfigurationError: for another depth.
+
+    Example:
+        >>> print(summarize(nn.Sequential(nn.Linear(4, 2), nn.ReLU())))
+        Name | Type   | Params | Mode
+        ------------------------------
+        0    | Linear | 10     | train
+        1    | ReLU   | 0      | train
+        ------------------------------
+        10        trainable params
+        0         non-trainable params
+        10        total params
+        0.000     MB of parameters
+        2         modules in train mode
+        0         modules in eval mode
+    """
+    depth = _depth(max_depth)
+    below = [(name, each) for name, each in module.named_modules() if name]
+    chosen = [(name, each) for name, each in below if depth == -1 or name.count(".") < depth]
+    seen = _Seen()
+    example = getattr(module, "example_input_array", None)
+    if example is not None:
+        seen = _run(module, [each for _, each in chosen], example, context or nullcontext(), convert)
+    known = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
+    shown = {id(parameter) for _, each in chosen for parameter in each.parameters()}
+    rows = [
+        SummaryRow(
+            name=name,
+            type=type(each).__name__,
+            params=_count(each.parameters()),
+            training=each.training,
+            flops=None if seen.flops is None else seen.flops.get(f"{type(module).__name__}.{name}", 0),
+            in_size=seen.inputs.get(each),
+            out_size=seen.outputs.get(each),
+        )
+        for name, each in chosen
+    ]
+    training = sum(each.training for _, each in below)
+    return ModelSummaryTable(
+        rows=rows,
+        trainable=sum(parameter.numel() for parameter in known if parameter.requires_grad),
+        frozen=sum(parameter.numel() for parameter in known if not parameter.requires_grad),
+        loose=sum(parameter.numel() for parameter in known if rows and id(parameter) not in shown),
+        megabytes=sum(parameter.numel() * parameter.element_size() for parameter in known) / 1e6,
+        train_modules=training,
+        eval_modules=len(below) - training,
+        flops=None if seen.flops is None else seen.flops.get("Global", 0),
+        note=seen.note
+        or ("some parameters are not initialised yet" if len(known) < len([*module.parameters()]) else None),
+    )
+
+
+@dataclass
+class _Seen:
+    """What a forward of the example showed."""
+
+    flops: dict[str, int] | None = None
+    inputs: dict[nn.Module, Any] = field(default_factory=dict)
+    outputs: dict[nn.Module, Any] = field(default_factory=dict)
+    note: str | None = None
+
+
+def _run(
+    module: nn.Module,
+    watched: Iterable[nn.Module],
+    example: Any,
+    context: AbstractContextManager[Any],
+    convert: Callable[[Any], Any] | None,
+) -> _Seen:
+    parameters = list(module.parameters())
+    if any(is_lazy(parameter) for parameter in parameters):
+        return _Seen(note="no sizes: some layers are not initialised yet")
+    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+        return _Seen(note="no sizes: the module is sharded, and a forward would need every rank")
+    from lightning_utilities.core.apply_func import apply_to_collection
+    from torch.utils.flop_counter import FlopCounterMode
+
+    device = parameters[0].device if parameters else torch.device("cpu")
+    seen, modes = _Seen(), [(each, each.training) for each in module.modules()]
+
+    def look(each: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        given = (*args, *kwargs.values())
+        seen.inputs.setdefault(each, _shape(given[0] if len(given) == 1 else given))
+        seen.outputs.setdefault(each, _shape(output))
+
+    handles = [each.register_forward_hook(look, with_kwargs=True) for each in watched]
+    counter = FlopCounterMode(display=False)
+    cuda = [device] if device.type == "cuda" else []
+    try:
+        example = apply_to_collection(example, Tensor, lambda tensor: tensor.to(device))
+        example = example if convert is None else convert(example)
+        for each, _ in modes:
+            each.training = False
+        with torch.random.fork_rng(cuda), torch.no_grad(), context, counter:
+            if isinstance(example, Mapping):
+                module(**example)
+            elif isinstance(example, (list, tuple)):
+                module(*example)
+            else:
+                module(example)
+    except Exception as error:  # a table is no reason to end a run
+        return _Seen(note=f"no sizes: forward(example_input_array) raised {type(error).__name__}: {error}")
+    finally:
+        for handle in handles:
+            handle.remove()
+        for each, training in modes:
+            each.training = training
+    seen.flops = {name: sum(by_op.values()) for name, by_op in counter.get_flop_counts().items()}
+    return seen
+
+
+def _depth(max_depth: int) -> int:
+    if type(max_depth) is not int or max_depth < -1:
+        raise ConfigurationError("max_depth is a number of levels", found=repr(max_depth), fix="use -1 for all")
+    return max_depth
+
+
+def _count(parameters: Iterable[Tensor]) -> int | None:
+    found = list(parameters)
+    return None if any(is_lazy(parameter) for parameter in found) else sum(parameter.numel() for parameter in found)
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return list(value.shape)
+    if isinstance(value, (list, tuple)):
+        return [_shape(each) for each in value]
+    return "?"
+
+
+def _sizes(shape: Any) -> str:
+    return "?" if shape is None else str(shape)
+
+
+def _short(number: int) -> str:
+    """12 → '12', 12345 → '12.3 K'."""
+    size, unit = float(number), 0
+    while size >= 999.5 and unit < 5:
+        size, unit = size / 1000, unit + 1
+    return str(number) if unit == 0 else f"{size:.3g} {' KMBTP'[unit]}"

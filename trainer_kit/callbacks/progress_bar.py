@@ -1,0 +1,221 @@
+"""`TQDMProgressBar`: one line that says where the run is."""
+
+from __future__ import annotations
+
+import builtins
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from time import monotonic
+from typing import Any, TextIO, final
+
+from trainer_kit.callbacks.progress_line import Line, PlainLine, TerminalLine, View
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["TQDMProgressBar"]
+
+
+@final
+class TQDMProgressBar(Callback):
+    """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
+
+    It is drawn at most ten times a second, so a step pays for one addition and one look at the clock. Values are
+    those of the last flush: nothing is read from the device. Where stderr is not a terminal there are plain lines
+    instead: one at the end of each epoch, and in between at most one every ten seconds. Only rank 0 draws.
+
+    Args:
+        refresh_rate: draw at most once in this many batches; 0 for never.
+        process_position: lines to leave free above, for bars of other programs.
+        leave: keep the finished line of each epoch.
+
+    Raises:
+        ConfigurationError: for a negative number.
+
+    Example:
+        >>> TQDMProgressBar(refresh_rate=0).is_enabled
+        False
+    """
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        if refresh_rate < 0 or process_position < 0:
+            raise ConfigurationError(
+                "a progress bar counts batches and lines from zero up",
+                found=f"refresh_rate={refresh_rate}, process_position={process_position}",
+            )
+        self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
+        self._enabled = True
+        self._shown = False  # on this rank
+        self._fitting = False
+        self._line: Line | None = None
+        self._view = View("", None, 0, 0, 0.0)
+        self._aside: View | None = None  # the epoch, while a validation has the line
+        self._aside_since = 0.0
+        self._done = self._drawn = 0
+        self._next = math.inf
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether it draws at all."""
+        return self._enabled and self.refresh_rate > 0
+
+    def enable(self) -> None:
+        """Draw, from the next start of a verb on."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Draw nothing, from the next start of a verb on."""
+        self._enabled = False
+
+    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+        """Like ``print``, above the line; on rank 0."""
+        if self._line is not None:
+            self._line.write(sep.join(map(str, values)), end, file)
+        elif self._shown:
+            builtins.print(*values, sep=sep, end=end, file=file)
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._shown = self.is_enabled and trainer.is_global_zero
+        self._fitting = stage == "fit"
+        self._next = math.inf
+
+    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._close()
+
+    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+        self._close()
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        epoch, last = trainer.current_epoch, trainer.max_epochs
+        title = f"Epoch {epoch}" if last is None or last < 0 else f"Epoch {epoch}/{last - 1}"
+        self._show(title, [trainer.num_training_batches], trainer.progress.epoch_batch)
+
+    def on_train_batch_end(
+        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._done += 1
+        if monotonic() >= self._next:
+            self._draw(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self._line is not None:
+            self._finish(trainer)
+            if self.leave:
+                self._close()
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._close()
+
+    def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._show("Sanity check", getattr(trainer, "num_sanity_val_batches", None))
+
+    def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._close(leave=False)
+
+    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if trainer.sanity_checking:
+            return
+        if self._fitting:
+            self._aside, self._aside_since = replace(self._view, done=self._done), monotonic()
+        self._show("Validation", trainer.num_val_batches)
+
+    def on_validation_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._done += 1
+        if monotonic() >= self._next:
+            self._draw(trainer)
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if trainer.sanity_checking:
+            return
+        if self._aside is None:
+            self._end(trainer)
+            return
+        view, self._aside = self._aside, None
+        view.began += monotonic() - self._aside_since
+        self._done, self._view = view.done, view
+        if self._line is not None:
+            self._line.show(view)
+            self._next = self._line.due
+
+    def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._show("Test", getattr(trainer, "num_test_batches", None))
+
+    def on_test_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._done += 1
+        if monotonic() >= self._next:
+            self._draw(trainer)
+
+    def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._end(trainer)
+
+    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._show("Predict", getattr(trainer, "num_predict_batches", None))
+
+    def on_predict_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._done += 1
+        if monotonic() >= self._next:
+            self._draw(trainer)
+
+    def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._end(trainer)
+
+    def _show(self, title: str, batches: Iterable[int | float] | None, done: int = 0) -> None:
+        if not self._shown:
+            return
+        if self._line is None:
+            file = sys.stderr
+            self._line = TerminalLine(file, self.process_position) if file.isatty() else PlainLine(file)
+        total = math.inf if batches is None else sum(batches)
+        self._done = self._drawn = done
+        self._view = View(title, int(total) if math.isfinite(total) else None, done, done, monotonic())
+        self._line.show(self._view)
+        self._next = self._line.due
+
+    def _draw(self, trainer: TrainerLike) -> None:
+        if self._line is not None and self._done - self._drawn >= self.refresh_rate:
+            self._drawn = self._view.done = self._done
+            self._line.draw(self._view, trainer.progress_bar_metrics)
+            self._next = self._line.due
+
+    def _finish(self, trainer: TrainerLike) -> None:
+        if self._line is not None:
+            self._view.done = self._done
+            self._line.finish(self._view, trainer.progress_bar_metrics)
+            self._next = self._line.due
+
+    def _end(self, trainer: TrainerLike) -> None:
+        self._finish(trainer)
+        self._close()
+
+    def _close(self, leave: bool = True) -> None:
+        self._next = math.inf
+        self._aside = None
+        if self._line is not None:
+            line, self._line = self._line, None
+            line.close(leave)

@@ -1,0 +1,143 @@
+"""The line that `TQDMProgressBar` draws: in place on a terminal, else as lines of plain text now and then."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from time import monotonic
+from typing import Any, Final, Protocol, TextIO, final
+
+__all__ = ["Line", "PlainLine", "TerminalLine", "View"]
+
+_TERMINAL_INTERVAL: Final = 0.1
+_PLAIN_INTERVAL: Final = 10.0
+
+
+@dataclass
+class View:
+    """What the line is about.
+
+    Attributes:
+        title: such as ``Epoch 3``.
+        total: batches in all, or None where nobody knows.
+        first: batches done before it was shown.
+        done: batches done by now.
+        began: when it was shown, on the monotonic clock; later by as long as it was set aside.
+    """
+
+    title: str
+    total: int | None
+    first: int
+    done: int
+    began: float
+
+    @property
+    def rate(self) -> float:
+        """Batches a second."""
+        return (self.done - self.first) / max(monotonic() - self.began, 1e-9)
+
+
+class Line(Protocol):
+    """Where a `View` is drawn."""
+
+    due: float
+    """When it is to be drawn next, on the monotonic clock."""
+
+    def show(self, view: View) -> None:
+        """Be about ``view`` from now on."""
+
+    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+        """It has moved."""
+
+    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+        """It is complete."""
+
+    def write(self, text: str, end: str, file: TextIO | None) -> None:
+        """Print above it."""
+
+    def close(self, leave: bool) -> None:
+        """Leave the terminal as it was, with or without the last state of the line."""
+
+
+@final
+class TerminalLine:
+    """One line, drawn in place."""
+
+    def __init__(self, file: TextIO, position: int) -> None:
+        self.due = 0.0
+        self._bar = _bar_class()(file=file, position=position, dynamic_ncols=True, leave=True, delay=1e-9, unit="batch")
+        self._bar.delay = 0.0  # its constructor would have drawn an empty line
+
+    def show(self, view: View) -> None:
+        bar = self._bar
+        bar.total, bar.initial, bar.desc = view.total, view.first, f"{view.title}: "
+        self.draw(view, {})
+
+    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+        now, bar = monotonic(), self._bar
+        self.due = now + _TERMINAL_INTERVAL
+        bar.n, bar.start_t, bar.postfix = view.done, bar._time() - (now - view.began), _shown(metrics)
+        bar.refresh()
+
+    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+        self.draw(view, metrics)
+
+    def write(self, text: str, end: str, file: TextIO | None) -> None:
+        self._bar.write(text, end=end, file=file)
+
+    def close(self, leave: bool) -> None:
+        self._bar.leave = leave
+        self._bar.close()
+
+
+@final
+class PlainLine:
+    """A line of text at most every ten seconds, and one whenever something is complete."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.due = monotonic() + _PLAIN_INTERVAL
+        self._file = file
+
+    def show(self, view: View) -> None:
+        """Nothing to tell yet."""
+
+    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
+        self.due = monotonic() + _PLAIN_INTERVAL
+        total = "" if view.total is None else f"/{view.total}"
+        values = _shown(metrics)
+        line = f"{view.title}: {view.done}{total} batches, {view.rate:.4g}/s{', ' * bool(values)}{values}"
+        print(line, file=self._file, flush=True)
+
+    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
+        self.draw(view, metrics)
+
+    def write(self, text: str, end: str, file: TextIO | None) -> None:
+        print(text, end=end, file=file)
+
+    def close(self, leave: bool) -> None:
+        """Nothing stays open."""
+
+
+@cache
+def _bar_class() -> Any:
+    from tqdm import tqdm
+
+    class _Bar(tqdm):  # type: ignore[type-arg]
+        # No thread that watches over slow bars, and no lock shared between processes: one rank draws.
+        monitor_interval = 0
+        _lock = threading.RLock()
+
+    return _Bar
+
+
+def _shown(metrics: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_number(value)}" for name, value in metrics.items())
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, int) or not math.isfinite(value):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 1e6 else f"{value:.3e}"

@@ -1,0 +1,130 @@
+"""Which of the checkpoints that were asked for stay, and from when on the others may be deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+__all__ = ["Retention"]
+
+
+@final
+class Retention:
+    """The best ``keep`` checkpoints by score, and the newest.
+
+    What is kept follows from what was *asked for*, so it does not depend on when a save was done. What may be deleted
+    follows from what is durable: a checkpoint goes only once the one that took its place is there. A save that never
+    became durable gives its place back.
+
+    Args:
+        keep: how many; -1 for all, 0 for none but the newest.
+        better: whether its first score is strictly better than its second.
+
+    Attributes:
+        kept: path → score of the best.
+        newest: the last one asked for, or "".
+        pending: asked for and not yet durable, in order.
+        displaced: path → (who took its place, its score or None), until deleted.
+
+    Example:
+        >>> best = Retention(1, better=lambda a, b: a < b)
+        >>> best.ask("a", 0.5); best.confirm("a")
+        []
+        >>> best.admits(0.4)
+        True
+        >>> best.ask("b", 0.4); best.confirm("b")
+        ['a']
+    """
+
+    def __init__(self, keep: int, better: Callable[[float, float], bool]) -> None:
+        self.keep, self._better = keep, better
+        self.kept: dict[str, float] = {}
+        self.newest = ""
+        self.pending: list[str] = []
+        self.displaced: dict[str, tuple[str, float | None]] = {}
+
+    @property
+    def best(self) -> str:
+        """The kept one with the best score (of equals the older), or ""."""
+        found = ""
+        for path, score in self.kept.items():
+            if not found or self._better(score, self.kept[found]):
+                found = path
+        return found
+
+    @property
+    def worst(self) -> str:
+        """The kept one that goes next (of equals the older), or "" while there is room."""
+        if self.keep == -1 or len(self.kept) < self.keep:
+            return ""
+        found = ""
+        for path, score in self.kept.items():
+            if not found or self._better(self.kept[found], score):
+                found = path
+        return found
+
+    def admits(self, score: float) -> bool:
+        """Whether a checkpoint with this score would be among the best."""
+        if self.keep == -1 or len(self.kept) < self.keep:
+            return True
+        return self.keep > 0 and self._better(score, self.kept[self.worst])
+
+    @property
+    def durable_best(self) -> str:
+        """The best one that is there, kept or about to go, or ""."""
+        scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
+        found = ""
+        for path, score in scores.items():
+            if path not in self.pending and (not found or self._better(score, scores[found])):
+                found = path
+        return found
+
+    def holds(self, path: str) -> bool:
+        """Whether ``path`` is kept, asked for, or for this callback to delete."""
+        return path in self.kept or path in self.pending or path in self.displaced or path == self.newest
+
+    @property
+    def live(self) -> set[str]:
+        """Names in use: kept, newest, and what gives way to the newest."""
+        return {*self.kept, *self.yielding, *filter(None, [self.newest])}
+
+    @property
+    def yielding(self) -> list[str]:
+        """What the newest one took the place of."""
+        return [path for path, (by, _) in self.displaced.items() if by == self.newest]
+
+    def ask(self, path: str, score: float | None) -> None:
+        """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
+        previous, self.newest = self.newest, path
+        if path in self.pending:
+            self.pending.remove(path)
+        self.pending.append(path)
+        self.kept.pop(path, None)
+        self.displaced.pop(path, None)
+        if score is not None:
+            if worst := self.worst:
+                self.displaced[worst] = (path, self.kept.pop(worst))
+            self.kept[path] = score
+        if previous and previous != path and previous not in self.kept and previous not in self.displaced:
+            self.displaced[previous] = (path, None)
+
+    def confirm(self, path: str) -> list[str]:
+        """Count ``path`` as durable; returns what may be deleted now, and forgets it."""
+        if path in self.pending:
+            at = self.pending.index(path)
+            lost, self.pending = self.pending[:at], self.pending[at + 1 :]
+            for other in lost:
+                self._lose(other)
+        ready = [other for other, (by, _) in self.displaced.items() if by not in self.pending and other != path]
+        for other in ready:
+            del self.displaced[other]
+        return ready
+
+    def _lose(self, path: str) -> None:
+        # Saves are done one after the other: one that is passed by a later one has failed.
+        self.kept.pop(path, None)
+        self.displaced.pop(path, None)
+        for other, (by, score) in list(self.displaced.items()):
+            if by == path and score is not None and (self.keep == -1 or len(self.kept) < self.keep):
+                self.kept[other] = score
+                del self.displaced[other]

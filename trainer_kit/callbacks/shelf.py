@@ -1,0 +1,178 @@
+"""One callback's checkpoints in one directory: their names, asking for them, deleting what gave way."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from trainer_kit.callbacks.checkpoint_name import CheckpointName
+from trainer_kit.callbacks.retention import Retention
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.protocols import TrainerLike
+
+__all__ = ["Shelf"]
+
+
+@final
+@dataclass
+class _Request:
+    """What the loop is handed."""
+
+    reason: str
+    path: Path
+    weights_only: bool
+    done: Callable[[str], None]
+
+    def saved(self, path: Path) -> None:
+        self.done(str(self.path))
+
+
+@final
+class Shelf:
+    """Names, asks for, keeps and deletes checkpoints.
+
+    Args:
+        dirpath: the directory, absolute; None until the run's own is known.
+        name: makes a name from values.
+        retention: decides what stays.
+        weights_only: what is asked for.
+        versions: append ``-v1``, … to a name in use, instead of overwriting.
+        ranked: scores are a monitored value, so the best one may be called ``best``.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | None,
+        name: CheckpointName,
+        retention: Retention,
+        *,
+        weights_only: bool,
+        versions: bool,
+        ranked: bool,
+    ) -> None:
+        self.dirpath, self.name, self.retention = dirpath, name, retention
+        self.weights_only, self.versions, self.ranked = weights_only, versions, ranked
+        self.asked_step = 0
+        self._default = dirpath is None
+        self._taken: list[str] = []  # there before this run began, so not ours to overwrite
+        self._others: list[Shelf] = []
+        self._is_zero = False
+
+    def open(self, trainer: TrainerLike, others: Iterable[Shelf]) -> None:
+        """At ``setup``, before anything is restored."""
+        if self._default:
+            self.dirpath = os.path.abspath(trainer.run_dir / "checkpoints")
+        self._others = list(others)
+        self._is_zero = trainer.is_global_zero
+
+    def start(self, trainer: TrainerLike, restored: bool) -> None:
+        """At the start of a fit, once everything is restored; rank 0 looks at the disk for all."""
+        self.asked_step = trainer.global_step  # no step was made since
+        assert self.dirpath is not None
+        kept, found = self.retention.kept, []
+        if trainer.is_global_zero:
+            if restored:
+                found = [path for path in kept if not os.path.isdir(path)]
+            elif os.path.isdir(self.dirpath):
+                found = sorted(os.listdir(self.dirpath))
+        if trainer.world_size > 1:
+            found = trainer.strategy.world.broadcast(found)
+        if restored:
+            # Deleted by the sitting that this one goes back behind.
+            for path in found:
+                kept.pop(path, None)
+        else:
+            mine = {os.path.basename(path) for path in self.retention.live}
+            self._taken = [name for name in found if name not in mine]
+
+    def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
+        """Ask for a checkpoint of this step; a score of None keeps it only as the newest.
+
+        Args:
+            reason: why, for logs and reports.
+            score: by which it is compared.
+            together: every rank asks, so that rank 0 may name it for all.
+
+        Returns:
+            Its path.
+        """
+        metrics = trainer.callback_metrics
+        epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
+        name = self.name({**metrics, "epoch": int(epoch), "step": int(step)})
+        if together and trainer.world_size > 1:
+            name = trainer.strategy.world.broadcast(name)
+        path = self._free(name, trainer.global_step)
+        self.asked_step = trainer.global_step
+        self.retention.ask(path, score)
+        trainer.request_checkpoint(reason, _Request(reason, Path(path), self.weights_only, self._saved))
+        return path
+
+    def _free(self, name: str, step: int) -> str:
+        assert self.dirpath is not None
+        path, version = os.path.join(self.dirpath, name), 0
+        while self.versions and self._used(path, step):
+            version += 1
+            path = os.path.join(self.dirpath, f"{name}-v{version}")
+        return path
+
+    def _used(self, path: str, step: int) -> bool:
+        if os.path.basename(path) in self._taken or path in self.retention.live:
+            return True
+        for other in self._others:
+            shared = other.asked_step == step and other.weights_only == self.weights_only
+            if path in other.retention.live and not (shared and path == other.retention.newest):
+                return True
+        return False
+
+    def _saved(self, path: str) -> None:
+        ready = self.retention.confirm(path)
+        if not self._is_zero:
+            return
+        from trainer_kit.checkpoint.commit import remove_checkpoint
+        from trainer_kit.checkpoint.store import mark
+
+        assert self.dirpath is not None
+        names = {"last": path}
+        if self.ranked and (best := self.retention.durable_best):
+            names["best"] = best
+        try:
+            mark(self.dirpath, **names)
+            for old in ready:
+                if os.path.lexists(old) and not any(other.retention.holds(old) for other in self._others):
+                    remove_checkpoint(old)
+        except (CheckpointError, OSError) as error:
+            # The checkpoint itself is safe: its bookkeeping is no reason to end a run.
+            rank_zero_warn(f"after saving {path}: {error}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Follows from what was asked for alone, never from when a save was done."""
+        held = self.retention
+        return {
+            "dirpath": self.dirpath,
+            "best": held.best,
+            "kept": dict(held.kept),
+            "newest": held.newest,
+            # Only the newest one's: what gave way earlier is deleted by the time this is durable.
+            "yielding": held.yielding,
+            "taken": list(self._taken),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Take over ``state``; False, with nothing taken, when it is about another directory."""
+        if self.dirpath is not None and state["dirpath"] != self.dirpath:
+            if not self._default:
+                rank_zero_warn(
+                    f"ModelCheckpoint now writes to {self.dirpath}, no longer to {state['dirpath']}: "
+                    "it takes over best_model_path alone"
+                )
+            return False
+        held = self.retention
+        held.kept, held.newest, held.pending = dict(state["kept"]), state["newest"], []
+        held.displaced = dict.fromkeys(state["yielding"], ("", None))
+        self._taken = list(state["taken"])
+        return True

@@ -1,0 +1,168 @@
+"""`Timer`: measures the stages of a run, and asks to stop when training has had its time."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Mapping
+from datetime import timedelta
+from time import monotonic
+from typing import Any, Final, Literal, final
+
+from trainer_kit.core.duration import Duration
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["Timer"]
+
+_log = logging.getLogger(__name__)
+_CLOCK: Final = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
+_STAGES: Final = ("train", "validate", "test", "predict")
+
+
+@final
+class Timer(Callback):
+    """Measure training, validation, test and prediction; ask to stop once training took ``duration``.
+
+    Time is monotonic: a clock that is set changes nothing. What was used before a restart counts.
+
+    Args:
+        duration: ``"DD:HH:MM:SS"``, ``"2h"``, a ``timedelta``, or its arguments as a dict; None only measures.
+        interval: ``"step"`` looks at the end of each optimizer step, ``"epoch"`` at the end of each epoch.
+        verbose: log the stop.
+
+    Raises:
+        ConfigurationError: for a duration or interval that cannot be read.
+
+    Example:
+        >>> timer = Timer("00:12:00:00")
+        >>> timer.time_remaining(), timer.time_elapsed("train"), timer.start_time("train")
+        (43200.0, 0.0, None)
+    """
+
+    def __init__(
+        self,
+        duration: str | timedelta | Mapping[str, float] | Duration | None = None,
+        interval: Literal["step", "epoch"] = "step",
+        verbose: bool = True,
+    ) -> None:
+        if interval not in ("step", "epoch"):
+            raise ConfigurationError(
+                "Timer looks at steps or epochs", found=repr(interval), fix=did_you_mean(interval, ("step", "epoch"))
+            )
+        self.interval, self.verbose = interval, verbose
+        self._duration = None if duration is None else _seconds(duration)
+        self._started: dict[str, float] = {}
+        self._ended: dict[str, float] = {}
+        self._before = 0.0
+        self._deadline = math.inf
+        self._said = False
+
+    def start_time(self, stage: str = "train") -> float | None:
+        """When the stage last began, in seconds of ``time.monotonic``; None if it did not."""
+        return self._started.get(_stage(stage))
+
+    def end_time(self, stage: str = "train") -> float | None:
+        """When it last ended; None while it runs."""
+        return self._ended.get(_stage(stage))
+
+    def time_elapsed(self, stage: str = "train") -> float:
+        """Seconds that it took, or has taken until now; of training over all sittings."""
+        start = self._started.get(_stage(stage))
+        before = self._before if stage == "train" else 0.0
+        if start is None:
+            return before
+        return self._ended.get(stage, monotonic()) - start + before
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds until ``duration``; None without one."""
+        return None if self._duration is None else self._duration - self.time_elapsed(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in _STAGES}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._before = float(state_dict["time_elapsed"].get("train", 0.0))
+        self._started.pop("train", None)
+
+    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        # A restored run may have used up its time already.
+        self._stop_if_over(trainer)
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._start("train")
+        self._said = False
+        if self._duration is not None and self.interval == "step":
+            self._deadline = self._started["train"] + self._duration - self._before
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if monotonic() >= self._deadline:
+            self._stop_if_over(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self.interval == "epoch":
+            self._stop_if_over(trainer)
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._end("train")
+
+    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._start("validate")
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._end("validate")
+
+    def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._start("test")
+
+    def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._end("test")
+
+    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._start("predict")
+
+    def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._end("predict")
+
+    def _start(self, stage: str) -> None:
+        self._started[stage] = monotonic()
+        self._ended.pop(stage, None)
+
+    def _end(self, stage: str) -> None:
+        self._ended[stage] = monotonic()
+
+    def _stop_if_over(self, trainer: TrainerLike) -> None:
+        if self._duration is None or self.time_elapsed() < self._duration:
+            return
+        reason = f"training took {timedelta(seconds=int(self.time_elapsed()))} of {timedelta(seconds=self._duration)}"
+        trainer.stop(reason)  # again at each look: a run that has a minimum to reach goes on for now
+        if self.verbose and not self._said and trainer.is_global_zero:
+            self._said = True
+            _log.info("time is up: %s", reason)
+
+
+def _stage(name: str) -> str:
+    if name not in _STAGES:
+        raise ConfigurationError("Timer knows no such stage", found=repr(name), fix=did_you_mean(name, _STAGES))
+    return name
+
+
+def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
+    if isinstance(duration, str) and (match := _CLOCK.fullmatch(duration.strip())):
+        days, hours, minutes, seconds = map(int, match.groups())
+        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
+    if isinstance(duration, Mapping):
+        try:
+            return timedelta(**duration).total_seconds()
+        except TypeError as error:
+            raise ConfigurationError(
+                "not a length of time", found=f"{dict(duration)}", fix="use days, hours, minutes, seconds, …"
+            ) from error
+    length = Duration.parse(duration)
+    if length.unit != "s":
+        raise ConfigurationError(
+            "a Timer counts time, not steps", found=repr(duration), fix='write "2h", or use max_duration for the rest'
+        )
+    return float(length.value)
