@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.files import read_tensors
+from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["read_weights"]
+__all__ = ["read_module", "read_weights"]
 
 _ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
 _UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
@@ -80,3 +81,22 @@ def _tensors(file: Path, content: Any) -> dict[str, Tensor]:
                 file, str(name), f"a {type(value).__name__} where a state_dict has a tensor", fix="save a state_dict"
             )
     return weights
+
+
+def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Weights and the hyperparameters beside them (none where there are none), for ``load_from_checkpoint``."""
+    file = Path(path)
+    weights = read_weights(file)
+    if file.is_dir():
+        parts = ["hyper_parameters"] if _has_hparams(file) else []
+        kept = read_checkpoint(file, parts=parts).get("hyper_parameters", {})
+    else:
+        with open(file, "rb") as stream:
+            is_pickled = stream.read(2).startswith((_ZIP, _PICKLE[:1]))
+        content = torch.load(file, map_location="cpu", weights_only=True) if is_pickled else {}
+        kept = content.get("hyper_parameters", {})
+    return weights, dict(kept)
+
+
+def _has_hparams(directory: Path) -> bool:
+    return "hyper_parameters" in read_manifest(directory)["parts"]

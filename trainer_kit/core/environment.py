@@ -12,11 +12,25 @@ import torch
 
 from trainer_kit.core.errors import LaunchError, StrategyError
 
-__all__ = ["Environment", "available_devices", "count_devices", "first_host", "list_devices", "pick_device"]
+__all__ = [
+    "START_DIRECTORY",
+    "Environment",
+    "available_devices",
+    "count_devices",
+    "first_host",
+    "list_devices",
+    "pick_device",
+]
 
 Source = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
+try:
+    START_DIRECTORY: Final = os.getcwd()
+except OSError:  # somebody removed it under us
+    START_DIRECTORY = os.path.sep  # type: ignore[misc]
+"""Where this process was when the library was imported: relative paths of its command line start here."""
+
 _MPI: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),

@@ -5,7 +5,7 @@ The rooms type against these, so that an arrow never has to point upward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.progress import Progress
 
-__all__ = ["CheckpointRequest", "Logger", "MicroSteps", "ModuleLike", "Precision", "Strategy", "TrainerLike"]
+__all__ = ["CheckpointRequest", "Group", "Logger", "MicroSteps", "ModuleLike", "Precision", "Strategy", "TrainerLike"]
 
 
 @runtime_checkable
@@ -35,81 +35,98 @@ class Logger(Protocol):
 class MicroSteps(Protocol):
     """The micro-batches of one window, as the engine hands them to a strategy: order is all that a strategy decides."""
 
-    def __len__(self) -> int: ...
+    count: int
+
     def begin(self, index: int) -> None:
         """Move the batch and call ``on_train_batch_start``."""
 
-    def forward(self, index: int) -> Tensor | None:
-        """Run the user's step; returns the loss as backward wants it, or None to skip this batch."""
+    def forward(self, index: int) -> Any | None:
+        """Run the user's step; returns the loss as backward wants it, or None where there is nothing to add."""
 
-    def backward(self, index: int, loss: Tensor) -> None:
+    def backward(self, index: int, loss: Any) -> None:
         """Backward, with its hooks."""
 
     def end(self, index: int) -> None:
         """Count the batch; ``on_train_batch_end``, except for the last, whose comes after the optimizer step."""
 
 
-class Strategy(Protocol):
-    """Where tensors live and who talks to whom. It has no hooks and knows no Trainer."""
+class Group(Protocol):
+    """Processes that talk to each other. Every rank of the group must make the same calls in the same order."""
 
-    device: torch.device
     rank: int
-    world_size: int
-    data_rank: int
-    data_size: int
-    gradient_divisor: int
-    """By what this engine's own reduction divides the sum of the ranks' gradients."""
-
-    def start(self) -> None:
-        """Join the process group, or make one."""
-
-    def stop(self) -> None:
-        """Let go of what ``start`` and ``prepare_module`` made."""
-
-    def prepare_module(self, module: nn.Module) -> None:
-        """Move, shard and wrap."""
-
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Point parameter groups at what ``prepare_module`` made of the parameters."""
-
-    def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """How this method of the module is called in training: through the wrapper, where there is one."""
-
-    def forward_backward(self, micro: MicroSteps) -> None:
-        """All micro-batches of a window: order, sync context and the backward calls."""
-
-    def ghost_step(self) -> None:
-        """Take part in one window's gradient reduction with nothing to add."""
-
-    def arm(self, loss: Tensor) -> None:
-        """Manual optimization: the next backward of ``loss`` synchronises."""
-
-    def average_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Average gradients over the data ranks, for backward passes the wrapper did not see."""
-
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
-        """Clip unscaled gradients, over all shards."""
-
-    def sync_buffers(self) -> None:
-        """Make every data rank's buffers those of data rank 0."""
+    size: int
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
-        """Reduce over the data ranks, in place; ``op`` is sum, mean, min or max."""
+        """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Stack over the data ranks: shape (data_size, *tensor.shape)."""
+        """Stack over the ranks: shape (size, *tensor.shape)."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """One small picklable value from rank ``source``."""
+        """A tensor (in place), or one small picklable value, from rank ``source``."""
 
     def barrier(self) -> None:
         """Wait for every rank."""
 
-    def vote(self, values: list[float], op: str = "max") -> list[float]:
-        """Elementwise max or sum over all ranks, on a CPU group."""
+    def agree(self, values: list[float]) -> list[list[float]]:
+        """A few numbers of every rank, one row a rank, on a CPU group: no device is synchronised."""
+
+
+class Strategy(Protocol):
+    """Where tensors live and who talks to whom. It has no hooks and knows no Trainer."""
+
+    name: str
+    device: torch.device
+    world: Group
+    """All processes."""
+    data: Group
+    """The processes among which a global batch is divided."""
+
+    @property
+    def gradient_divisor(self) -> int:
+        """By what this engine's own reduction divides the sum of the ranks' gradients."""
+
+    def start(self) -> None:
+        """Join the process group, or make one."""
+
+    def stop(self) -> None:
+        """Let go of what `prepare_module` made."""
+
+    def place_module(self, module: nn.Module) -> None:
+        """Move a module to where it runs, for evaluation alone."""
+
+    def prepare_module(self, module: nn.Module, manual: bool) -> None:
+        """Move, shard and wrap for training; ``manual``: the user says when backward runs."""
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Point parameter groups at what `prepare_module` made of the parameters."""
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """How this method of the module is called in training: through the wrapper, where there is one.
+
+        ``several``: each micro-batch has several backward passes (named losses).
+        """
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """How this optimizer is stepped."""
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """All micro-batches of a window: order, sync context and the backward calls."""
+
+    def arm(self, loss: Tensor) -> None:
+        """Manual optimization: the next backward, of ``loss``, synchronises."""
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """Clip unscaled gradients, over all shards; ``algorithm`` is norm or value."""
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Make every data rank's buffers those of data rank 0."""
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
 
 
 class Precision(Protocol):
@@ -221,6 +238,10 @@ class TrainerLike(Protocol):
     def stop(self, reason: str) -> None: ...
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None: ...
     def request_validation(self, reason: str) -> None: ...
+    @property
+    def train_batch_samples(self) -> int | None:
+        """Samples of one micro-batch over all ranks, where they are known beforehand."""
+
     def set_accumulation(self, batches: int) -> None:
         """From the next window on: this many micro-batches an optimizer step."""
 

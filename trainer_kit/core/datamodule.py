@@ -1,0 +1,92 @@
+"""`DataModule`: datasets and loaders in one reusable place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.core.signatures import check_hooks
+
+__all__ = ["DataModule"]
+
+
+class DataModule(DataHooks, HParamsMixin):
+    """Prepare, build and hand out data; see `DataHooks` for what may be overridden and when it is called.
+
+    Example:
+        >>> import torch
+        >>> data = DataModule.from_datasets(torch.arange(8), batch_size=4)
+        >>> [batch.tolist() for batch in data.train_dataloader()]  # doctest: +ELLIPSIS
+        [[...], [...]]
+    """
+
+    trainer: TrainerLike | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_hooks(cls, DataHooks)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What of the data must survive a restart."""
+        return {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned."""
+
+    @classmethod
+    def from_datasets(
+        cls,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        test_dataset: Any = None,
+        predict_dataset: Any = None,
+        batch_size: int = 1,
+        num_workers: int = 0,
+        **datamodule_kwargs: Any,
+    ) -> DataModule:
+        """A datamodule over ready datasets.
+
+        Args:
+            train_dataset: a dataset, or several in a list or dict; shuffled unless it is iterable.
+            val_dataset: a dataset or several.
+            test_dataset: a dataset or several.
+            predict_dataset: a dataset or several.
+            batch_size: samples a batch, per rank.
+            num_workers: loader workers.
+            datamodule_kwargs: for the constructor of ``cls``.
+        """
+
+        def load(dataset: Any, shuffle: bool) -> Any:
+            if isinstance(dataset, Mapping):
+                return {name: load(part, shuffle) for name, part in dataset.items()}
+            if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):
+                return [load(part, shuffle) for part in dataset]
+            mixed = shuffle and not isinstance(dataset, IterableDataset)
+            return DataLoader(dataset, batch_size=batch_size, shuffle=mixed, num_workers=num_workers)
+
+        made = cls(**datamodule_kwargs)
+        given: Iterable[tuple[str, Any]] = (
+            ("train", train_dataset),
+            ("val", val_dataset),
+            ("test", test_dataset),
+            ("predict", predict_dataset),
+        )
+        for name, dataset in given:
+            if dataset is not None:
+                setattr(made, f"{name}_dataloader", _Loaders(load, dataset, name == "train"))
+        return made
+
+
+class _Loaders:
+    """A ``*_dataloader`` method of `DataModule.from_datasets`."""
+
+    def __init__(self, load: Any, dataset: Any, shuffle: bool) -> None:
+        self.load, self.dataset, self.shuffle = load, dataset, shuffle
+
+    def __call__(self) -> Any:
+        return self.load(self.dataset, self.shuffle)

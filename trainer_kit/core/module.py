@@ -1,0 +1,377 @@
+"""`TrainModule`: a model together with how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import DataHooks, ModuleHooks
+from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.core.registry import READERS
+
+__all__ = ["TrainModule"]
+
+
+class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
+    """A model, its steps, its optimizers.
+
+    Override ``training_step`` and ``configure_optimizers``; everything else is optional. Hooks are described in
+    ``trainer_kit.core.hooks``.
+
+    Example:
+        >>> import torch
+        >>> class Net(TrainModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).pow(2).mean()
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+    """
+
+    automatic_optimization: bool = True
+    """False: ``training_step`` calls ``manual_backward`` and steps the optimizers itself."""
+    example_input_array: Any = None
+    """An input of ``forward`` for summaries and exports: a tensor, or a tuple or dict of arguments."""
+    strict_loading: bool = True
+    """Whether a checkpoint must hold exactly the module's keys."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Straight into __dict__: these are never parameters, and nn.Module's own __setattr__ is slow to read past.
+        self.__dict__["_trainer"] = None
+
+    # -- what users define ---------------------------------------------------------------------------------------
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """One micro-batch: returns the loss, a dict with ``"loss"`` (or one loss per named optimizer), or None to skip.
+
+        Args:
+            batch: what the loader yields, on the device.
+            batch_idx: position in the epoch, from 0.
+        """
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """One validation batch, without gradients; takes a third ``dataloader_idx`` with several loaders."""
+        raise NotImplementedError
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        """One test batch, without gradients."""
+        raise NotImplementedError
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        """One prediction batch; by default ``self(batch)``."""
+        return self(batch)
+
+    def configure_optimizers(self) -> Any:
+        """The optimizers: one, a list, ``([optimizers], [schedulers])``, a dict, named ``{name: ...}``, or None."""
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        """Build layers here to have them made on the right device, in the right dtype, or sharded."""
+
+    def configure_callbacks(self) -> Any:
+        """Callbacks that belong to this module; one of the Trainer's of the same class is replaced."""
+        return []
+
+    def loss_weight(self, batch: Any) -> float | Tensor:
+        """How much this batch's loss weighs in the step's mean; by default its number of samples.
+
+        Return the number of tokens (or of unmasked targets) when the loss is a mean over those.
+        """
+        raise NotImplementedError
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Run backward."""
+        loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Step one optimizer; the closure returns the loss that is already computed."""
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Drop the gradients of one optimizer."""
+        optimizer.zero_grad()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
+        """Advance one scheduler."""
+        if metric is None:
+            scheduler.step()
+        else:
+            scheduler.step(metric)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of one optimizer; they are unscaled and synchronised."""
+        self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    # -- logging -------------------------------------------------------------------------------------------------
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: str | Callable[[Tensor], Tensor] = "mean",
+        enable_graph: bool = False,
+        sync_dist: bool = True,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
+    ) -> None:
+        """Record a value; nothing is read from the device here.
+
+        Args:
+            name: the metric's name.
+            value: a number, a tensor of one element, or a metric object with ``compute()``.
+            prog_bar: show it in the progress bar.
+            logger: hand it to the loggers (default: yes).
+            on_step: log the value of single steps (default: only in training hooks of a batch).
+            on_epoch: log the epoch's reduction (default: everywhere but in ``training_step`` and batch hooks).
+            reduce_fx: ``"mean"`` (weighted by batch size), ``"sum"``, ``"min"``, ``"max"``, or a function of the
+                stacked values, shape (n,).
+            enable_graph: accepted for Lightning's sake; values are always detached.
+            sync_dist: reduce over all ranks at the flush (default); False keeps each rank's own value.
+            sync_dist_group: accepted for Lightning's sake; the data ranks are used.
+            add_dataloader_idx: append ``/dataloader_idx_N`` with several evaluation loaders.
+            batch_size: the weight of this value in the mean; by default the batch's own size or ``loss_weight``.
+            metric_attribute: accepted for Lightning's sake.
+            rank_zero_only: recorded on rank 0 only.
+
+        Raises:
+            LogError: for a value that is no scalar, or a name that was used with other options in the same hook.
+        """
+        trainer = self.__dict__["_trainer"]
+        if trainer is None:
+            rank_zero_warn(f"log({name!r}) outside a Trainer: the value goes nowhere", stacklevel=2)
+            return
+        trainer.metrics.log(
+            name,
+            value,
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist,
+            add_dataloader_idx,
+            batch_size,
+            rank_zero_only,
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """`log` for each entry, with the same options."""
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **kwargs)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0, without tearing the progress bar."""
+        self.trainer.print(*args, **kwargs)
+
+    # -- where we are --------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Any:
+        """The Trainer that runs this module."""
+        trainer = self.__dict__["_trainer"]
+        if trainer is None:
+            raise ConfigurationError(
+                f"{type(self).__name__} is not attached to a Trainer", fix="call this inside a hook, or after fit()"
+            )
+        return trainer
+
+    @trainer.setter
+    def trainer(self, trainer: TrainerLike | None) -> None:
+        self.__dict__["_trainer"] = trainer
+
+    @property
+    def device(self) -> torch.device:
+        """Where the module lives."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return tensor.device
+        trainer = self.__dict__["_trainer"]
+        return torch.device("cpu") if trainer is None else trainer.strategy.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first floating-point parameter."""
+        for tensor in self.parameters():
+            if tensor.is_floating_point():
+                return tensor.dtype
+        return torch.get_default_dtype()
+
+    @property
+    def global_step(self) -> int:
+        """Completed optimizer steps (in manual optimization: batches)."""
+        trainer = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.progress.step
+
+    @property
+    def current_epoch(self) -> int:
+        """Completed epochs: within epoch e, counted from 0, this is e."""
+        trainer = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.progress.epoch
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank over all nodes."""
+        trainer = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        trainer = self.__dict__["_trainer"]
+        return 0 if trainer is None else trainer.local_rank
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        trainer = self.__dict__["_trainer"]
+        return None if trainer is None else trainer.logger
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        trainer = self.__dict__["_trainer"]
+        return [] if trainer is None else trainer.loggers
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack every tensor of ``data`` over the data ranks: shape (world, *shape). Every rank must call it."""
+        return self.trainer.all_gather(data, sync_grads=sync_grads)
+
+    # -- optimization --------------------------------------------------------------------------------------------
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        """The optimizer, or the list of them. In manual optimization their ``step`` goes through the strategy."""
+        made = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
+        return made[0] if len(made) == 1 else list(made)
+
+    def lr_schedulers(self) -> Any:
+        """The scheduler, the list of them, or None."""
+        made = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return None if not made else made[0] if len(made) == 1 else made
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in manual optimization: weighted, scaled and synchronised as the automatic one is."""
+        self.trainer.manual_backward(loss, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip the gradients of one optimizer by ``"norm"`` (default) or ``"value"``."""
+        if gradient_clip_val is not None:
+            self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+
+    def toggle_optimizer(self, optimizer: Any) -> None:
+        """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
+        if "_toggled" in self.__dict__:
+            raise ConfigurationError("an optimizer is toggled already", fix="call untoggle_optimizer first")
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        everyone = {p for other in self.trainer.optimizers for group in other.param_groups for p in group["params"]}
+        self.__dict__["_toggled"] = [(p, p.requires_grad) for p in everyone]
+        for parameter in everyone:
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in mine)
+
+    def untoggle_optimizer(self, optimizer: Any) -> None:
+        """Undo `toggle_optimizer`."""
+        for parameter, requires_grad in self.__dict__.pop("_toggled", ()):
+            parameter.requires_grad_(requires_grad)
+
+    @contextmanager
+    def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
+        """`toggle_optimizer` for the length of a ``with`` block."""
+        self.toggle_optimizer(optimizer)
+        try:
+            yield
+        finally:
+            self.untoggle_optimizer(optimizer)
+
+    def freeze(self) -> None:
+        """No parameter requires a gradient, and everything is in evaluation mode."""
+        self.requires_grad_(False)
+        self.eval()
+
+    def unfreeze(self) -> None:
+        """Every parameter requires a gradient, and everything is in training mode."""
+        self.requires_grad_(True)
+        self.train()
+
+    # -- in and out ----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Build the module from the hyperparameters in a checkpoint, and load its weights.
+
+        Args:
+            checkpoint_path: a checkpoint directory, a ``.safetensors`` file, or a ``state_dict`` / Lightning file
+                (read without executing anything).
+            map_location: the device to put the module on.
+            hparams_file: refused: hyperparameters are in the checkpoint; pass others by keyword.
+            strict: whether keys must match exactly (default: ``strict_loading``).
+            kwargs: constructor arguments; they win over the checkpoint's.
+        """
+        if hparams_file is not None:
+            raise ConfigurationError("hparams_file is not read", fix="pass the values as keyword arguments")
+        weights, hparams = READERS.get("module")(checkpoint_path)
+        module = cls(**{**{k: v for k, v in hparams.items() if _takes(cls, k)}, **kwargs})
+        module.configure_model()
+        module.load_state_dict(weights, strict=module.strict_loading if strict is None else strict)
+        return module if map_location is None else module.to(map_location)
+
+    def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
+        """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given."""
+        sample = self.example_input_array if input_sample is None else input_sample
+        if sample is None:
+            raise ConfigurationError("an export needs an input", fix="pass input_sample or set example_input_array")
+        modes = [(part, part.training) for part in self.modules()]
+        self.eval()
+        try:
+            with torch.no_grad():
+                return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+        finally:
+            for part, training in modes:
+                part.training = training
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        state["_trainer"] = None  # a copy of the module is not a copy of the run
+        return state
+
+
+def _takes(cls: type, name: str) -> bool:
+    import inspect
+
+    parameters = inspect.signature(cls).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -1,0 +1,85 @@
+"""Random state: seeding all of it, and putting it aside."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["last_seed", "preserved_rng", "restore_rng", "rng_state", "seed_everything"]
+
+_last_seed: int | None = None
+
+
+def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+    """Seed Python, NumPy and torch (all devices), and the order of the data of Trainers made afterwards.
+
+    Args:
+        seed: 0 to 2**32 - 1; drawn from the system when None.
+        workers: accepted for Lightning's sake; loader workers are always seeded from (seed, epoch).
+        verbose: accepted for Lightning's sake; nothing is printed.
+
+    Returns:
+        The seed.
+
+    Example:
+        >>> seed_everything(7)
+        7
+    """
+    global _last_seed
+    chosen = int.from_bytes(os.urandom(4), "little") if seed is None else int(seed)
+    if not 0 <= chosen < 2**32:
+        raise ConfigurationError("a seed is a whole number from 0 to 2**32 - 1", found=str(chosen))
+    random.seed(chosen)
+    np.random.seed(chosen)
+    torch.manual_seed(chosen)
+    _last_seed = chosen
+    return chosen
+
+
+def last_seed() -> int | None:
+    """What `seed_everything` was last called with in this process."""
+    return _last_seed
+
+
+def rng_state(device: torch.device | None = None) -> dict[str, Any]:
+    """Every global generator's state: Python, NumPy, torch on the CPU and on ``device``."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, keys, position, has_gauss, cached),
+        "torch": torch.get_rng_state(),
+    }
+    if device is not None and device.type != "cpu":
+        state["device"] = torch.get_device_module(device).get_rng_state(device)
+    return state
+
+
+def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
+    """Put `rng_state` back; a part that is missing is left alone."""
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+    if "numpy" in state:
+        np.random.set_state(tuple(state["numpy"]))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].cpu())
+    if "device" in state and device is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)
+
+
+@contextmanager
+def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
+    """Whatever is drawn inside is not drawn outside."""
+    state = rng_state(device)
+    try:
+        yield
+    finally:
+        restore_rng(state, device)

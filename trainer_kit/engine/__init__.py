@@ -1,0 +1,1 @@
+"""The loops: fit, evaluate, predict, and what happens between two optimizer steps."""

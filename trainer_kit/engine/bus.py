@@ -1,0 +1,179 @@
+"""The bus: for each hook the methods that listen, found once a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol, final
+
+from lightning_utilities.core.overrides import is_overridden
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
+from trainer_kit.core.signatures import takes
+
+__all__ = ["Bus", "Listeners", "sorted_callbacks"]
+
+Listeners = tuple[Callable[..., Any], ...]
+_ORDER = {"early": 0, "normal": 1, "late": 2}
+
+
+class _Scope(Protocol):
+    hook: str
+
+
+def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
+    """By ``order``, then as given; refuses what is not a callback, and two with the same state key."""
+    chosen = list(callbacks)
+    for callback in chosen:
+        if not isinstance(callback, Callback):
+            raise ConfigurationError(
+                "not a callback", found=repr(callback), fix="subclass trainer_kit.Callback, or use trainer.on(...)"
+            )
+    keys = [callback.state_key for callback in chosen if is_overridden("state_dict", callback, Callback)]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ConfigurationError(
+                f"two callbacks keep their state under {key!r}", fix="override state_key so that it tells them apart"
+            )
+    return sorted(chosen, key=lambda callback: _ORDER[callback.order])
+
+
+@final
+class Bus:
+    """One tuple of bound methods for each hook: only what somebody overrode, callbacks first, then the module.
+
+    Callbacks with ``order = "late"`` hear ``on_train_epoch_end`` as ``on_train_epoch_end_late``, once the values that
+    everybody else logged for the epoch are reduced.
+
+    Args:
+        trainer: what callbacks are given first.
+        module: what they are given second, and who is called last.
+        callbacks: in the order in which they are called.
+        datamodule: hears of exceptions.
+        scope: its ``hook`` is set to the name of the hook being called, so that `log` knows where it is.
+    """
+
+    on_fit_start: Listeners
+    on_fit_end: Listeners
+    on_sanity_check_start: Listeners
+    on_sanity_check_end: Listeners
+    on_train_start: Listeners
+    on_train_end: Listeners
+    on_train_epoch_start: Listeners
+    on_train_epoch_end: Listeners
+    on_train_batch_start: Listeners
+    on_train_batch_end: Listeners
+    on_train_step_end: Listeners
+    on_before_zero_grad: Listeners
+    on_before_backward: Listeners
+    on_after_backward: Listeners
+    on_before_optimizer_step: Listeners
+    on_validation_start: Listeners
+    on_validation_end: Listeners
+    on_validation_epoch_start: Listeners
+    on_validation_epoch_end: Listeners
+    on_validation_batch_start: Listeners
+    on_validation_batch_end: Listeners
+    on_test_start: Listeners
+    on_test_end: Listeners
+    on_test_epoch_start: Listeners
+    on_test_epoch_end: Listeners
+    on_test_batch_start: Listeners
+    on_test_batch_end: Listeners
+    on_predict_start: Listeners
+    on_predict_end: Listeners
+    on_predict_epoch_start: Listeners
+    on_predict_epoch_end: Listeners
+    on_predict_batch_start: Listeners
+    on_predict_batch_end: Listeners
+    on_exception: Listeners
+    on_save_checkpoint: Listeners
+    on_load_checkpoint: Listeners
+    on_train_epoch_end_late: Listeners
+
+    def __init__(
+        self, trainer: Any, module: Any, callbacks: Sequence[Callback], datamodule: Any, scope: _Scope
+    ) -> None:
+        for name in Bus.names():
+            found = [
+                _fitting(name, partial(getattr(callback, name), trainer, module), getattr(callback, name), 2)
+                for callback in callbacks
+                if is_overridden(name, callback, Callback)
+                and not (callback.order == "late" and name == "on_train_epoch_end")
+            ]
+            found += self._of_module(name, module, datamodule)
+            setattr(self, name, _entered(name, scope, found))
+        late = [
+            partial(callback.on_train_epoch_end, trainer, module)
+            for callback in callbacks
+            if callback.order == "late" and is_overridden("on_train_epoch_end", callback, Callback)
+        ]
+        self.on_train_epoch_end_late = _entered("on_train_epoch_end", scope, late)
+
+    @staticmethod
+    def _of_module(name: str, module: Any, datamodule: Any) -> list[Callable[..., Any]]:
+        found: list[Callable[..., Any]] = []
+        if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
+            found.append(_fitting(name, getattr(module, name), getattr(module, name), 0))
+        if name == "on_exception" and datamodule is not None and is_overridden(name, datamodule, DataHooks):
+            found.append(datamodule.on_exception)
+        return found
+
+    def silent(self) -> Bus:
+        """A bus that nobody listens to."""
+        quiet = Bus.__new__(Bus)
+        for name in Bus.__annotations__:
+            setattr(quiet, name, ())
+        return quiet
+
+    @staticmethod
+    def names() -> list[str]:
+        """Every hook."""
+        return [name for name in vars(Callback) if name.startswith("on_")]
+
+    def listeners(self, name: str) -> list[str]:
+        """Who hears ``name``, in order, for ``explain()``."""
+        return [_owner(listener) for listener in getattr(self, name) if not isinstance(listener, _Enter)]
+
+
+class _Enter:
+    """First in a hook's tuple where anybody listens: notes which hook is being called."""
+
+    __slots__ = ("name", "scope")
+
+    def __init__(self, name: str, scope: _Scope) -> None:
+        self.name, self.scope = name, scope
+
+    def __call__(self, *arguments: Any) -> None:
+        self.scope.hook = self.name
+
+
+def _entered(name: str, scope: _Scope, found: Sequence[Callable[..., Any]]) -> Listeners:
+    return (_Enter(name, scope), *found) if found else ()
+
+
+def _fitting(name: str, bound: Callable[..., Any], method: Callable[..., Any], leading: int) -> Callable[..., Any]:
+    """Evaluation hooks are given ``dataloader_idx`` last; a method that does not take it is called without."""
+    if not name.endswith(("_batch_start", "_batch_end")) or "train" in name:
+        return bound
+    count = leading + (4 if name.endswith("_end") else 3)
+    if takes(method, count):
+        return bound
+    return _WithoutLoader(bound)
+
+
+class _WithoutLoader:
+    __slots__ = ("func",)
+
+    def __init__(self, func: Callable[..., Any]) -> None:
+        self.func = func
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.func(*arguments[:-1])
+
+
+def _owner(listener: Any) -> str:
+    while hasattr(listener, "func"):
+        listener = listener.func
+    return type(getattr(listener, "__self__", listener)).__name__

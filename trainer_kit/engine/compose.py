@@ -1,0 +1,259 @@
+"""From settings, a module and loaders to a `Fit` or an `Evaluation`, checked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+
+from trainer_kit.core.duration import Duration
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.signatures import takes
+from trainer_kit.data import Ahead
+from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.evaluate import Evaluation
+from trainer_kit.engine.loaders import evaluation_feeds, find_loaders, mover, training_feed
+from trainer_kit.engine.manual import ManualStepper
+from trainer_kit.engine.micro import Micro
+from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers, parameters_of
+from trainer_kit.engine.run import Fit
+from trainer_kit.engine.schedule import Schedule
+from trainer_kit.engine.settings import Settings
+from trainer_kit.engine.state import configured
+from trainer_kit.engine.windows import Windows
+
+__all__ = ["check_module", "compose_evaluation", "compose_fit", "prepare_data"]
+
+
+def check_module(module: Any, stage: str) -> None:
+    """Refuse what cannot run, with what is missing."""
+    if not isinstance(module, TrainModule):
+        raise ConfigurationError(
+            "this is no TrainModule",
+            found=type(module).__name__,
+            fix="subclass trainer_kit.TrainModule (your model may be an attribute of it)",
+        )
+    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    if needed is not None and not is_overridden(needed, module, TrainModule):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no {needed}", fix=f"define {needed}(self, batch, batch_idx)"
+        )
+
+
+def prepare_data(trainer: Any, module: Any, datamodule: Any, stage: str) -> None:
+    """``prepare_data`` on one process per node, then ``setup`` of everybody: datamodule, callbacks, module."""
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    if trainer.local_rank == 0:
+        for owner in owners:
+            if is_overridden("prepare_data", owner, DataHooks):
+                owner.prepare_data()
+    trainer.strategy.world.barrier()
+    if datamodule is not None and is_overridden("setup", datamodule, DataHooks):
+        datamodule.setup(stage)
+    for callback in trainer.callbacks:
+        callback.setup(trainer, module, stage)
+    if is_overridden("setup", module, DataHooks):
+        module.setup(stage)
+    trainer.strategy.world.barrier()
+
+
+def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus) -> Evaluation:
+    """Everything that validation, test or prediction needs."""
+    strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
+    move, _ = mover(module, datamodule, strategy, precision)
+    return Evaluation(
+        stage=stage,
+        module=module,
+        feeds=feeds,
+        limits=limits,
+        bus=bus,
+        metrics=trainer.metrics,
+        precision=precision,
+        group=strategy.data,
+        move=move,
+        # Tensors made under inference_mode cannot be used in training, and gloo cannot send them.
+        inference_mode=settings.inference_mode and trainer.state_verb != "fit" and strategy.world.size == 1,
+        publish=lambda reduced: trainer.log_metrics(reduced.logger, trainer.progress.step),
+    )
+
+
+def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
+    """Everything that training needs: feed, wrapped module, optimizers, windows, schedule, validation."""
+    strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
+    trainer.num_training_batches = float("inf") if limit is None else limit
+    manual = not module.automatic_optimization
+    if manual and (settings.clip is not None or trainer.accumulation != 1):
+        raise ConfigurationError(
+            "manual optimization clips and accumulates by itself",
+            found=f"gradient_clip_val={settings.clip and settings.clip[0]}, accumulate={trainer.accumulation}",
+            fix="call self.clip_gradients(...) and step every n batches in training_step",
+        )
+    precision.convert_module(module)
+    made, step = _wrap(trainer, module, manual)
+    for optimizer in made.optimizers:
+        strategy.prepare_optimizer(optimizer)
+        optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
+    stepper = (
+        ManualStepper(made, module, strategy, precision, bus)
+        if manual
+        else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
+    )
+    several = None
+    if made.names is not None and not manual:
+        several = {name: parameters_of(o) for name, o in zip(made.names, made.optimizers, strict=True)}
+    micro = _micro(trainer, module, datamodule, bus, stepper, step, several, manual)
+    windows = Windows(
+        feed,
+        micro,
+        strategy.data,
+        strategy.gradient_divisor,
+        loss_weight=module.loss_weight if is_overridden("loss_weight", module, TrainModule) else None,
+        weighting=settings.loss_weighting,
+        limit=limit,
+        ahead=_ahead(module, datamodule, strategy, precision),
+    )
+    windows.length = trainer.accumulation
+    validation = _validation(trainer, module, datamodule, val_loaders, bus)
+    run = Fit(
+        module=module,
+        bus=bus,
+        metrics=trainer.metrics,
+        progress=trainer.progress,
+        strategy=strategy,
+        precision=precision,
+        micro=micro,
+        windows=windows,
+        stepper=stepper,
+        schedule=_schedule(settings, limit, validation, strategy.world.size),
+        requests=trainer.requests,
+        validation=validation,
+        publish=trainer.log_metrics,
+        collect=trainer.collect_state,
+        run_dir=lambda: trainer.run_dir,
+        checkpoints=trainer.checkpoint_callback is not None,
+        say=trainer.print,
+    )
+    if stepper.evaluates_again:
+        stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
+        micro.remembers = True
+    return run
+
+
+def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable[..., Any]]:
+    """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
+    strategy = trainer.strategy
+    strategy.prepare_module(module, manual)
+    made = configure_optimizers(module)
+    method = module.training_step
+    if not takes(method, 2):
+        method = _first_argument(method)
+    if trainer.compile_options is not None:
+        method = torch.compile(method, **trainer.compile_options)
+    return made, strategy.bind(method, made.names is not None and not manual)
+
+
+def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda batch, index: method(batch)
+
+
+def _micro(
+    trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, step: Any, several: Any, manual: bool
+) -> Micro:
+    backward = module.backward if is_overridden("backward", module, TrainModule) else None
+    micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
+    micro.zero = stepper.zero
+    stepper.window = micro
+    move, ahead = mover(module, datamodule, trainer.strategy, trainer.precision_plugin)
+    if move is not None and not ahead:
+        micro.move = lambda batch: move(batch, 0)
+    return micro
+
+
+def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
+    move, ahead = mover(module, datamodule, strategy, precision)
+    if move is None or not ahead:
+        return None
+
+    def moved(item: tuple[int, float, Any]) -> tuple[int, float, Any]:
+        size, weight, batch = item
+        return size, weight, None if batch is None else move(batch, 0)
+
+    def wrap(items: Iterable[Any]) -> Iterator[Any]:
+        return iter(Ahead(iter(items), moved))
+
+    return wrap
+
+
+def _validation(trainer: Any, module: Any, datamodule: Any, given: Any, bus: Bus) -> Evaluation | None:
+    if trainer.settings.limits["val"] == 0 or not is_overridden("validation_step", module, TrainModule):
+        return None
+    loaders = find_loaders("validate", given, module, datamodule)
+    if loaders is None:
+        return None
+    run = compose_evaluation(trainer, "validate", module, datamodule, loaders, bus)
+    return run if any(limit != 0 for limit in run.limits) else None
+
+
+def _schedule(settings: Settings, batches: int | None, validation: Evaluation | None, world: int) -> Schedule:
+    every = settings.validate_every
+    interval: Duration | None = None
+    if isinstance(every, Duration):
+        interval = every
+    elif isinstance(every, int):
+        interval = Duration(every, "ba")
+        if batches is not None and every > batches and settings.validate_epochs is not None and validation is not None:
+            raise ConfigurationError(
+                "validation would never run",
+                found=f"val_check_interval={every} with {batches} batches an epoch",
+                fix="use a smaller interval, or check_val_every_n_epoch=None to count over epochs",
+            )
+    elif every < 1.0:
+        if batches is None:
+            raise ConfigurationError(
+                "a fraction of an epoch of unknown length",
+                found=f"val_check_interval={every}",
+                fix="pass val_check_interval as a number of batches",
+            )
+        interval = Duration(max(1, int(batches * every)), "ba")
+    return Schedule(
+        batches=batches,
+        max_epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+        max_duration=settings.max_duration,
+        min_epochs=settings.min_epochs,
+        min_steps=settings.min_steps,
+        validate_every=interval,
+        across_epochs=settings.validate_epochs is None,
+        validate_epochs=settings.validate_epochs or 1,
+        validates=validation is not None,
+        log_every=settings.log_every,
+        agree_every=10 if world > 1 else 0,
+    )
+
+
+def _replay(run: Fit) -> None:
+    """Run the window again, for an optimizer that evaluates the loss at other weights."""
+    micro = run.micro
+    with micro.again(run.metrics):
+        for index in range(micro.count):
+            micro.begin(index)
+            loss = micro.forward(index)
+            if loss is not None:
+                micro.backward(index, loss)
+
+
+def trainable_in_eval(module: nn.Module) -> list[str]:
+    """Submodules with parameters to train that start in evaluation mode."""
+    return [
+        name or type(module).__name__
+        for name, part in module.named_modules()
+        if not part.training and any(p.requires_grad for p in part.parameters(recurse=False))
+    ]

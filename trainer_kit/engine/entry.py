@@ -1,0 +1,156 @@
+"""One logged name: its options, and what was recorded since the last flush."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.core.errors import LogError
+
+__all__ = ["BATCH_HOOKS", "CLOSED_HOOKS", "Entry", "Reduced"]
+
+BATCH_HOOKS: Final = frozenset(
+    {
+        "training_step",
+        "on_train_batch_start",
+        "on_train_batch_end",
+        "on_train_step_end",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    }
+)
+CLOSED_HOOKS: Final = frozenset(
+    {
+        "",
+        "on_fit_start",
+        "on_fit_end",
+        "on_train_end",
+        "on_sanity_check_start",
+        "on_sanity_check_end",
+        "on_validation_end",
+        "on_test_end",
+        "on_exception",
+        "on_save_checkpoint",
+        "on_load_checkpoint",
+    }
+)
+
+
+@final
+class Entry:
+    """One logged name in one hook: its options, and what was recorded since the last flush."""
+
+    __slots__ = (
+        "hook",
+        "last",
+        "last_weight",
+        "loader",
+        "metric",
+        "name",
+        "on_epoch",
+        "on_step",
+        "options",
+        "prog_bar",
+        "rank_zero",
+        "reduce",
+        "sums",
+        "sync",
+        "to_logger",
+        "turn",
+        "values",
+        "weights",
+    )
+
+    def __init__(self, hook: str, name: str, loader: int | None, options: tuple[Any, ...]) -> None:
+        prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = options
+        self.hook, self.loader = hook, loader
+        self.options: tuple[Any, ...] | None = options
+        self.name = name if loader is None or not add_loader else f"{name}/dataloader_idx_{loader}"
+        by_batch = hook in BATCH_HOOKS
+        self.on_step: bool = by_batch if on_step is None else on_step
+        self.on_epoch: bool = not by_batch if on_epoch is None else on_epoch
+        if on_step and not by_batch and not hook.endswith(("_step", "_batch_start", "_batch_end")):
+            raise LogError(f"{name!r} has no steps in {hook}", found="on_step=True", fix="log it with on_epoch=True")
+        self.prog_bar: bool = prog_bar
+        self.to_logger: bool = logger is not False
+        self.reduce: Any = "mean" if reduce_fx in ("mean", "avg", torch.mean) else _NAMED.get(reduce_fx, reduce_fx)
+        if isinstance(self.reduce, str) and self.reduce not in ("mean", "sum", "min", "max"):
+            raise LogError(f"unknown reduce_fx for {name!r}", found=repr(reduce_fx), fix="use mean, sum, min or max")
+        self.sync, self.rank_zero = sync, rank_zero
+        self.values: list[Any] = []
+        self.weights: list[float] = []
+        self.sums: Tensor | None = None  # (reduced value, weight), float64 where the device has it
+        self.metric: Any = None
+        self.last: Any = None
+        self.last_weight = 1.0
+        self.turn = -1
+
+    def fold(self) -> None:
+        """Reduce what is in the list into the running sums."""
+        if not self.values or callable(self.reduce):
+            return
+        pair = _pair(self.reduce, _stacked(self.values), self.weights)
+        self.values.clear()
+        self.weights.clear()
+        if self.sums is None:
+            self.sums = pair
+        elif self.reduce in ("mean", "sum"):
+            self.sums = self.sums + pair
+        else:
+            best = torch.minimum if self.reduce == "min" else torch.maximum
+            self.sums = torch.stack([best(self.sums[0], pair[0]), self.sums[1] + pair[1]])
+
+    def step_pair(self) -> Tensor:
+        """The latest value alone, as ``fold`` would have it."""
+        kind = "mean" if callable(self.reduce) else self.reduce
+        return _pair(kind, _stacked([self.last]), [self.last_weight])
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.values.clear()
+        self.weights.clear()
+        self.sums = None
+
+
+_NAMED: Final[dict[Any, str]] = {
+    sum: "sum",
+    min: "min",
+    max: "max",
+    torch.sum: "sum",
+    torch.min: "min",
+    torch.max: "max",
+}
+
+
+class Reduced(dict[str, float]):
+    """Values on the host after a flush: all of them by name, and who wants which."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logger: dict[str, float] = {}
+        self.progress_bar: dict[str, float] = {}
+        self.by_loader: dict[int, dict[str, float]] = {}
+
+
+def _stacked(values: Sequence[Any]) -> Tensor:
+    if all(isinstance(v, (int, float)) for v in values):
+        return torch.tensor(values, dtype=torch.float64)
+    device = next(v.device for v in values if isinstance(v, Tensor))
+    tensors = [v if isinstance(v, Tensor) and v.device == device else torch.as_tensor(v, device=device) for v in values]
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    if len({t.dtype for t in tensors}) == 1:
+        return torch.stack(tensors).to(wide)
+    return torch.stack([t.to(wide) for t in tensors])
+
+
+def _pair(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
+    weight = torch.tensor(list(weights), dtype=values.dtype, device=values.device)
+    if kind == "mean":
+        return torch.stack([(values * weight).sum(), weight.sum()])
+    count = torch.ones((), dtype=values.dtype, device=values.device) * len(values)
+    return torch.stack([getattr(values, {"sum": "sum", "min": "amin", "max": "amax"}[kind])(), count])

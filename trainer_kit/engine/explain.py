@@ -1,0 +1,145 @@
+"""``trainer.explain()``: the composed run, and the loop with every hook and who listens, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.compose import check_module
+from trainer_kit.engine.loaders import find_loaders, training_feed
+
+__all__ = ["explain", "show_results"]
+
+_LOOP = """\
+on_fit_start
+on_sanity_check_start
+on_sanity_check_end
+on_train_start
+  on_train_epoch_start
+    on_train_batch_start
+    training_step
+    on_before_zero_grad
+    on_before_backward
+    backward
+    on_after_backward
+      on_before_optimizer_step
+      clip gradients
+      optimizer_step
+      lr_scheduler_step
+    on_train_batch_end
+    on_train_step_end
+    on_validation_start
+    on_validation_epoch_start
+      on_validation_batch_start
+      validation_step
+      on_validation_batch_end
+    on_validation_epoch_end
+    on_validation_end
+  on_train_epoch_end
+  on_train_epoch_end_late
+  on_save_checkpoint
+on_train_end
+on_fit_end
+on_exception
+"""
+
+
+def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
+    """The loop, a line each: hooks that somebody hears with their listeners, steps with what happens in them.
+
+    Args:
+        bus: who listens.
+        facts: notes for the lines that are no hooks, by name.
+        validates: whether validation is part of the run.
+    """
+    lines = []
+    for line in _LOOP.splitlines():
+        name = line.strip()
+        if ("validation" in name or "sanity" in name) and not validates:
+            continue
+        if hasattr(Bus, "__annotations__") and name in Bus.__annotations__:
+            who = bus.listeners(name)
+            if who:
+                lines.append(f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(who)}")
+        elif name in facts:
+            lines.append(f"{line:<34} {facts[name]}")
+    return lines
+
+
+def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
+    """See `Trainer.explain`; prints on rank 0 and returns the text."""
+    settings, strategy = trainer.settings, trainer.strategy
+    size = max(trainer.world_size, trainer.processes)
+    lines = [
+        f"strategy     {strategy.describe()}",
+        f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
+        f"precision    {trainer.precision_plugin.name}",
+        f"loggers      {', '.join(type(logger).__name__ for logger in trainer.loggers) or 'none'}",
+        f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
+        f"ends         {_limits(settings)}",
+    ]
+    if module is not None:
+        check_module(module, "fit")
+        found = find_loaders("fit", loaders, module, datamodule)
+        if found is not None:
+            lines += _data_lines(trainer, found, size)
+        bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
+        validates = find_loaders("validate", None, module, datamodule) is not None or "validation_step" in vars(
+            type(module)
+        )
+        lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
+    text = "\n".join(lines)
+    trainer.print(text)
+    return text
+
+
+def _limits(settings: Any) -> str:
+    parts = []
+    if settings.max_epochs is not None:
+        parts.append(f"{settings.max_epochs} epochs")
+    if settings.max_steps is not None:
+        parts.append(f"{settings.max_steps} steps")
+    if settings.max_duration is not None:
+        parts.append(str(settings.max_duration))
+    return "after " + ", or after ".join(parts) if parts else "when it is stopped"
+
+
+class _Ranks:
+    """Rank 0 of a number of data ranks that are not running yet."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def _data_lines(trainer: Any, loaders: Any, size: int) -> list[str]:
+    counting = trainer.first_callback("get_accumulate_grad_batches")
+    window = 1 if counting is None else counting.get_accumulate_grad_batches(0)
+    feed, limit = training_feed(loaders, trainer.settings, _Ranks(size), trainer.data_seed, window)  # type: ignore[arg-type]
+    per_rank = feed.per_rank_batch_size
+    known = "unknown" if per_rank is None else f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
+    steps = "unknown" if limit is None else f"{-(-limit // window)} ({limit} batches in windows of {window})"
+    return [f"data         {feed.describe()}", f"batch        {known}", f"steps/epoch  {steps}"]
+
+
+def _facts(trainer: Any, module: Any) -> dict[str, str]:
+    name = type(module).__name__
+    clip = trainer.settings.clip
+    return {
+        "training_step": f"{name}.training_step under {trainer.precision_plugin.name}",
+        "backward": "manual" if not module.automatic_optimization else f"{name}.backward",
+        "clip gradients": "none" if clip is None else f"by {clip[1]} to {clip[0]}",
+        "optimizer_step": "manual" if not module.automatic_optimization else "each optimizer of configure_optimizers",
+        "lr_scheduler_step": "schedulers with interval='step'",
+        "validation_step": f"{name}.validation_step",
+    }
+
+
+def show_results(trainer: Any, stage: str, results: list[dict[str, float]]) -> None:
+    """Print logged values, a line each."""
+    values = {name: value for part in results for name, value in part.items()}
+    if not values:
+        return
+    width = max(map(len, values))
+    trainer.print("\n".join([f"{stage}:", *(f"  {name:<{width}}  {value:.6g}" for name, value in values.items())]))

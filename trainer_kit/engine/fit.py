@@ -1,0 +1,51 @@
+"""The fit loop. One turn is one optimizer step."""
+
+from __future__ import annotations
+
+import time
+
+from trainer_kit.engine.micro import EndOfEpoch
+from trainer_kit.engine.run import Fit
+from trainer_kit.engine.settle import settle_epoch, settle_step
+
+__all__ = ["fit"]
+
+
+def fit(run: Fit) -> None:
+    """Train until a limit is reached or a stop is asked for."""
+    bus, progress, strategy, micro, stepper = run.bus, run.progress, run.strategy, run.micro, run.stepper
+    for hook in bus.on_train_start:
+        hook()
+    goes_on = run.schedule.finished(progress) is None
+    while goes_on:
+        _begin_epoch(run)
+        for hook in bus.on_train_epoch_start:
+            hook()
+        completed = True
+        try:
+            for _ in run.windows.epoch(progress):  # k micro-batches
+                strategy.forward_backward(micro)  # begin, training_step, backward, end of each
+                stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
+                progress.step += 1
+                if micro.batch is not None:
+                    for hook in bus.on_train_batch_end:
+                        hook(micro.outputs, micro.batch, micro.index)
+                for hook in bus.on_train_step_end:
+                    hook()
+                if progress.step >= run.due and settle_step(run):
+                    completed = run.schedule.epoch_is_over(progress)
+                    break
+        except EndOfEpoch:
+            pass
+        goes_on = settle_epoch(run, completed)
+    for hook in bus.on_train_end:
+        hook()
+
+
+def _begin_epoch(run: Fit) -> None:
+    run.ran = False
+    run.since = time.monotonic()
+    run.schedule.start_epoch(run.progress)
+    steps = run.schedule.steps_left(run.progress)
+    run.windows.budget = None if steps is None else steps * run.windows.length
+    run.due = run.schedule.due(run.progress, run.windows.length)

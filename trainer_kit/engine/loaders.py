@@ -1,0 +1,133 @@
+"""Which loaders a verb runs on, how they are split, and how a batch gets onto the device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, cast
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from trainer_kit.core.errors import DataError
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.protocols import Group, Precision, Strategy
+from trainer_kit.data import Feed, limit_batches, move_to_device
+from trainer_kit.engine.settings import Settings
+
+__all__ = ["evaluation_feeds", "find_loaders", "mover", "training_feed"]
+
+_NAMES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+
+
+def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
+    """What was passed, else the datamodule's, else the module's own; None where there is none."""
+    if given is not None:
+        return given
+    name = f"{_NAMES[stage]}_dataloader"
+    for source in (datamodule, module):
+        if source is not None and (name in vars(source) or is_overridden(name, source, DataHooks)):
+            return getattr(source, name)()
+    return None
+
+
+def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, window: int) -> tuple[Feed, int | None]:
+    """This rank's share of the training data, and how many micro-batches of it make an epoch.
+
+    Args:
+        loaders: a loader or any pytree of loaders.
+        settings: limits and batch sizes.
+        group: the data ranks.
+        seed: of the order.
+        window: micro-batches of an optimizer step, for a global batch size.
+    """
+    batch_size = None
+    if settings.global_batch_size is not None:
+        parts = group.size * window
+        if settings.global_batch_size % parts:
+            raise DataError(
+                "the global batch cannot be divided evenly",
+                found=f"global_batch_size={settings.global_batch_size} over {group.size} ranks x {window} batches",
+                fix=f"use a multiple of {parts}",
+            )
+        batch_size = settings.global_batch_size // parts
+    if settings.overfit:
+        loaders = _unshuffled(loaders)
+    feed = Feed(loaders, rank=group.rank, size=group.size, seed=seed, shard=settings.shard, batch_size=batch_size)
+    name = "overfit_batches" if settings.overfit else "limit_train_batches"
+    return feed, limit_batches(feed.length, settings.train_limit(), name)
+
+
+def evaluation_feeds(
+    loaders: Any, stage: str, settings: Settings, group: Group, seed: int
+) -> tuple[list[Feed], list[int | None]]:
+    """This rank's share of every evaluation loader, and the limit of each."""
+    several = list(loaders) if _is_several(loaders) else [loaders]
+    if isinstance(loaders, Mapping):
+        several = list(loaders.values())
+    name = _NAMES[stage]
+    limit = settings.limits[name]
+    if settings.overfit and stage == "validate":
+        limit = settings.overfit
+    feeds = [
+        Feed(loader, rank=group.rank, size=group.size, seed=seed, shard=settings.shard, ordered=True)
+        for loader in several
+    ]
+    return feeds, [limit_batches(feed.length, limit, f"limit_{name}_batches") for feed in feeds]
+
+
+def _is_several(loaders: Any) -> bool:
+    """A list of loaders, and not a list of batches."""
+    if isinstance(loaders, Mapping):
+        return True
+    if not isinstance(loaders, Sequence) or isinstance(loaders, str) or not loaders:
+        return False
+    return all(
+        hasattr(part, "__iter__") and not isinstance(part, (torch.Tensor, Mapping, str)) for part in loaders
+    ) and (any(isinstance(part, DataLoader) for part in loaders))
+
+
+def _unshuffled(loaders: Any) -> Any:
+    """The same loader in dataset order: overfitting sees the same batches again and again."""
+    if not isinstance(loaders, DataLoader) or not isinstance(loaders.sampler, RandomSampler):
+        return loaders
+    clone = copy.copy(loaders)
+    sampler = SequentialSampler(cast("Sized", loaders.dataset))
+    vars(clone)["sampler"] = sampler
+    if loaders.batch_size is not None:
+        vars(clone)["batch_sampler"] = BatchSampler(sampler, loaders.batch_size, loaders.drop_last)
+    return clone
+
+
+def mover(
+    module: Any, datamodule: Any, strategy: Strategy, precision: Precision
+) -> tuple[Callable[[Any, int], Any] | None, bool]:
+    """How a batch gets onto the device, and whether that may happen ahead of its turn; None where nothing is to do."""
+    hooks = {}
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        for owner in (datamodule, module):
+            if owner is not None and is_overridden(name, owner, DataHooks):
+                hooks[name] = getattr(owner, name)
+                break
+    device = strategy.device
+    before, transfer, after = (
+        hooks.get(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    moves = device.type != "cpu"
+    convert = precision.convert_batch if precision.converts_batch else None
+    if not hooks and not moves and convert is None:
+        return None, False
+
+    def move(batch: Any, loader: int) -> Any:
+        if before is not None:
+            batch = before(batch, loader)
+        if transfer is not None:
+            batch = transfer(batch, device, loader)
+        elif moves:
+            batch = move_to_device(batch, device)
+        if convert is not None:
+            batch = convert(batch)
+        return batch if after is None else after(batch, loader)
+
+    return move, moves and not hooks

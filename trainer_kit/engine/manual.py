@@ -1,0 +1,109 @@
+"""Manual optimization: the user steps, through the same strategy and precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_kit.core.protocols import Precision, Strategy
+from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.micro import Micro
+from trainer_kit.engine.optimize import LRSchedulerConfig, Optimizers
+
+__all__ = ["ManualOptimizer", "ManualStepper"]
+
+
+@final
+class ManualOptimizer:
+    """An optimizer as ``self.optimizers()`` hands it out: ``step`` unscales, calls the hooks and skips overflows.
+
+    Everything else (``zero_grad``, ``param_groups``, ``state``, …) is the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: Any) -> None:
+        self.optimizer = optimizer
+        self._step = strategy.bind_step(optimizer)
+        self._precision, self._bus, self._module = precision, bus, module
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step; returns what the optimizer returns.
+
+        Args:
+            closure: computes the loss and its gradients; called first where gradients are scaled.
+            kwargs: for the optimizer.
+        """
+        if self._precision.scales and closure is not None:
+            closure()
+            closure = None
+        self._precision.unscale_gradients(self.optimizer)
+        for hook in self._bus.on_before_optimizer_step:
+            hook(self.optimizer)
+        if closure is not None:
+            kwargs["closure"] = closure
+        returned: list[Any] = []
+        self._precision.optimizer_step(self.optimizer, lambda: returned.append(self._step(**kwargs)))
+        return returned[0] if returned else None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop this optimizer's gradients."""
+        for hook in self._bus.on_before_zero_grad:
+            hook(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only this optimizer's parameters require gradients."""
+        with self._module.toggled_optimizer(self):
+            yield
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return repr(self.optimizer)
+
+
+@final
+class ManualStepper:
+    """The loop's side of manual optimization: nothing to step, one scale to adapt, and the weighted backward."""
+
+    evaluates_again = False
+
+    def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
+        self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
+        self.window: Micro | None = None
+        self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
+
+    def step(self) -> None:
+        """A turn is over."""
+        if self.precision.scales:
+            self.precision.end_step()
+
+    def zero(self) -> None:
+        """The user drops gradients."""
+
+    def end_epoch(self, completed: int) -> None:
+        """The user advances schedulers."""
+
+    def advance(self, config: LRSchedulerConfig) -> None:
+        """The user advances schedulers."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Weigh, scale, and run the module's backward; gradients of all ranks are averaged by it."""
+        micro = self.window
+        if micro is not None:
+            micro.losses.append(loss.detach())
+            if micro.factors is not None:
+                loss = loss * micro.factors[0]
+        if self.precision.scales:
+            loss = self.precision.scale_loss(loss)
+        self.strategy.arm(loss)
+        for hook in self.bus.on_before_backward:
+            hook(loss)
+        self.module.backward(loss, *args, **kwargs)
+        for hook in self.bus.on_after_backward:
+            hook()

@@ -1,0 +1,233 @@
+"""Logged values: kept on the device as they come, reduced when somebody looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.core.errors import LogError
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Group
+from trainer_kit.engine.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
+from trainer_kit.engine.reduction import agreed, reduced
+
+__all__ = ["Metrics"]
+
+_FOLD: Final = 256
+
+
+@final
+class Metrics:
+    """What `TrainModule.log` writes into.
+
+    Args:
+        progress: tells whether a value belongs to the step being finished.
+
+    Attributes:
+        hook: the hook being called; a value belongs to it.
+        loader: the evaluation loader, where there are several.
+        weight: what the current batch weighs in a mean.
+    """
+
+    __slots__ = (
+        "_tables",
+        "callback",
+        "group",
+        "hook",
+        "loader",
+        "logged",
+        "progress",
+        "progress_bar",
+        "table",
+        "weight",
+    )
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.hook = ""
+        self.loader: int | None = None
+        self.weight = 1.0
+        self.group: Group | None = None
+        self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
+        self.table = self._tables["train"]
+        self.callback: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
+        self.progress_bar: dict[str, float] = {}
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool,
+        logger: bool | None,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: Any,
+        sync_dist: bool,
+        add_dataloader_idx: bool,
+        batch_size: int | None,
+        rank_zero_only: bool,
+    ) -> None:
+        """Record one value; see `TrainModule.log`."""
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+        entry = self.table.get((self.hook, name, self.loader))
+        if entry is None:
+            entry = self._new(name, value, options)
+        elif entry.options != options:
+            if entry.options is None:  # sums of an interrupted epoch, from a checkpoint
+                entry = self._adopt(entry, name, options)
+            else:
+                raise LogError(
+                    f"{name!r} is logged twice in {self.hook} with different options",
+                    found=f"{entry.options} and {options}",
+                    fix="use the same options, or another name",
+                )
+        if value.__class__ is Tensor or isinstance(value, Tensor):
+            if value.dim():
+                if value.numel() != 1:
+                    raise LogError(
+                        f"{name!r} is not a single number", found=f"shape {tuple(value.shape)}", fix="log its .mean()"
+                    )
+                value = value.reshape(())
+            value = value.detach()
+        elif not isinstance(value, (int, float)):
+            if hasattr(value, "compute"):
+                entry.metric = value
+                entry.turn = self.progress.step
+                return
+            value = float(value)  # numpy scalars and the like: on the host already, not a sync point
+        weight = self.weight if batch_size is None else batch_size
+        entry.last, entry.last_weight, entry.turn = value, weight, self.progress.step
+        entry.values.append(value)
+        entry.weights.append(weight)
+        if len(entry.values) >= _FOLD:
+            entry.fold()
+
+    def _new(self, name: str, value: Any, options: tuple[Any, ...]) -> Entry:
+        if self.hook in CLOSED_HOOKS:
+            raise LogError(
+                f"{name!r} cannot be logged {'in ' + self.hook if self.hook else 'outside a hook'}",
+                fix="log it in a step or epoch hook, or hand it to trainer.log_metrics(...)",
+            )
+        if not isinstance(name, str):
+            raise LogError("a metric's name is a string", found=repr(name))
+        entry = Entry(self.hook, name, self.loader, options)
+        self.table[(self.hook, name, self.loader)] = entry
+        return entry
+
+    def enter(self, stage: str) -> None:
+        """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
+        self._tables[stage] = self.table = {}
+        self.loader = None
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether values belong to an evaluation."""
+        return self.table is not self._tables["train"]
+
+    def leave(self) -> None:
+        """Back to training."""
+        self.table = self._tables["train"]
+        self.loader = None
+
+    def forget(self) -> None:
+        """A new run: nothing recorded, nothing reduced."""
+        self._tables = {"train": {}}
+        self.table = self._tables["train"]
+        self.hook, self.weight = "", 1.0
+        for kept in (self.callback, self.logged, self.progress_bar):
+            kept.clear()
+
+    def flush_step(self, ran: bool = True) -> Reduced:
+        """The values of the step that was just finished, over all ranks. One sync point."""
+        latest = self.progress.step - 1
+        entries = [e for e in self.table.values() if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS]
+        return self._publish(entries, step=True, ran=ran)
+
+    def flush_evaluation_step(self) -> Reduced:
+        """The values of one evaluation batch that asked for ``on_step``, of this rank."""
+        entries = [e for e in self.table.values() if e.on_step and e.values]
+        result = Reduced()
+        for entry in entries:
+            value = float(entry.last)  # sync point: somebody asked for every batch's value
+            self._deliver(result, entry, value, step=True)
+        return result
+
+    def flush_epoch(self, ran: bool = True) -> Reduced:
+        """The values of the epoch, over all ranks, and start anew. One sync point."""
+        entries = [e for e in self.table.values() if e.on_epoch]
+        result = self._publish(entries, step=False, ran=ran)
+        for entry in self.table.values():
+            entry.clear()
+        return result
+
+    def _publish(self, entries: list[Entry], step: bool, ran: bool) -> Reduced:
+        group = self.group
+        alone = group is None or group.size == 1
+        shared = [e for e in entries if not e.rank_zero and (e.sync or alone)]
+        if not alone and group is not None:
+            shared = agreed(shared, group, ran, step)
+        result = Reduced()
+        for entry, value in zip(shared, reduced(shared, step, group), strict=True):
+            self._deliver(result, entry, value, step)
+        own = [] if alone else [e for e in entries if e.rank_zero or not e.sync]
+        for entry, value in zip(own, reduced(own, step, None), strict=True):
+            self._deliver(result, entry, value, step)
+        self.callback.update(result)
+        self.logged.update(result.logger)
+        self.progress_bar.update(result.progress_bar)
+        return result
+
+    def _deliver(self, result: Reduced, entry: Entry, value: float, step: bool) -> None:
+        forked = f"{entry.name}_{'step' if step else 'epoch'}" if entry.on_step and entry.on_epoch else entry.name
+        result[entry.name] = result[forked] = value
+        if entry.to_logger:
+            result.logger[forked] = value
+        if entry.prog_bar:
+            result.progress_bar[forked] = value
+        result.by_loader.setdefault(entry.loader or 0, {})[forked] = value
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest of everything: reduced values, and on top what this rank logged since."""
+        values: dict[str, Tensor] = {name: torch.tensor(value) for name, value in self.callback.items()}
+        for entry in self.table.values():
+            if entry.metric is not None or (not entry.values and entry.sums is None):
+                continue
+            if entry.on_step:
+                latest = torch.as_tensor(entry.last)
+                values[entry.name] = latest
+                if entry.on_epoch:
+                    values[f"{entry.name}_step"] = latest
+            elif not callable(entry.reduce):
+                entry.fold()
+                assert entry.sums is not None
+                mean = entry.sums[0] / entry.sums[1] if entry.reduce == "mean" else entry.sums[0]
+                values[entry.name] = mean.to(torch.get_default_dtype())
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Partial sums of the running epoch, and what was reduced last."""
+        running = []
+        for (hook, name, loader), entry in self._tables["train"].items():
+            entry.fold()
+            if entry.sums is not None or entry.values:
+                values = [float(v) for v in entry.values]  # sync point: a checkpoint is being taken
+                running.append([hook, name, loader, entry.sums, values, list(entry.weights)])
+        return {"running": running, "callback": dict(self.callback)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; options come back with the next `log` of that name."""
+        self.callback.update(state.get("callback", {}))
+        for hook, name, loader, sums, values, weights in state.get("running", []):
+            entry = Entry(hook, name, loader, (False, None, False, True, "mean", True, True, False))
+            entry.sums, entry.values, entry.weights = sums, list(values), list(weights)
+            entry.options = None
+            self._tables["train"][(hook, name, loader)] = entry
+
+    def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
+        entry = self._new(name, None, options)
+        entry.sums, entry.values, entry.weights = restored.sums, restored.values, restored.weights
+        return entry

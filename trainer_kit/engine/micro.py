@@ -1,0 +1,264 @@
+"""The micro-batches of one window: every hook call and every frame between the loop and the user's step is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Precision
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.metrics import Metrics
+
+__all__ = ["EndOfEpoch", "Micro"]
+
+
+class EndOfEpoch(Exception):
+    """``on_train_batch_start`` returned -1: Lightning's way to leave an epoch."""
+
+
+@final
+class Micro:
+    """One window, loaded by `Windows`, driven by a strategy.
+
+    Args:
+        bus: the hooks.
+        metrics: told which hook a value is logged in, and what the batch weighs.
+        progress: batches and samples are counted here.
+        step: how ``training_step`` is called with (batch, batch_idx).
+        precision: casts, scales.
+        backward: the user's own ``backward``, or None.
+        several: None for one loss; else the parameters of each named optimizer.
+        manual: the step calls backward itself.
+
+    Attributes:
+        batches, factors, weights: what `Windows` loaded, one entry a micro-batch; ``factors`` is None where every
+            factor is 1; a batch is None where this rank has none.
+        count: how many micro-batches.
+        batch, index, outputs: of the micro-batch that ran last.
+        sizes: samples of each micro-batch, over all ranks.
+        tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
+        losses: detached losses since somebody looked.
+        skipped: how many times the step returned None.
+        contributed: whether any micro-batch of the window added a gradient.
+        fresh: whether the gradients of the window before are still there.
+        zero: drops them.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_backward",
+        "_bus",
+        "_metrics",
+        "_noise",
+        "_scale",
+        "_several",
+        "_step",
+        "batch",
+        "batches",
+        "contributed",
+        "count",
+        "factors",
+        "first",
+        "fresh",
+        "index",
+        "losses",
+        "manual",
+        "move",
+        "outputs",
+        "progress",
+        "remembers",
+        "sizes",
+        "skipped",
+        "tokens",
+        "wants_outputs",
+        "weights",
+        "zero",
+    )
+
+    def __init__(
+        self,
+        bus: Bus,
+        metrics: Metrics,
+        progress: Progress,
+        step: Callable[..., Any],
+        precision: Precision,
+        backward: Callable[..., None] | None,
+        several: Mapping[str, list[Any]] | None,
+        manual: bool,
+    ) -> None:
+        self._bus, self._metrics, self.progress = bus, metrics, progress
+        self._step, self._backward, self._several, self.manual = step, backward, several, manual
+        self._autocast: AbstractContextManager[Any] | None = precision.forward_context()
+        self._scale = precision.scale_loss if precision.scales else None
+        self.wants_outputs = bool(bus.on_train_batch_end)
+        self.move: Callable[[Any], Any] | None = None
+        self.zero: Callable[[], None] = _nothing
+        self.batches: list[Any] = []
+        self.factors: list[float] | None = None
+        self.weights: list[float] = [1.0]
+        self.sizes: list[int] = [0]
+        self.tokens = 0
+        self.count = self.first = self.index = self.skipped = 0
+        self.batch: Any = None
+        self.outputs: Any = None
+        self.losses: list[Tensor] = []
+        self.contributed = False
+        self.fresh = True
+        self.remembers = False
+        self._noise: dict[str, Any] = {}
+
+    def begin(self, index: int) -> None:
+        """Move the batch, and say that it starts."""
+        batch = self.batches[index]
+        if self.remembers and index == 0:
+            self._noise = rng_state(_device_of(batch))
+        if batch is None:  # another rank's data ends later
+            self.batch = self.outputs = None
+            return
+        if self.move is not None:
+            batch = self.move(batch)
+        self.batch, self.index = batch, self.first + index
+        self._metrics.weight = self.weights[index]
+        for hook in self._bus.on_train_batch_start:
+            if hook(batch, self.index) == -1:
+                raise EndOfEpoch
+
+    def forward(self, index: int) -> Any | None:
+        """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""
+        if self.batches[index] is None:
+            self.contributed = True
+            self._add_nothing()
+            return None
+        self._metrics.hook = "training_step"
+        if self._autocast is None:
+            output = self._step(self.batch, self.index)
+        else:
+            with self._autocast:
+                output = self._step(self.batch, self.index)
+        if output.__class__ is not Tensor:
+            return self._unusual(output, index)
+        if self.manual:
+            self.outputs = {"loss": output.detach()}
+            return None
+        return self._weighed(output, output, index)
+
+    def _weighed(self, loss: Tensor, output: Any, index: int) -> Tensor:
+        detached = loss.detach()
+        self.losses.append(detached)
+        if self.wants_outputs:
+            self.outputs = {**output, "loss": detached} if isinstance(output, Mapping) else {"loss": detached}
+        self.contributed = True
+        if self.factors is not None:
+            loss = loss * self.factors[index]
+        return loss if self._scale is None else self._scale(loss)
+
+    def _unusual(self, output: Any, index: int) -> Any | None:
+        """Everything a step may return but a plain tensor."""
+        self.outputs = output
+        if self.manual:
+            return None
+        if output is None:
+            self.skipped += 1
+            self._add_nothing()
+            return None
+        if self._several is not None and isinstance(output, Mapping) and self._several.keys() <= output.keys():
+            named = {}
+            for name in self._several:
+                if output[name] is not None:
+                    named[name] = self._weighed(output[name], output, index)
+            self.outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
+            if not named:
+                self._add_nothing()
+            return named or None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and self._several is None:
+            return self._weighed(loss, output, index)
+        raise ConfigurationError(
+            "training_step returned no loss",
+            found=f"{type(output).__name__}"
+            + (f" with keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""),
+            fix="return a tensor, a dict with 'loss', or None to skip"
+            if self._several is None
+            else f"return a dict with one loss for each optimizer: {', '.join(self._several)}",
+        )
+
+    def backward(self, index: int, loss: Any) -> None:
+        """Backward; the gradients of the window before are dropped ahead of its first one."""
+        if self.fresh:
+            self.fresh = False
+            self.zero()
+        if self._several is not None:
+            for name, parameters in self._several.items():
+                if name in loss:
+                    # Only into its own optimizer's parameters; the graph stays for the next name's backward.
+                    self._one_backward(loss[name], inputs=parameters, retain_graph=True)
+            return
+        bus = self._bus
+        for hook in bus.on_before_backward:
+            hook(loss)
+        if self._backward is None:
+            loss.backward()
+        else:
+            self._backward(loss)
+        for hook in bus.on_after_backward:
+            hook()
+
+    def _one_backward(self, loss: Tensor, **options: Any) -> None:
+        for hook in self._bus.on_before_backward:
+            hook(loss)
+        (self._backward or _backward)(loss, **options)
+        for hook in self._bus.on_after_backward:
+            hook()
+
+    @contextmanager
+    def again(self, metrics: Metrics) -> Iterator[None]:
+        """Run the same window once more: no hook hears of it, nothing is logged, random layers draw the same."""
+        bus, table, kept = self._bus, metrics.table, list(self.losses)
+        self._bus, metrics.table = bus.silent(), {}
+        self.remembers, self.fresh = False, True
+        restore_rng(self._noise, _device_of(self.batch))
+        try:
+            yield
+            kept[-1] = self.losses[-1]
+        finally:
+            self._bus, metrics.table, self.remembers = bus, table, True
+            self.losses[:] = kept
+
+    def _add_nothing(self) -> None:
+        if self.fresh:
+            self.fresh = False
+            self.zero()
+
+    def end(self, index: int) -> None:
+        """Count the batch; say that it ended, unless the optimizer step comes first."""
+        progress = self.progress
+        progress.batch += 1
+        progress.epoch_batch += 1
+        progress.samples += self.sizes[index]
+        if index + 1 == self.count:
+            progress.tokens += self.tokens
+        else:
+            for hook in self._bus.on_train_batch_end:
+                hook(self.outputs, self.batch, self.index)
+
+
+def _backward(loss: Tensor, **options: Any) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def _device_of(batch: Any) -> torch.device | None:
+    found: list[torch.device] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(tensor.device))
+    return found[0] if found else None
+
+
+def _nothing() -> None:
+    """Replaced by the optimizers'."""

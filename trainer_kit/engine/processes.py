@@ -1,0 +1,52 @@
+"""A verb in a process that is no rank: start the ranks, and bring back what they made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer_kit.core.environment import Environment, pick_device
+
+__all__ = ["run_on_processes"]
+
+
+def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> Any:
+    """Run ``verb`` on the Trainer's processes.
+
+    As the agent this never returns: the ranks run the script again and reach the verb themselves. With forked
+    processes (notebooks) it returns rank 0's result, and the module, callbacks and metrics here are brought up to date.
+    """
+    if trainer.start == "agent":
+        from trainer_kit.launch import run_agent
+
+        run_agent(trainer.processes)
+    from trainer_kit.launch import run_forked
+
+    def on_rank(rank: int) -> Any:
+        trainer.start = None
+        trainer.environment = Environment.detect()
+        trainer.strategy.device = pick_device(trainer.strategy.device.type, rank)
+        result = getattr(trainer, verb)(model, *arguments)
+        if rank != 0:
+            return None
+        module = trainer.module
+        return {
+            "result": result,
+            "weights": {name: tensor.cpu() for name, tensor in module.state_dict().items()},
+            "progress": trainer.progress.state_dict(),
+            "metrics": (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
+            "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
+        }
+
+    made = run_forked(on_rank, trainer.processes)
+    module = trainer.module if model is None else model
+    module.load_state_dict(made["weights"])
+    trainer.module = module
+    trainer.progress.load_state_dict(made["progress"])
+    for here, there in zip(
+        (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar), made["metrics"], strict=True
+    ):
+        here.update(there)
+    for callback, state in zip(trainer.callbacks, made["callbacks"], strict=True):
+        if state:
+            callback.load_state_dict(state)
+    return made["result"]

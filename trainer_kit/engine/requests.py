@@ -1,0 +1,97 @@
+"""What callbacks, users and signals ask for, until the loop settles it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+from trainer_kit.core.protocols import CheckpointRequest
+
+__all__ = ["Requests", "listening"]
+
+
+@final
+class Requests:
+    """Asked, not yet done.
+
+    Attributes:
+        stop: why training should stop, or None.
+        validation: why validation should run now, or None.
+        checkpoints: (reason, request); a request of None means the run's own directory and name.
+        signal: the number of a signal that asked for a graceful end, or 0.
+        wake: called at each request, so that a single process settles at the end of the running step.
+    """
+
+    def __init__(self) -> None:
+        self.stop: str | None = None
+        self.validation: str | None = None
+        self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
+        self.signal = 0
+        self.wake: Callable[[], None] = _nobody
+
+    def clear(self) -> None:
+        """A new run."""
+        self.stop = self.validation = None
+        self.checkpoints.clear()
+        self.signal = 0
+        self.wake = _nobody
+
+    def ask_stop(self, reason: str) -> None:
+        """Stop at the end of this step; the first reason stays."""
+        self.stop = self.stop or reason
+        self.wake()
+
+    def ask_checkpoint(self, reason: str, request: CheckpointRequest | None) -> None:
+        """Take a checkpoint once everything of this step is done."""
+        self.checkpoints.append((reason, request))
+        self.wake()
+
+    def ask_validation(self, reason: str) -> None:
+        """Validate at the end of this step."""
+        self.validation = self.validation or reason
+        self.wake()
+
+    @property
+    def pending(self) -> list[float]:
+        """One number for each kind of request, for a vote."""
+        return [
+            float(self.stop is not None),
+            float(self.validation is not None),
+            float(self.signal),
+            len(self.checkpoints),
+        ]
+
+
+def _nobody() -> None:
+    """Nobody is waiting."""
+
+
+@contextmanager
+def listening(requests: Requests) -> Iterator[None]:
+    """SIGTERM and Ctrl-C end the run gracefully at the next step; the second one at once. Main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def on_signal(number: int, frame: Any) -> None:
+        if requests.signal:  # asked twice
+            signal.signal(number, before[number])
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + number)
+        requests.signal = number
+        requests.wake()
+
+    before: dict[int, Any] = {}
+    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+        # A handler that was not installed from Python (None) cannot be put back: leave it alone.
+        if signal.getsignal(number) is not None:
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,66 @@
+"""Where to go on from: paths, ``"last"`` and ``"best"``, and reading what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.checkpoint.read import is_complete, read_checkpoint
+from trainer_kit.checkpoint.store import checkpoints, lookup
+from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.engine.bus import Bus
+
+__all__ = ["find_checkpoint", "load_weights", "read_state"]
+
+
+def find_checkpoint(trainer: Any, ckpt_path: Any) -> Path | None:
+    """The path behind ``ckpt_path``; None for None."""
+    if ckpt_path is None:
+        return None
+    if ckpt_path == "best":
+        for callback in trainer.checkpoint_callbacks:
+            if callback.best_model_path:
+                return Path(callback.best_model_path)
+        raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
+    if ckpt_path == "last":
+        return _newest(trainer)
+    path = Path(ckpt_path)
+    if not path.exists():
+        raise CheckpointError(path, None, "does not exist")
+    return path
+
+
+def _newest(trainer: Any) -> Path:
+    named = [Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath]
+    places = [*named, trainer.run_dir / "checkpoints"]
+    for place in places:
+        found = lookup(place, "last") if place.is_dir() else None
+        if found is not None:
+            return found
+    # A new process has a new run directory: look at the runs before it.
+    earlier = [record for d in Path(trainer.default_root_dir).glob("**/checkpoints") for record in checkpoints(d)]
+    if not earlier:
+        raise CheckpointError("last", None, f"no checkpoint below {trainer.default_root_dir}")
+    return max(earlier, key=lambda record: record.created).path
+
+
+def read_state(path: Path, weights_only: bool) -> dict[str, Any]:
+    """The whole state, or the weights of anything that holds weights."""
+    if path.is_dir() and is_complete(path) and not weights_only:
+        state = read_checkpoint(path)
+        state["state_dict"] = state.pop("model")
+        return state
+    if not path.is_dir() and not weights_only:
+        raise CheckpointError(
+            path, None, "holds weights, not a run", fix="pass weights_only=True to start a new run from them"
+        )
+    return {"state_dict": read_weights(path)}
+
+
+def load_weights(module: Any, path: Path, bus: Bus) -> None:
+    """Put the weights of a checkpoint into a module."""
+    state = read_state(path, weights_only=not (path.is_dir() and is_complete(path)))
+    for hook in bus.on_load_checkpoint:
+        hook(state)
+    module.load_state_dict(state["state_dict"], strict=module.strict_loading)

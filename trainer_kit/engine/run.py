@@ -1,0 +1,65 @@
+"""One fit, composed: everything the loop and its settling touch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Precision, Strategy
+from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.evaluate import Evaluation
+from trainer_kit.engine.manual import ManualStepper
+from trainer_kit.engine.metrics import Metrics
+from trainer_kit.engine.micro import Micro
+from trainer_kit.engine.optimize import Stepper
+from trainer_kit.engine.requests import Requests
+from trainer_kit.engine.schedule import Schedule
+from trainer_kit.engine.windows import Windows
+
+__all__ = ["Fit"]
+
+
+@dataclass(slots=True)
+class Fit:
+    """What the loop works on.
+
+    Attributes:
+        due: the step at which `settle_step` has something to do; the loop compares one integer.
+        publish: hands values to the loggers, with the step they belong to.
+        collect: the whole state of the run, or of the weights alone.
+        run_dir: where checkpoints go that nobody gave a path; asked for when one is due.
+        checkpoints: whether this run writes checkpoints at all.
+        validated: the step at which validation ran last.
+        since: monotonic seconds at which ``progress.seconds`` was brought up to date.
+        finite: step up to which losses were looked at.
+    """
+
+    module: Any
+    bus: Bus
+    metrics: Metrics
+    progress: Progress
+    strategy: Strategy
+    precision: Precision
+    micro: Micro
+    windows: Windows
+    stepper: Stepper | ManualStepper
+    schedule: Schedule
+    requests: Requests
+    validation: Evaluation | None
+    publish: Callable[[Mapping[str, float], int], None]
+    collect: Callable[[bool], dict[str, Any]]
+    run_dir: Callable[[], Path]
+    checkpoints: bool
+    say: Callable[[str], None]
+    due: int = 0
+    validated: int = -1
+    since: float = 0.0
+    finite: int = 0
+    ran: bool = field(default=False)
+
+    def wake(self) -> None:
+        """Settle at the end of this step."""
+        self.due = 0

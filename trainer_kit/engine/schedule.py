@@ -1,0 +1,142 @@
+"""When a run is over, and at which step something is due next: decided by progress alone, so the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trainer_kit.core.duration import Duration
+from trainer_kit.core.progress import Progress
+
+__all__ = ["Schedule"]
+
+_LONGEST = 256  # steps between two looks, whatever else is due: kept losses must not pile up
+
+
+@dataclass
+class Schedule:
+    """The limits and intervals of one fit.
+
+    Attributes:
+        batches: micro-batches of an epoch on this rank, None where nobody knows.
+        max_epochs, max_steps, max_duration: the run ends at the first that is reached; None for none.
+        min_epochs, min_steps: a stop request before both are reached is put off.
+        validate_every: micro-batches between validations; None for the end of the epoch.
+        across_epochs: whether ``validate_every`` counts on over epochs.
+        validate_epochs: every so many epochs.
+        validates: whether there is anything to validate on.
+        log_every: steps between flushes of logged values.
+        agree_every: steps between agreements of several ranks about requests; 0 for one process.
+    """
+
+    batches: int | None
+    max_epochs: int | None
+    max_steps: int | None
+    max_duration: Duration | None
+    min_epochs: int
+    min_steps: int
+    validate_every: Duration | None
+    across_epochs: bool
+    validate_epochs: int
+    validates: bool
+    log_every: int
+    agree_every: int
+    checked: float = 0
+
+    def finished(self, progress: Progress) -> str | None:
+        """Why the run is over, by its limits; None while it is not."""
+        if self.max_epochs is not None and progress.epoch >= self.max_epochs:
+            return f"max_epochs={self.max_epochs} reached"
+        if self.max_steps is not None and progress.step >= self.max_steps:
+            return f"max_steps={self.max_steps} reached"
+        if self.max_duration is not None and self.max_duration.reached(progress):
+            return f"max_duration={self.max_duration} reached"
+        if self.batches == 0:
+            return "the training loader has no batches"
+        return None
+
+    def may_stop(self, progress: Progress) -> bool:
+        """Whether the minimum is behind us."""
+        return progress.epoch >= self.min_epochs and progress.step >= self.min_steps
+
+    def epoch_is_over(self, progress: Progress) -> bool:
+        """Whether no batch of the running epoch is left, as far as anybody knows."""
+        return self.batches is not None and progress.epoch_batch >= self.batches
+
+    def flushes(self, progress: Progress) -> bool:
+        """Whether logged values of this step are handed on."""
+        return progress.step % self.log_every == 0
+
+    def agrees(self, progress: Progress) -> bool:
+        """Whether ranks agree about requests at this step; one process always does."""
+        return not self.agree_every or progress.step % self.agree_every == 0
+
+    def start_epoch(self, progress: Progress) -> None:
+        """Interval validation starts counting anew, or goes on over epochs."""
+        if not self.across_epochs:
+            self.checked = self._intervals(progress)
+
+    def _position(self, progress: Progress) -> float:
+        assert self.validate_every is not None
+        if self.validate_every.unit == "ba" and not self.across_epochs:
+            return progress.epoch_batch
+        return float(getattr(progress, self.validate_every.counter))
+
+    def _intervals(self, progress: Progress) -> int:
+        return 0 if self.validate_every is None else int(self._position(progress) // self.validate_every.value)
+
+    def validation_due(self, progress: Progress) -> bool:
+        """Whether an interval was completed since this was last true; at the first end of a window at or after."""
+        if not self.validates or self.validate_every is None or not self._epoch_counts(progress):
+            return False
+        done = self._intervals(progress)
+        if done > self.checked:
+            self.checked = done
+            return True
+        return False
+
+    def validates_at_epoch_end(self, progress: Progress) -> bool:
+        """Whether validation runs when the batches of this epoch are over."""
+        return self.validates and self.validate_every is None and self._epoch_counts(progress)
+
+    def _epoch_counts(self, progress: Progress) -> bool:
+        return self.across_epochs or (progress.epoch + 1) % self.validate_epochs == 0
+
+    def due(self, progress: Progress, window: int) -> int:
+        """The next step at which there is anything to look at, with ``window`` micro-batches a step."""
+        step = progress.step
+        when = [step + _LONGEST, _next_multiple(step, self.log_every)]
+        if self.agree_every:
+            when.append(_next_multiple(step, self.agree_every))
+        if self.max_steps is not None:
+            when.append(self.max_steps)
+        for goal in self._goals(progress):
+            counter, target = goal
+            if counter == "step":
+                when.append(math.ceil(target))
+            elif counter in ("batch", "epoch_batch"):
+                when.append(step + max(1, math.ceil((target - getattr(progress, counter)) / window)))
+            elif counter != "epoch":
+                when.append(step + 1)  # samples, tokens, seconds: nobody knows how many steps that is
+        return max(step + 1, min(when))
+
+    def _goals(self, progress: Progress) -> list[tuple[str, float]]:
+        goals: list[tuple[str, float]] = []
+        if self.max_duration is not None:
+            goals.append((self.max_duration.counter, self.max_duration.value))
+        if self.validates and self.validate_every is not None:
+            by_epoch = self.validate_every.unit == "ba" and not self.across_epochs
+            counter = "epoch_batch" if by_epoch else self.validate_every.counter
+            goals.append((counter, (self._intervals(progress) + 1) * self.validate_every.value))
+        return goals
+
+    def steps_left(self, progress: Progress) -> int | None:
+        """How many steps a limit in steps leaves; None without one."""
+        limits = [self.max_steps] if self.max_steps is not None else []
+        if self.max_duration is not None and self.max_duration.unit == "st":
+            limits.append(int(self.max_duration.value))
+        return min(limits) - progress.step if limits else None
+
+
+def _next_multiple(step: int, every: int) -> int:
+    return (step // every + 1) * every

@@ -1,0 +1,401 @@
+"""What a Trainer is between and during its verbs: parts, progress, metrics, requests."""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
+from trainer_kit.engine.bus import sorted_callbacks
+from trainer_kit.engine.manual import ManualStepper
+from trainer_kit.engine.metrics import Metrics
+from trainer_kit.engine.optimize import LRSchedulerConfig, parameters_of
+from trainer_kit.engine.requests import Requests
+from trainer_kit.engine.run import Fit
+from trainer_kit.engine.settings import Settings
+from trainer_kit.engine.settle import save_to
+from trainer_kit.engine.state import collect
+
+__all__ = ["Session"]
+
+
+class Session(ABC):
+    """The state that hooks see. `Trainer` adds the verbs.
+
+    Attributes:
+        settings: limits and intervals.
+        progress: completed things of the last fit.
+        metrics: what `TrainModule.log` writes into.
+        requests: what was asked for and is not done yet.
+        strategy: where tensors live.
+        precision_plugin: in what dtype computations run.
+        state_verb: fit, validate, test, predict, or empty between verbs.
+        data_seed: of the order of the data.
+    """
+
+    settings: Settings
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        strategy: Strategy,
+        precision: Precision,
+        loggers: Sequence[Any],
+        root: str,
+        seed: int | None,
+        start: str | None,
+        processes: int,
+    ) -> None:
+        self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
+        self._loggers, self.default_root_dir = list(loggers), root
+        self.seed = seed
+        self.data_seed = seed if seed is not None else int.from_bytes(os.urandom(4), "little")
+        self.start, self.processes = start, processes
+        self.progress, self.requests = Progress(), Requests()
+        self.metrics = Metrics(self.progress)
+        self.state_verb = ""
+        self.sanity_checking = False
+        self.module: Any = None
+        self.datamodule: Any = None
+        self.train_dataloader: Any = None
+        self.num_training_batches: int | float = 0
+        self.num_val_batches: list[int | float] = []
+        self.train_batch_samples: int | None = None
+        self.accumulation = 1
+        self.run: Fit | None = None
+        self.journal: Any = None
+        self._callbacks: list[Callback] = []
+        self._run_dir: str | None = None
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Ask training to end after this step; the reason reaches the log. Not granted before the minimum."""
+        self.requests.ask_stop(reason)
+
+    def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
+        """Ask for a checkpoint once everything of this step is done."""
+        self.requests.ask_checkpoint(reason, request)
+
+    def request_validation(self, reason: str) -> None:
+        """Ask for validation after this step."""
+        self.requests.ask_validation(reason)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop is asked for; setting it to True asks."""
+        return self.requests.stop is not None
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.stop("set by user code")
+        else:
+            self.requests.stop = None
+
+    def set_accumulation(self, batches: int) -> None:
+        """From the next window on: this many micro-batches an optimizer step."""
+        self.accumulation = batches
+        if self.run is not None and self.run.windows.length != batches:
+            self.run.windows.length = batches
+            self.run.wake()
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """All callbacks, in the order in which they are called."""
+        return self._callbacks
+
+    def set_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Replace the callbacks; they are put into order."""
+        if self.state_verb:
+            raise ConfigurationError("callbacks cannot change while a verb runs", found=self.state_verb)
+        self._callbacks = sorted_callbacks(callbacks)
+
+    def first_callback(self, attribute: str) -> Any:
+        """The first callback that has ``attribute``, or None."""
+        return next((callback for callback in self._callbacks if hasattr(callback, attribute)), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """All callbacks that keep checkpoints."""
+        return [callback for callback in self._callbacks if hasattr(callback, "best_model_path")]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that keeps checkpoints, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first `EarlyStopping`, or None."""
+        return self.first_callback("stopped_epoch")
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar, or None."""
+        return self.first_callback("refresh_rate")
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers."""
+        return self._loggers
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self._loggers[0] if self._loggers else None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the running fit."""
+        return [] if self.run is None else self.run.stepper.made.optimizers
+
+    @property
+    def manual_optimizers(self) -> list[Any]:
+        """The optimizers as ``module.optimizers()`` hands them out."""
+        return list(getattr(None if self.run is None else self.run.stepper, "optimizers", self.optimizers))
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """The schedulers of the running fit, with when they advance."""
+        return [] if self.run is None else self.run.stepper.made.schedulers
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module, by Lightning's name for it."""
+        return self.module
+
+    @property
+    def model(self) -> Any:
+        """The module."""
+        return self.module
+
+    # -- where we are --------------------------------------------------------------------------------------------
+
+    @property
+    def current_epoch(self) -> int:
+        """Completed epochs."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Completed optimizer steps."""
+        return self.progress.step
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank over all nodes."""
+        return self.strategy.world.rank if hasattr(self.strategy, "world") else self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.environment.local_rank if self.world_size > 1 else 0
+
+    @property
+    def node_rank(self) -> int:
+        """This node's rank."""
+        return self.environment.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes over all nodes."""
+        return self.strategy.world.size if hasattr(self.strategy, "world") else self.environment.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this node."""
+        return self.processes
+
+    @property
+    def training(self) -> bool:
+        """Whether a training step is running."""
+        return self.state_verb == "fit" and not self.evaluating
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation, test or prediction is running."""
+        return self.metrics.evaluating
+
+    @property
+    def validating(self) -> bool:
+        """Whether `validate` is running."""
+        return self.state_verb == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether `test` is running."""
+        return self.state_verb == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `predict` is running."""
+        return self.state_verb == "predict"
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit in epochs, or None."""
+        return self.settings.max_epochs
+
+    @property
+    def max_steps(self) -> int:
+        """The limit in steps, or -1."""
+        return -1 if self.settings.max_steps is None else self.settings.max_steps
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Steps between flushes of logged values."""
+        return self.settings.log_every
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of the next optimizer step."""
+        return self.accumulation
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole fit, as far as anybody knows; infinite without a limit."""
+        limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
+        duration = self.settings.max_duration
+        if duration is not None and duration.unit == "st":
+            limits.append(duration.value)
+        if self.max_epochs is not None:
+            limits.append(
+                math.ceil(self.num_training_batches / self.accumulation) * self.max_epochs
+                if self.num_training_batches != math.inf
+                else math.inf
+            )
+        return min(limits, default=math.inf)
+
+    # -- metrics -------------------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest of every logged name; between flushes what this rank logged."""
+        return self.metrics.callback_metrics()
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """What the loggers were handed last, by name."""
+        return dict(self.metrics.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What was logged with ``prog_bar=True``, as of the last flush: nothing is read from the device."""
+        return dict(self.metrics.progress_bar)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand values to every logger at once, on rank 0; tensors are read here, which is a sync point."""
+        if not metrics or not self.is_global_zero:
+            return
+        values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
+        values.setdefault("epoch", self.progress.epoch)
+        at = self.progress.step if step is None else step
+        for logger in self._loggers if self.journal is None else [*self._loggers, self.journal]:
+            logger.log_metrics(values, at)
+
+    def begin_fit(self) -> None:
+        """Counts, values and requests of an earlier fit are gone."""
+        self.progress.load_state_dict(Progress().state_dict())
+        self.metrics.forget()
+        self.requests.clear()
+        counting = self.first_callback("get_accumulate_grad_batches")
+        self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
+
+    def collect_state(self, weights_only: bool) -> dict[str, Any]:
+        """The state of the running fit, or of its weights; every rank must call it."""
+        assert self.run is not None
+        return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
+
+    def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Write a checkpoint directory now; every rank must call it.
+
+        Args:
+            filepath: the directory to write; one that is there is replaced.
+            weights_only: leave out optimizers and everything else but weights and hyperparameters.
+        """
+        if self.run is None:
+            raise ConfigurationError("there is nothing to save", fix="call save_checkpoint during or after fit()")
+        save_to(self.run, Path(filepath), self.collect_state(weights_only))
+
+    # -- in a step -----------------------------------------------------------------------------------------------
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in manual optimization."""
+        stepper = None if self.run is None else self.run.stepper
+        if not isinstance(stepper, ManualStepper):
+            raise ConfigurationError(
+                "manual_backward in automatic optimization", fix="set self.automatic_optimization = False in __init__"
+            )
+        stepper.backward(loss, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, value: float, algorithm: str) -> None:
+        """Clip the gradients of one optimizer, unscaled first where they are scaled."""
+        raw = getattr(optimizer, "optimizer", optimizer)
+        self.precision_plugin.unscale_gradients(raw)
+        self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Stack every tensor of ``data`` over the data ranks: shape (world, *shape)."""
+        if sync_grads:
+            raise ConfigurationError("all_gather does not carry gradients", fix="pass sync_grads=False")
+        return apply_to_collection(data, (Tensor, int, float), self._gather_one)
+
+    def _gather_one(self, value: Any) -> Tensor:
+        tensor = value if isinstance(value, Tensor) else torch.tensor(value, device=self.strategy.device)
+        return tensor if self.strategy.data.size == 1 else self.strategy.data.all_gather(tensor)
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where the first logger writes; the same on every rank."""
+        return str(self.run_dir) if self._loggers else None
+
+    @property
+    def run_dir(self) -> Path:
+        """Where this run writes; the same on every rank."""
+        if self._run_dir is None:
+            self._run_dir = next(
+                (str(d) for d in (getattr(logger, "log_dir", None) for logger in self._loggers) if d),
+                self.default_root_dir,
+            )
+        return Path(self._run_dir)
+
+    def agree_on_run(self) -> None:
+        """Give every rank the run directory and the seed of rank 0."""
+        world = self.strategy.world
+        if world.size > 1:
+            seed = self.seed if self.seed is not None else self.data_seed
+            self._run_dir, self.data_seed = world.broadcast((str(self.run_dir) if world.rank == 0 else "", seed))
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0, without tearing the progress bar."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        if bar is not None and self.state_verb:
+            bar.print(*values, **options)
+        else:
+            print(*values, **options)

@@ -1,0 +1,144 @@
+"""What a Trainer was asked for about the loop, checked once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from trainer_kit.core.duration import Duration, DurationLike
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["Settings", "make_settings"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """The loop's limits, intervals and switches; see `trainer_kit.Trainer` for their meaning."""
+
+    max_epochs: int | None
+    max_steps: int | None
+    max_duration: Duration | None
+    min_epochs: int
+    min_steps: int
+    limits: dict[str, int | float]
+    validate_every: int | float | Duration
+    validate_epochs: int | None
+    sanity_steps: int
+    log_every: int
+    clip: tuple[float, str] | None
+    inference_mode: bool
+    shard: bool
+    loss_weighting: bool
+    global_batch_size: int | None
+    overfit: int | float
+    fast: int
+
+    def train_limit(self) -> int | float:
+        """Batches of an epoch, or a fraction of them."""
+        return self.overfit or self.limits["train"]
+
+
+def make_settings(
+    *,
+    fast_dev_run: bool | int,
+    max_epochs: int | None,
+    max_steps: int,
+    max_duration: DurationLike | None,
+    max_time: Any,
+    min_epochs: int | None,
+    min_steps: int | None,
+    limits: dict[str, int | float | None],
+    val_check_interval: DurationLike | None,
+    check_val_every_n_epoch: int | None,
+    num_sanity_val_steps: int | None,
+    log_every_n_steps: int | None,
+    clip_val: float | None,
+    clip_algorithm: str | None,
+    overfit_batches: int | float,
+    **switches: Any,
+) -> Settings:
+    """Check every argument; `ConfigurationError` names the one that is wrong."""
+    fast = int(fast_dev_run)
+    if fast < 0:
+        raise ConfigurationError("fast_dev_run is False, True or a number of batches", found=repr(fast_dev_run))
+    _at_least("max_epochs", max_epochs, -1)
+    _at_least("max_steps", max_steps, -1)
+    _at_least("min_epochs", min_epochs, 0)
+    _at_least("min_steps", min_steps, 0)
+    _at_least("log_every_n_steps", log_every_n_steps, 0)
+    _at_least("check_val_every_n_epoch", check_val_every_n_epoch, 1)
+    _at_least("num_sanity_val_steps", num_sanity_val_steps, -1)
+    chosen = {name: _fraction(f"limit_{name}_batches", 1.0 if v is None else v) for name, v in limits.items()}
+    duration = None if max_duration is None else Duration.parse(max_duration)
+    if duration is not None and duration.unit == "dur":
+        raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
+    if duration is not None and duration.unit == "ep":
+        max_epochs, duration = int(duration.value), None
+    bounded = max_steps >= 0 or duration is not None or max_time is not None
+    epochs = None if max_epochs == -1 else max_epochs
+    if max_epochs is None and not bounded:
+        epochs = 1000
+    if fast:
+        epochs, max_steps, duration = 1, fast, None
+        chosen = dict.fromkeys(chosen, fast)
+    if clip_val is not None and not (isinstance(clip_val, (int, float)) and clip_val >= 0 and math.isfinite(clip_val)):
+        raise ConfigurationError("gradient_clip_val is a number from 0", found=repr(clip_val))
+    if clip_algorithm not in (None, "norm", "value"):
+        raise ConfigurationError("unknown gradient_clip_algorithm", found=repr(clip_algorithm), fix="use norm or value")
+    every = _interval(1.0 if val_check_interval is None else val_check_interval)
+    if check_val_every_n_epoch is None and isinstance(every, float):
+        raise ConfigurationError(
+            "validation over epoch borders needs an interval in batches",
+            found=f"val_check_interval={val_check_interval}, check_val_every_n_epoch=None",
+            fix="pass val_check_interval as an int or a duration such as '500ba'",
+        )
+    return Settings(
+        max_epochs=epochs,
+        max_steps=None if max_steps < 0 else max_steps,
+        max_duration=duration,
+        min_epochs=min_epochs or 0,
+        min_steps=min_steps or 0,
+        limits=chosen,
+        validate_every=1.0 if fast else every,
+        validate_epochs=1 if fast else check_val_every_n_epoch,
+        sanity_steps=0 if fast else 2 if num_sanity_val_steps is None else num_sanity_val_steps,
+        log_every=(50 if log_every_n_steps is None else log_every_n_steps) or 2**62,
+        clip=None if not clip_val else (float(clip_val), clip_algorithm or "norm"),
+        overfit=0 if fast else _fraction("overfit_batches", overfit_batches),
+        fast=fast,
+        **switches,
+    )
+
+
+def _at_least(name: str, value: Any, least: int) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigurationError(f"{name} is a whole number from {least}", found=repr(value))
+
+
+def _fraction(name: str, value: Any) -> int | float:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    part = isinstance(value, float) and 0.0 <= value <= 1.0
+    if not (whole or part):
+        raise ConfigurationError(
+            f"{name} is a number of batches or a fraction", found=repr(value), fix="an int from 0, or 0.0 to 1.0"
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def _interval(value: DurationLike) -> int | float | Duration:
+    if isinstance(value, (str, Duration, timedelta)):
+        interval = Duration.parse(value)
+        if interval.value <= 0 or interval.unit in ("ep", "dur"):
+            raise ConfigurationError(
+                "val_check_interval cannot be this", found=str(interval), fix="use batches, steps, samples or time"
+            )
+        return interval
+    if isinstance(value, bool) or value <= 0 or (isinstance(value, float) and value > 1.0):
+        raise ConfigurationError(
+            "val_check_interval is a number of batches or a fraction of the epoch", found=repr(value)
+        )
+    return value

@@ -1,0 +1,195 @@
+"""Between two steps: flush, validate, save, stop. Callbacks ask; here it is done, at the same step on every rank."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import torch
+
+from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.core.errors import CheckpointError, NonFiniteError, RankError
+from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.engine.evaluate import evaluate
+from trainer_kit.engine.run import Fit
+
+__all__ = ["check_finite", "save_to", "settle_epoch", "settle_step", "validate"]
+
+
+def settle_step(run: Fit) -> bool:
+    """What is due after this step. Returns whether the epoch is to be left."""
+    progress, schedule, requests = run.progress, run.schedule, run.requests
+    run.ran = True
+    _pass_time(run)
+    agrees = schedule.agrees(progress)
+    if agrees:
+        _unite(run)
+    if schedule.flushes(progress):
+        run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
+    if schedule.flushes(progress) or len(run.micro.losses) >= 256:
+        check_finite(run)
+    asked = agrees and requests.validation is not None and run.validation is not None
+    if schedule.validation_due(progress) or asked:
+        validate(run)
+        _unite(run)
+        agrees = True
+    leaves = schedule.finished(progress) is not None or (agrees and _stops(run))
+    if agrees and not leaves and not schedule.epoch_is_over(progress):
+        # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers.
+        _save_requested(run)
+    if agrees and requests.signal:
+        _leave_on_signal(run)
+    run.due = schedule.due(progress, run.windows.length)
+    return leaves
+
+
+def settle_epoch(run: Fit, completed: bool) -> bool:
+    """The batches of an epoch are over, or the run is. Returns whether training goes on."""
+    progress, schedule, bus = run.progress, run.schedule, run.bus
+    _pass_time(run)
+    check_finite(run)
+    if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
+        validate(run)
+    for hook in bus.on_train_epoch_end:
+        hook()
+    run.publish(run.metrics.flush_epoch(run.ran).logger, progress.step)
+    for hook in bus.on_train_epoch_end_late:
+        hook()
+    if completed:
+        run.stepper.end_epoch(progress.epoch + 1)
+        progress.epoch += 1
+        progress.epoch_batch = 0
+    _unite(run)
+    _save_requested(run)
+    if run.requests.signal:
+        _leave_on_signal(run)
+    return schedule.finished(progress) is None and not _stops(run)
+
+
+def validate(run: Fit) -> None:
+    """Run validation; training afterwards is what it would have been without."""
+    assert run.validation is not None
+    run.requests.validation = None
+    run.validated = run.progress.step
+    with preserved_rng(run.strategy.device):
+        run.strategy.sync_buffers(run.module)
+        reduced = evaluate(run.validation, run.progress.epoch)
+    run.publish(reduced.logger, run.progress.step)
+    _pass_time(run, count=False)
+
+
+def check_finite(run: Fit) -> None:
+    """Look at the losses since the last look; the run ends where one of them is NaN or infinite."""
+    losses, first = run.micro.losses, run.finite + 1
+    run.finite = run.progress.step
+    if not losses:
+        return
+    finite = torch.stack([loss.reshape(()).float() for loss in losses]).isfinite()
+    bad = ~finite.any() if run.precision.scales else ~finite.all()  # an overflowed step is skipped, not wrong
+    losses.clear()
+    if bool(bad):  # sync point: losses are looked at where values are read anyway
+        raise NonFiniteError(
+            f"the loss is not finite between steps {first} and {run.progress.step}",
+            found=f"{int((~finite).sum())} of {finite.numel()} losses are NaN or infinite",
+            fix="lower the learning rate, clip gradients, or look for the step with detect_anomaly=True",
+        )
+
+
+def _pass_time(run: Fit, count: bool = True) -> None:
+    now = time.monotonic()
+    if count:
+        run.progress.seconds += now - run.since
+    run.since = now
+
+
+def _unite(run: Fit) -> None:
+    """Give every rank the requests of all of them."""
+    world, requests = run.strategy.world, run.requests
+    if world.size == 1:
+        return
+    rows = world.agree([*requests.pending, float(run.micro.skipped)])
+    stops, validations, signals, saves, skipped = (list(column) for column in zip(*rows, strict=True))
+    if len(set(skipped)) > 1:
+        raise RankError(
+            "training_step returned None on some ranks only",
+            found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
+            fix="return None on every rank or on none; a loss of zero adds nothing either",
+        )
+    requests.signal = int(max(signals))
+    if any(stops) or any(validations):
+        reasons = world.all_gather_object((requests.stop, requests.validation))
+        requests.stop = next((stop for stop, _ in reasons if stop), None)
+        requests.validation = next((validation for _, validation in reasons if validation), None)
+    if any(saves) and not requests.checkpoints:
+        requests.checkpoints.append(("asked for by another rank", None))
+
+
+def _stops(run: Fit) -> bool:
+    """Whether a stop request holds; one that comes before the minimum is dropped, and may be made again."""
+    requests = run.requests
+    if requests.stop is None:
+        return False
+    if run.schedule.may_stop(run.progress):
+        return True
+    requests.stop = None
+    return False
+
+
+def _save_requested(run: Fit) -> None:
+    """One state for everybody who asked at this step."""
+    asked = run.requests.checkpoints
+    if not asked:
+        return
+    plans = [(str(_path(run, request)), bool(request and request.weights_only)) for _, request in asked]
+    plans = run.strategy.world.broadcast(plans)
+    states: dict[bool, dict[str, object]] = {}
+    for path, weights_only in dict(plans).items():
+        if weights_only not in states:
+            states[weights_only] = run.collect(weights_only)
+        save_to(run, Path(path), states[weights_only])
+    for _, request in asked:
+        if request is not None and str(request.path) in dict(plans):
+            request.saved(Path(request.path))
+    asked.clear()
+
+
+def _path(run: Fit, request: CheckpointRequest | None) -> Path:
+    if request is not None:
+        return Path(request.path)
+    return run.run_dir() / "checkpoints" / f"step-{run.progress.step:08d}"
+
+
+def save_to(run: Fit, path: Path, state: dict[str, object]) -> None:
+    """Write one checkpoint: rank 0 writes, the others wait, and all of them learn whether it worked."""
+    world = run.strategy.world
+    problem: str | None = None
+    if world.rank == 0:
+        info = {"epoch": run.progress.epoch, "step": run.progress.step, "world_size": world.size}
+        try:
+            parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
+            write_checkpoint(path, parts, info=info, overwrite=True)
+        except CheckpointError as error:
+            if world.size == 1:
+                raise
+            problem = str(error)
+    problem = world.broadcast(problem)
+    if problem is not None:
+        raise CheckpointError(path, None, problem)
+
+
+def _leave_on_signal(run: Fit) -> None:
+    name = signal.Signals(run.requests.signal).name
+    number, step = run.requests.signal, run.progress.step
+    saved = "nothing to save"
+    if run.checkpoints:
+        began = time.monotonic()
+        run.requests.ask_checkpoint(name, None)
+        _save_requested(run)
+        saved = f"saved step {step} in {time.monotonic() - began:.1f} s"
+    leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
+    run.say(f"{name}: {saved}, {leaving}")
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

@@ -1,0 +1,182 @@
+"""The whole state of a run as one dict, and back: what a checkpoint holds and in which order it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_kit.checkpoint.codec import encode
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.engine.optimize import Optimizers
+from trainer_kit.engine.run import Fit
+
+__all__ = ["collect", "configured", "module_state", "optimizer_state", "plain_hparams", "restore", "restore_optimizer"]
+
+_CONFIGURED: Final = "configured"
+
+
+def module_state(module: Any, epoch: int, step: int) -> dict[str, Any]:
+    """The part that needs no run: weights and hyperparameters."""
+    return {
+        "state_dict": dict(module.state_dict()),
+        "hyper_parameters": plain_hparams(module.hparams)[0],
+        "epoch": epoch,
+        "global_step": step,
+    }
+
+
+def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What of the hyperparameters a checkpoint can hold, and the names of the others, which become their repr."""
+    plain, refused = {}, []
+    for name, value in hparams.items():
+        try:
+            encode(value, {}, at=name, copy=False)
+            plain[name] = value
+        except CheckpointError:
+            plain[name] = {"repr": repr(value)}
+            refused.append(name)
+    return plain, refused
+
+
+def collect(run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_only: bool) -> dict[str, Any]:
+    """The state after the step that was just finished. Every rank must call it.
+
+    Args:
+        run: the fit.
+        callbacks: whose ``state_dict`` is kept, by ``state_key``.
+        datamodule: whose ``state_dict`` is kept, or None.
+        seed: of the order of the data.
+        weights_only: leave out everything but weights and hyperparameters.
+    """
+    progress = run.progress
+    state = module_state(run.module, progress.epoch, progress.step)
+    if not weights_only:
+        made = run.stepper.made
+        names = {id(parameter): name for name, parameter in run.module.named_parameters()}
+        state["optimizer_states"] = [optimizer_state(o, names) for o in made.optimizers]
+        state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
+        state["precision"] = run.precision.state_dict()
+        state["progress"] = progress.state_dict()
+        state["callbacks"] = {c.state_key: dict(c.state_dict()) for c in callbacks if c.state_dict()}
+        state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
+        state["seed"] = seed
+        own = (rng_state(run.strategy.device), run.metrics.state_dict())
+        everyone = run.strategy.world.all_gather_object(own)
+        state["rng"] = [rng for rng, _ in everyone]
+        state["metrics"] = [metrics for _, metrics in everyone]
+    for hook in run.bus.on_save_checkpoint:
+        hook(state)
+    return state
+
+
+def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group as the user configured them; to be called before the first step."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state by parameter name, never by position."""
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        kept = {k: v for k, v in group.items() if k != "params"}
+        groups.append({**kept, "params": [_name(p, names, number, i) for i, p in enumerate(group["params"])]})
+    state = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for i, parameter in enumerate(group["params"]):
+            if parameter in optimizer.state:
+                state[_name(parameter, names, number, i)] = dict(optimizer.state[parameter])
+    started = getattr(optimizer, "_configured_options", None)
+    return {"state": state, "param_groups": groups, _CONFIGURED: started or configured(optimizer)}
+
+
+def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int) -> str:
+    return names.get(id(parameter), f"group{group}.{index}")  # a parameter that is not the module's
+
+
+def restore_optimizer(
+    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
+
+    Returns:
+        Options that keep today's value, by name, of any group.
+    """
+    if len(saved["param_groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            "optimizer_states",
+            "param_groups",
+            f"{len(saved['param_groups'])} groups were saved, the optimizer has {len(optimizer.param_groups)}",
+        )
+    today = configured(optimizer)
+    then = saved.get(_CONFIGURED, today)
+    flat: dict[int, Any] = {}
+    groups, kept_today = [], {}
+    index = 0
+    for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
+        positions = []
+        for i, parameter in enumerate(group["params"]):
+            name = _name(parameter, names, number, i)
+            if name in saved["state"]:
+                flat[index] = saved["state"][name]
+            positions.append(index)
+            index += 1
+        options = {k: v for k, v in old.items() if k != "params"}
+        for key, value in today[number].items():
+            if key not in options or (key in then[number] and not _same(then[number][key], value)):
+                options[key] = value
+                if key in old and key != "initial_lr":
+                    kept_today[key] = value
+                    say(f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint")
+        groups.append({**options, "params": positions})
+    optimizer.load_state_dict({"state": flat, "param_groups": groups})
+    return kept_today
+
+
+def _same(a: Any, b: Any) -> bool:
+    # A checkpoint may hand back a list for a tuple, and learning rates may be tensors.
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return list(a) == list(b)
+    return bool(a == b)
+
+
+def restore(
+    run: Fit, state: Mapping[str, Any], made: Optimizers, callbacks: list[Any], datamodule: Any, strict: bool
+) -> None:
+    """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``."""
+    for hook in run.bus.on_load_checkpoint:
+        hook(state)
+    run.module.load_state_dict(state["state_dict"], strict=strict)
+    if "optimizer_states" not in state:
+        return  # weights only
+    names = {id(parameter): name for name, parameter in run.module.named_parameters()}
+    if len(state["optimizer_states"]) != len(made.optimizers):
+        raise CheckpointError(
+            "optimizer_states",
+            None,
+            f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured",
+        )
+    changed: dict[int, dict[str, Any]] = {}
+    for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
+        changed[id(optimizer)] = restore_optimizer(optimizer, saved, names, run.say)
+    for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=False):
+        base = getattr(config.scheduler, "base_lrs", None)
+        config.scheduler.load_state_dict(dict(saved))
+        if base is not None and "lr" in changed.get(id(config.optimizer), {}):
+            config.scheduler.base_lrs = base
+    run.precision.load_state_dict(state["precision"])
+    run.progress.load_state_dict(state["progress"])
+    for callback in callbacks:
+        if callback.state_key in state["callbacks"]:
+            callback.load_state_dict(state["callbacks"][callback.state_key])
+    if datamodule is not None and state["datamodule"]:
+        datamodule.load_state_dict(state["datamodule"])
+    rank = run.strategy.world.rank
+    run.metrics.load_state_dict(state["metrics"][rank if rank < len(state["metrics"]) else 0])
+    if len(state["rng"]) == run.strategy.world.size:
+        restore_rng(state["rng"][rank], run.strategy.device)
+    else:
+        run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")

@@ -1,0 +1,281 @@
+"""One verb of a Trainer from the first hook to the last: set up, hand over, tear down whatever happened."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+
+from trainer_kit.checkpoint.codec import encode
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.errors import ConfigurationError, DataError
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.engine.bus import Bus, sorted_callbacks
+from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
+from trainer_kit.engine.evaluate import Evaluation, evaluate
+from trainer_kit.engine.loaders import find_loaders
+from trainer_kit.engine.resume import find_checkpoint, load_weights, read_state
+from trainer_kit.engine.run import Fit
+from trainer_kit.engine.state import plain_hparams, restore
+from trainer_kit.engine.unwind import Unwinding
+
+__all__ = ["Verb"]
+
+
+@final
+class Verb:
+    """A context: everything a verb needs is up inside it, and everybody is told and cleaned up behind it.
+
+    Args:
+        trainer: whose verb.
+        stage: fit, validate, test or predict.
+        model: the module, or None for the one fitted last.
+        loaders: as the user gave them; a DataModule counts as ``datamodule``.
+        datamodule: as the user gave it.
+    """
+
+    def __init__(self, trainer: Any, stage: str, model: Any, loaders: Any, datamodule: Any) -> None:
+        if isinstance(loaders, DataModule):
+            if datamodule is not None:
+                raise ConfigurationError("the datamodule is given twice", fix="pass it as datamodule= only")
+            loaders, datamodule = None, loaders
+        self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
+        self.fitted = model is None
+        self.module = trainer.module if model is None else model
+        if self.module is None:
+            raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
+        check_module(self.module, stage)
+        self.unwinding = Unwinding()
+        self.bus: Bus
+
+    def __enter__(self) -> Verb:
+        try:
+            self._set_up()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.unwinding.__exit__(kind, error, traceback)
+
+    def _set_up(self) -> None:
+        trainer, module, stage = self.trainer, self.module, self.stage
+        if trainer.state_verb:
+            raise ConfigurationError(f"{stage} inside {trainer.state_verb}", fix="wait for the first to return")
+        trainer.strategy.start()
+        trainer.state_verb, trainer.module = stage, module
+        self.unwinding.cleanup.append(self._leave)
+        trainer.metrics.group = trainer.strategy.data
+        if stage == "fit":
+            trainer.begin_fit()
+        trainer.agree_on_run()
+        trainer.datamodule = self.datamodule
+        module.trainer = trainer
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+        self._add_callbacks()
+        self.bus = Bus(trainer, module, trainer.callbacks, self.datamodule, trainer.metrics)
+        for hook in self.bus.on_exception:
+            self.unwinding.failed.append(hook)
+        self._plan_teardown()
+        prepare_data(trainer, module, self.datamodule, stage)
+        self._call_configure_model()
+
+    def _add_callbacks(self) -> None:
+        """Callbacks that belong to the module replace the Trainer's of the same class."""
+        own = self.module.configure_callbacks()
+        own = list(own) if isinstance(own, (list, tuple)) else [own]
+        if own:
+            kinds = {type(callback) for callback in own}
+            before = self.trainer.callbacks
+            self.trainer._callbacks = sorted_callbacks([*(c for c in before if type(c) not in kinds), *own])
+            self.unwinding.cleanup.append(lambda error: setattr(self.trainer, "_callbacks", before))
+
+    def _plan_teardown(self) -> None:
+        trainer, module, stage, datamodule = self.trainer, self.module, self.stage, self.datamodule
+        calls: list[Callable[[], Any]] = []
+        if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
+            calls.append(lambda: datamodule.teardown(stage))
+        calls += [_teardown(callback, trainer, module, stage) for callback in trainer.callbacks]
+        if is_overridden("teardown", module, DataHooks):
+            calls.append(lambda: module.teardown(stage))
+        # Ahead of `_leave`: teardown hooks still see the trainer at work.
+        self.unwinding.cleanup[:0] = [_ignoring_error(call) for call in calls]
+
+    def _leave(self, error: BaseException | None) -> None:
+        trainer = self.trainer
+        status = "success" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        trainer.state_verb = ""
+        trainer.metrics.leave()
+        trainer.metrics.hook = ""
+        trainer.sanity_checking = False
+        if self.stage == "fit":
+            trainer.strategy.stop()
+            if trainer.run is not None:
+                trainer.run.requests.wake = _nobody
+        if trainer.is_global_zero:
+            for logger in [*trainer.loggers, trainer.journal]:
+                if hasattr(logger, "finalize"):
+                    logger.finalize(status)
+
+    def _call_configure_model(self) -> None:
+        with self.trainer.precision_plugin.init_context(), torch.device(self.trainer.strategy.device):
+            self.module.configure_model()
+
+    def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
+        """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
+        trainer, module = self.trainer, self.module
+        path = find_checkpoint(trainer, ckpt_path)
+        state = None if path is None else read_state(path, weights_only)
+        if state is not None and trainer.seed is None:
+            trainer.data_seed = state.get("seed", trainer.data_seed)
+        loaders = find_loaders("fit", self.loaders, module, self.datamodule)
+        if loaders is None:
+            raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
+        trainer.train_dataloader = loaders
+        self.unwinding.cleanup.append(_switched(trainer.switches))
+        if trainer.switches["sync_batchnorm"]:
+            self.module = module = _sync_batchnorm(module, trainer.strategy)
+        run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
+        trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
+        if state is not None:
+            strict = module.strict_loading
+            restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict)
+            trainer.print(f"resuming from step {trainer.progress.step} ({path})")
+        if run.checkpoints:
+            _dry_run(trainer)
+        if trainer.strategy.world.size == 1:
+            run.requests.wake = run.wake
+        asleep = trainable_in_eval(module)
+        if asleep:
+            trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(asleep[:5])}")
+        self._log_hyperparameters()
+        for hook in self.bus.on_fit_start:
+            hook()
+        self._check_sanity(run)
+        return run
+
+    def finish(self) -> None:
+        """Training ended by itself."""
+        for hook in self.bus.on_fit_end:
+            hook()
+
+    def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
+        """Build the evaluation, with the weights that are asked for."""
+        trainer, module = self.trainer, self.module
+        if ckpt_path is None and self.fitted and trainer.checkpoint_callback is not None:
+            ckpt_path = "best" if trainer.checkpoint_callback.best_model_path else None
+        path = find_checkpoint(trainer, ckpt_path)
+        trainer.precision_plugin.convert_module(module)
+        if path is not None:
+            load_weights(module, path, self.bus)
+        trainer.strategy.place_module(module)
+        loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
+        if loaders is None:
+            name = {"validate": "val"}.get(self.stage, self.stage)
+            raise DataError(
+                f"there is nothing to {self.stage} on", fix=f"pass dataloaders=, or define {name}_dataloader()"
+            )
+        run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
+        trainer.num_val_batches = _counts(run)
+        return run
+
+    def _log_hyperparameters(self) -> None:
+        trainer = self.trainer
+        values: dict[str, Any] = {}
+        for owner in (self.datamodule, self.module):
+            if owner is not None and vars(owner).get("_log_hparams"):
+                values.update(owner.hparams)
+        if values and trainer.is_global_zero:
+            for logger in [*trainer.loggers, *([trainer.journal] if trainer.journal is not None else [])]:
+                if hasattr(logger, "log_hyperparams"):
+                    logger.log_hyperparams(values)
+
+    def _check_sanity(self, run: Fit) -> None:
+        """Try a few validation batches, so that a mistake in them shows before hours of training."""
+        trainer, steps = self.trainer, self.trainer.settings.sanity_steps
+        if run.validation is None or steps == 0 or trainer.progress.step > 0:
+            return
+        full = run.validation.limits
+        if steps > 0:
+            run.validation.limits = [steps if limit is None else min(limit, steps) for limit in full]
+        trainer.sanity_checking = True
+        with preserved_rng(trainer.strategy.device):
+            for hook in self.bus.on_sanity_check_start:
+                hook()
+            evaluate(run.validation)
+            for hook in self.bus.on_sanity_check_end:
+                hook()
+        trainer.sanity_checking = False
+        run.validation.limits = full
+        trainer.metrics.forget()
+        wake, run.requests.wake = run.requests.wake, _nobody
+        run.requests.clear()
+        run.requests.wake = wake
+
+
+def _counts(run: Evaluation) -> list[int | float]:
+    return [float("inf") if limit is None else limit for limit in run.limits]
+
+
+def _teardown(callback: Any, trainer: Any, module: Any, stage: str) -> Callable[[], Any]:
+    return lambda: callback.teardown(trainer, module, stage)
+
+
+def _ignoring_error(call: Callable[[], Any]) -> Callable[[BaseException | None], Any]:
+    return lambda error: call()
+
+
+def _nobody() -> None:
+    """Nobody is waiting."""
+
+
+def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None]:
+    """Set torch's global switches for this fit; returns what puts them back."""
+    deterministic, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    anomaly, benchmark = torch.is_anomaly_enabled(), torch.backends.cudnn.benchmark
+    if switches["deterministic"]:
+        torch.use_deterministic_algorithms(True, warn_only=switches["deterministic"] == "warn")
+    if switches["benchmark"] is not None:
+        torch.backends.cudnn.benchmark = switches["benchmark"]
+    if switches["detect_anomaly"]:
+        torch.autograd.set_detect_anomaly(True)
+
+    def back(error: BaseException | None) -> None:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.autograd.set_detect_anomaly(anomaly)
+
+    return back
+
+
+def _sync_batchnorm(module: nn.Module, strategy: Any) -> Any:
+    if strategy.device.type == "cpu":
+        raise ConfigurationError(
+            "torch's SyncBatchNorm does not run on the CPU", found="sync_batchnorm=True", fix="leave it out here"
+        )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+
+
+def _dry_run(trainer: Any) -> None:
+    """Find what a checkpoint cannot hold before the first step, not at the first save."""
+    state = trainer.collect_state(False)
+    encode(state, {}, copy=False)
+    refused = plain_hparams(trainer.module.hparams)[1]
+    if refused:
+        trainer.print(
+            f"hyperparameters that a checkpoint holds by their repr only: {', '.join(refused)}"
+            " (load_from_checkpoint will ask for them)"
+        )

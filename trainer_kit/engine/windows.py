@@ -1,0 +1,158 @@
+"""From the feed to windows: k micro-batches, what each of them weighs, and the same windows on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any, final
+
+from trainer_kit.core.errors import DataError
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Group
+from trainer_kit.data import EMPTY, Feed, size_reader
+from trainer_kit.engine.micro import Micro
+
+__all__ = ["Windows"]
+
+
+@final
+class Windows:
+    """Loads windows into a `Micro`.
+
+    The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over the micro-batches of the window and all data ranks; an
+    engine that divides by ``divisor`` gets each loss times ``w_i * divisor / sum(w_i)``. Nothing is multiplied where
+    that is 1 by construction, and nothing is exchanged where the weights of all ranks are known beforehand.
+
+    Args:
+        feed: this rank's batches.
+        micro: is loaded.
+        group: the data ranks.
+        divisor: by what the engine divides the sum over the ranks.
+        loss_weight: the user's, or None for the number of samples.
+        weighting: False for the mean of means.
+        ahead: wraps an iterator so that batches move to the device ahead of time, or None.
+
+    Attributes:
+        length: micro-batches of a window, from the next one on.
+        limit: micro-batches of an epoch, or None where nobody knows.
+        budget: how many more micro-batches the run will take, as far as anybody knows; None for no limit.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        micro: Micro,
+        group: Group,
+        divisor: int,
+        *,
+        loss_weight: Callable[[Any], Any] | None = None,
+        weighting: bool = True,
+        limit: int | None = None,
+        ahead: Callable[[Iterable[Any]], Iterator[Any]] | None = None,
+    ) -> None:
+        self.feed, self.micro, self.group, self.divisor = feed, micro, group, divisor
+        self.loss_weight, self.weighting, self.limit, self.ahead = loss_weight, weighting, limit, ahead
+        self.length = 1
+        self.budget: int | None = None
+        self._size: Callable[[Any], int] | None = None
+
+    def epoch(self, progress: Progress) -> Iterator[Micro]:
+        """The windows of the running epoch, from where ``progress`` stands."""
+        micro = self.micro
+        start = progress.epoch_batch
+        batches: Iterator[Any] = iter(self.feed.epoch(progress.epoch, start))
+        if self.limit is not None:
+            batches = islice(batches, self.limit - start)
+        if self.ahead is not None:
+            batches = self._ahead(map(self._sized, batches))
+        size = self._window_size
+        while True:
+            window = list(islice(batches, self.length))
+            if self.group.size == 1:
+                if not window:
+                    return
+                self._load_alone(window, size)
+            elif not self._load_together(window, start):
+                return
+            micro.first = start
+            micro.fresh, micro.contributed = True, False
+            start += micro.count
+            yield micro
+
+    def _ahead(self, sized: Iterator[Any]) -> Iterator[Any]:
+        """Batches move while the device works; nothing is read and thrown away where the run ends inside the epoch."""
+        assert self.ahead is not None
+        for part in (islice(sized, self.budget), sized) if self.budget is not None else (sized,):
+            yield from self.ahead(part)
+
+    def _load_alone(self, window: list[Any], size: Callable[[Any], int]) -> None:
+        micro = self.micro
+        count = micro.count = len(window)
+        if self.ahead is not None:
+            micro.sizes = [item[0] for item in window]
+            micro.weights = [item[1] for item in window]
+            window = [item[2] for item in window]
+        elif count == 1 and self.loss_weight is None:
+            micro.sizes[0] = micro.weights[0] = size(window[0])
+            micro.batches, micro.factors = window, None
+            return
+        else:
+            micro.sizes = [size(batch) for batch in window]
+            micro.weights = [self._weigh(batch, n) for batch, n in zip(window, micro.sizes, strict=True)]
+        micro.batches = window
+        self._weigh_window(micro.weights, sum(micro.weights))
+
+    def _load_together(self, window: list[Any], start: int) -> bool:
+        """Load this rank's share; False once no rank has anything left. Windows are equally long on every rank."""
+        micro = self.micro
+        items = window if self.ahead is not None else [self._sized(batch) for batch in window]
+        known = [self.feed.samples(start + i) for i in range(len(items))] if self.feed.even else [None]
+        counted = self.loss_weight is None or not self.weighting
+        if self.feed.even and counted and None not in known:
+            if not items:
+                return False
+            micro.sizes = [n for n in known if n is not None]
+            total: float = sum(micro.sizes)
+        else:
+            mine = [float(len(items)), sum(item[1] for item in items), float(sum(item[0] for item in items))]
+            rows = self.group.agree(mine)  # one small exchange on the CPU
+            longest, total = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
+            if longest == 0:
+                return False
+            items += [(0, 0.0, None)] * (longest - len(items))
+            samples = round(sum(row[2] for row in rows))
+            micro.sizes = [samples // longest] * longest
+            micro.sizes[-1] += samples % longest
+        micro.count = len(items)
+        micro.weights = [item[1] for item in items]
+        micro.batches = [item[2] for item in items]
+        self._weigh_window(micro.weights, total)
+        return True
+
+    def _weigh_window(self, weights: list[float], total: float) -> None:
+        self.micro.factors = self._factors(weights, total)
+        if self.loss_weight is not None:
+            self.micro.tokens = round(total)
+
+    def _factors(self, weights: list[float], total: float) -> list[float] | None:
+        if not self.weighting:
+            return None if len(weights) == 1 else [1 / len(weights)] * len(weights)
+        if total <= 0:
+            raise DataError("a window weighs nothing", found=f"weights {weights}", fix="loss_weight must be positive")
+        factors = [weight * self.divisor / total for weight in weights]
+        return None if all(factor == 1.0 for factor in factors) else factors
+
+    def _sized(self, batch: Any) -> tuple[int, float, Any]:
+        if batch is EMPTY:
+            return 0, 0.0, None
+        size = self._window_size(batch)
+        return size, self._weigh(batch, size), batch
+
+    def _weigh(self, batch: Any, size: int) -> float:
+        # On the host batch, before it moves: reading a tensor here waits for nothing.
+        return float(size if self.loss_weight is None else self.loss_weight(batch))
+
+    def _window_size(self, batch: Any) -> int:
+        if self._size is None:
+            self._size = size_reader(batch)
+        return self._size(batch)

@@ -1,0 +1,136 @@
+"""The words for the parts of a run and what they stand for, shared by the two composition roots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from trainer_kit.core.environment import Environment, count_devices, pick_device
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.protocols import Logger, Precision, Strategy
+from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, STRATEGIES
+from trainer_kit.precision import make_precision
+from trainer_kit.precision.native import NAMES
+
+__all__ = ["choose_loggers", "choose_precision", "choose_strategy"]
+
+_DDP = "trainer_kit.strategies.ddp:DDPStrategy"
+for _word in ("ddp", "ddp_notebook", "ddp_fork", "ddp_spawn"):
+    STRATEGIES.register(_word, _DDP)
+for _word in ("find_unused_parameters_true", "find_unused_parameters_false", "static_graph"):
+    STRATEGIES.register(f"ddp_{_word}", _DDP)
+STRATEGIES.register("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
+for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
+    LOGGERS.register(_word, f"trainer_kit.loggers:{_name}")
+LOGGERS.register("jsonl", "trainer_kit.loggers:JSONLLogger")
+for _word, _name in (
+    ("accumulation", "GradientAccumulation"),
+    ("checkpoint", "ModelCheckpoint"),
+    ("progress_bar", "TQDMProgressBar"),
+    ("summary", "ModelSummary"),
+    ("timer", "Timer"),
+    ("function", "FunctionCallback"),
+):
+    CALLBACKS.register(_word, f"trainer_kit.callbacks:{_name}")
+READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
+
+_FORKED = ("ddp_notebook", "ddp_fork", "ddp_spawn")
+
+
+def choose_strategy(
+    strategy: Any, accelerator: str, devices: Any, num_nodes: int, environment: Environment
+) -> tuple[Strategy, int, str | None]:
+    """The strategy, how many processes it runs on here, and how they are to be started.
+
+    Args:
+        strategy: a registered word, a strategy object, or ``"auto"``: data parallel where there are several processes.
+        accelerator: ``"auto"``, ``"cpu"``, or what torch calls the device.
+        devices: how many on each node, or which.
+        num_nodes: how many machines.
+        environment: where this process stands.
+
+    Returns:
+        The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
+    """
+    wanted = count_devices(devices, accelerator)
+    explicit = devices not in ("auto", -1, "-1")
+    local = environment.launched and explicit and wanted == 1 and environment.local_world_size > 1
+    world = environment.world_size if environment.launched and not local else wanted * num_nodes
+    if environment.launched and not local and explicit and wanted * num_nodes != environment.world_size:
+        raise StrategyError(
+            "the processes that were launched are not the ones that were asked for",
+            found=f"{environment.world_size} ({environment.source}), devices={devices!r}, num_nodes={num_nodes}",
+            fix=f"pass devices={environment.world_size // max(1, num_nodes)}, or leave devices out",
+        )
+    if not environment.launched and num_nodes > 1:
+        raise StrategyError(
+            "several machines need a launcher on each",
+            found=f"num_nodes={num_nodes} in a process without a rank",
+            fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
+        )
+    word = strategy if isinstance(strategy, str) else type(strategy).__name__
+    if strategy == "auto":
+        word = "ddp" if world > 1 else "single_device"
+    elif strategy in ("single_device", None) and world > 1:
+        raise StrategyError(
+            "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
+        )
+    device = pick_device(accelerator, environment.local_rank, devices)
+    made = strategy if not isinstance(strategy, str) and strategy is not None else _make_strategy(word, device)
+    made.device = device
+    start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
+    return made, wanted, start
+
+
+def _make_strategy(word: str, device: Any) -> Strategy:
+    made: Strategy
+    if word.startswith("ddp_find_unused_parameters_"):
+        made = STRATEGIES.get(word)(device, find_unused_parameters=word.endswith("true"))
+    elif word == "ddp_static_graph":
+        made = STRATEGIES.get(word)(device, static_graph=True)
+    else:
+        made = STRATEGIES.get(word)(device)
+    return made
+
+
+def choose_precision(precision: Any, plugins: Any, device_type: str) -> Precision:
+    """The precision behind a word of Lightning's or Accelerate's, a registered name, or an object."""
+    objects = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
+    for plugin in objects:
+        if not hasattr(plugin, "forward_context"):
+            raise ConfigurationError(
+                "this plugin is not understood",
+                found=type(plugin).__name__,
+                fix="pass precisions; the rest has arguments",
+            )
+        if precision is not None:
+            raise ConfigurationError("precision is given twice", found=f"precision={precision!r} and plugins=...")
+        precision = plugin
+    if precision is not None and not isinstance(precision, (str, int)):
+        return precision  # type: ignore[no-any-return]
+    word = "32-true" if precision is None else str(precision)
+    if word.lower() not in NAMES and word in PRECISIONS.names():
+        made: Precision = PRECISIONS.get(word)()
+        return made
+    return make_precision(word, device_type)
+
+
+def choose_loggers(logger: Any, root: str) -> list[Any]:
+    """The loggers behind True, False, None, words and objects.
+
+    Args:
+        logger: None or True for TensorBoard, False for none, or one or several words or objects.
+        root: the directory for loggers made here.
+    """
+    if logger is False:
+        return []
+    if logger in (None, True):
+        return [LOGGERS.get("tensorboard")(root)]
+    several: Iterable[Any] = logger if isinstance(logger, Sequence) and not isinstance(logger, str) else [logger]
+    made = [LOGGERS.get(one)(root) if isinstance(one, str) else one for one in several]
+    for one in made:
+        if not isinstance(one, Logger):
+            raise ConfigurationError(
+                "this is no logger", found=type(one).__name__, fix="give it a method log_metrics(metrics, step)"
+            )
+    return made

@@ -1,0 +1,251 @@
+"""Precisions that torch brings: whole models in one dtype, and autocast with or without loss scaling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.core.protocols import Precision
+
+__all__ = ["NAMES", "MixedPrecision", "TruePrecision", "make_precision"]
+
+_DTYPES: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+NAMES: Final = {
+    "64-true": "64-true",
+    "64": "64-true",
+    "32-true": "32-true",
+    "32": "32-true",
+    "no": "32-true",
+    "bf16-true": "bf16-true",
+    "16-true": "16-true",
+    "bf16-mixed": "bf16-mixed",
+    "bf16": "bf16-mixed",
+    "16-mixed": "16-mixed",
+    "16": "16-mixed",
+    "fp16": "16-mixed",
+}
+"""Lightning's words, Accelerate's words, and what they mean."""
+_ELSEWHERE: Final = {
+    "transformer-engine": "it needs Transformer Engine on an NVIDIA GPU",
+    "fp8": "it needs an fp8 engine",
+    "nf4": "it needs a quantisation engine",
+    "int8": "it needs a quantisation engine",
+}
+
+
+@final
+class TruePrecision:
+    """Parameters, buffers, batches and layers made in ``configure_model`` all in one dtype; nothing is scaled.
+
+    Args:
+        dtype: float64, float32, bfloat16 or float16.
+
+    Example:
+        >>> TruePrecision(torch.bfloat16).name
+        'bf16-true'
+    """
+
+    scales = False
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self.name = f"{ {v: k for k, v in _DTYPES.items()}[dtype] }-true"
+        # float32 is what torch makes by itself: a module that mixes dtypes on purpose is then left alone.
+        self.converts_batch = dtype is not torch.float32
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Cast floating-point parameters and buffers, in place."""
+        if self.converts_batch:
+            module.to(self.dtype)
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Cast the floating-point tensors of a batch."""
+        return apply_to_collection(batch, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """The default dtype, for tensors that a step makes; none is needed for float32."""
+        return _DefaultDtype(self.dtype) if self.converts_batch else None
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are made in this dtype at once."""
+        return _default_dtype(self.dtype) if self.converts_batch else nullcontext()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss itself."""
+        return loss
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Nothing is scaled."""
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+        """Run ``step``."""
+        step()
+        return True
+
+    def end_step(self) -> None:
+        """Nothing to update."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to restore."""
+
+
+@final
+class MixedPrecision:
+    """Autocast: float32 weights, and the forward in bfloat16 or float16 where that is safe.
+
+    float16 gradients underflow, so the loss is scaled by ``torch.amp.GradScaler``: gradients are unscaled once for
+    each optimizer, an optimizer whose gradients overflowed is not stepped, and the scale is adapted once all
+    optimizers of the step are through. The scaler reads one flag on the host each step; that is its nature.
+    Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; https://pytorch.org/docs/stable/amp.html.
+
+    Args:
+        dtype: bfloat16 or float16.
+        device_type: where the forward runs, as in ``torch.device.type``.
+        scaler: a GradScaler of your own; only with float16.
+
+    Example:
+        >>> MixedPrecision(torch.bfloat16, "cpu").name
+        'bf16-mixed'
+    """
+
+    converts_batch = False
+
+    def __init__(self, dtype: torch.dtype, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
+        self.dtype, self.device_type = dtype, device_type
+        self.name = f"{ {v: k for k, v in _DTYPES.items()}[dtype] }-mixed"
+        self.scales = dtype is torch.float16
+        if scaler is not None and not self.scales:
+            raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
+        self.scaler = scaler or (torch.amp.GradScaler(device_type) if self.scales else None)
+        self._seen: dict[int, _SeenOptimizer] = {}
+        self._unscaled: set[int] = set()
+        self._stepped: set[int] = set()
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Weights stay as they are."""
+
+    def convert_batch(self, batch: Any) -> Any:
+        """Batches stay as they are."""
+        return batch
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """Autocast."""
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are made in float32."""
+        return nullcontext()
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        """The loss times the scale; the scale adapts first if a step of this turn has been finished (manual mode)."""
+        if self.scaler is None:
+            return loss
+        if self._stepped and self._unscaled <= self._stepped:
+            self.end_step()
+        scaled: Tensor = self.scaler.scale(loss)
+        return scaled
+
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        """Undo the scale on this optimizer's gradients, once a step."""
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self._unscaled.add(id(optimizer))
+            if _has_gradients(optimizer):
+                seen = self._seen.setdefault(id(optimizer), _SeenOptimizer(optimizer))
+                self.scaler.unscale_(seen)  # type: ignore[arg-type]
+
+    def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
+        """Run ``step`` unless this optimizer's gradients overflowed."""
+        if self.scaler is None or not _has_gradients(optimizer):
+            step()
+            return True
+        self.unscale_gradients(optimizer)
+        self._stepped.add(id(optimizer))
+        seen = self._seen[id(optimizer)]
+        seen.run = step
+        return self.scaler.step(seen) is not None  # type: ignore[arg-type]
+
+    def end_step(self) -> None:
+        """Adapt the scale."""
+        if self._stepped and self.scaler is not None:
+            self.scaler.update()
+        self._stepped.clear()
+        self._unscaled.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its counters."""
+        return {} if self.scaler is None else self.scaler.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; nothing without a scaler, or from a run without one."""
+        if self.scaler is not None and state:
+            self.scaler.load_state_dict(dict(state))
+
+
+class _SeenOptimizer:
+    """An optimizer as GradScaler sees it, whose ``step`` says that it ran: the sign of a skip that costs no read."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.run: Callable[[], Any] = optimizer.step
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    def step(self) -> bool:
+        self.run()
+        return True
+
+
+class _DefaultDtype:
+    """`torch.set_default_dtype` as a context that can be entered again and again without an allocation."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __enter__(self) -> None:
+        self.before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+
+    def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self.before)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Any:
+    with _DefaultDtype(dtype):
+        yield
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def make_precision(name: str | int, device_type: str) -> Precision:
+    """The precision behind Lightning's or Accelerate's word for it.
+
+    Args:
+        name: one of `NAMES`.
+        device_type: where it will run.
+
+    Raises:
+        PrecisionError: for an unknown word, or one that cannot run here.
+    """
+    word = str(name).lower()
+    if word in _ELSEWHERE:
+        raise PrecisionError(f"precision {word!r} cannot run here", found=_ELSEWHERE[word], fix='use "bf16-mixed"')
+    if word not in NAMES:
+        raise PrecisionError(f"unknown precision {name!r}", fix=did_you_mean(word, NAMES))
+    bits, kind = NAMES[word].split("-")
+    return TruePrecision(_DTYPES[bits]) if kind == "true" else MixedPrecision(_DTYPES[bits], device_type)

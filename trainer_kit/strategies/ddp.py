@@ -1,0 +1,251 @@
+"""Data parallel: every rank has the whole model, torch's DistributedDataParallel averages the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.process_group import ProcessGroup, average_gradients, broadcast_buffers, join_world
+
+__all__ = ["DDPStrategy"]
+
+
+@final
+class DDPStrategy:
+    """torch's DistributedDataParallel (Li et al., VLDB 2020; https://pytorch.org/docs/stable/notes/ddp.html).
+
+    Gradients are exchanged once an optimizer step: not at all inside an accumulation window. A rank that has no data
+    for a window takes part in the exchange with zeros, so uneven ranks finish together.
+
+    Args:
+        device: where this rank computes; the Trainer fills it in.
+        find_unused_parameters: let parameters that a step does not use count as ready.
+        static_graph: the graph never changes: allows more overlap.
+        gradient_as_bucket_view: gradients live inside the exchange buffers: less memory, no copy.
+        broadcast_buffers: buffers follow rank 0's at each exchange.
+        bucket_cap_mb: size of an exchange buffer in MiB; torch's default when None.
+        ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook as torch's ``register_comm_hook`` takes.
+        ddp_comm_state: the state of that hook.
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
+        timeout: how long a collective may take.
+    """
+
+    name = "ddp"
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        ddp_comm_hook: str | Callable[..., Any] | None = None,
+        ddp_comm_state: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in ("fp16", "bf16", "powersgd"):
+            raise StrategyError(
+                "unknown communication hook", found=repr(ddp_comm_hook), fix='use "fp16", "bf16", "powersgd"'
+            )
+        self.device = torch.device(device)
+        self.wrapper_options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
+        self.comm_hook, self.comm_state = ddp_comm_hook, ddp_comm_state
+        self.backend, self.timeout = process_group_backend, timeout
+        self._step = _Step(nn.Module())
+        self._ddp: DistributedDataParallel | None = None
+        self._backward: Literal["one", "several", "manual"] = "one"
+
+    @property
+    def gradient_divisor(self) -> int:
+        """DDP averages over the ranks."""
+        return self.world.size
+
+    def start(self) -> None:
+        """Join the process group, or make one."""
+        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        self.data = self.world
+
+    def stop(self) -> None:
+        """Let go of the wrapper and its hooks on the parameters; the process group stays until the process ends."""
+        self._ddp = None
+        self._step = _Step(nn.Module())
+
+    def place_module(self, module: nn.Module) -> None:
+        """Move the module, and give every rank rank 0's weights."""
+        module.to(self.device)
+        for parameter in module.parameters():
+            self.world.broadcast(parameter.data)
+        broadcast_buffers(module, self.world)
+
+    def prepare_module(self, module: nn.Module, manual: bool) -> None:
+        """Move and wrap; every rank gets rank 0's weights."""
+        self._backward = "manual" if manual else "one"
+        if not any(p.requires_grad for p in module.parameters()):
+            self.place_module(module)
+            return
+        module.to(self.device)
+        options = dict(self.wrapper_options)
+        if manual and not options["static_graph"]:
+            # Each backward reaches the parameters of its own optimizer only.
+            options["find_unused_parameters"] = True
+        self._step = _Step(module)
+        self._ddp = DistributedDataParallel(self._step, **options)
+        if self.comm_hook is not None:
+            _register_comm_hook(self._ddp, self.comm_hook, self.comm_state)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Parameters are the very same objects."""
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """Through the wrapper, whose forward arms the exchange; unless each backward arms it, or there are several.
+
+        Several backward passes a micro-batch are exchanged once, after the last of the window: the wrapper counts on
+        each parameter being ready once.
+        """
+        if several:
+            self._backward = "several"
+        if self._ddp is None or self._backward != "one":
+            return method
+        self._step.redirect(method)
+        return self._ddp
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's own step."""
+        return optimizer.step
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """One micro-batch after the other; gradients are exchanged during the last backward."""
+        last = micro.count - 1
+        for index in range(micro.count):
+            micro.begin(index)
+            if self._backward == "one" and self._ddp is not None:
+                if index == last:
+                    self._with_exchange(micro, index)
+                else:
+                    with self._ddp.no_sync():
+                        _without_exchange(micro, index)
+            else:
+                _without_exchange(micro, index)
+                if index == last and self._backward == "several":
+                    average_gradients(self._step.parameters(), self.world)
+            micro.end(index)
+
+    def _with_exchange(self, micro: MicroSteps, index: int) -> None:
+        loss = micro.forward(index)
+        if loss is not None:
+            micro.backward(index, loss)
+            return
+        assert self._ddp is not None
+        with self._step.adding_nothing():
+            self._ddp().backward()
+
+    def arm(self, loss: Tensor) -> None:
+        """Manual optimization: the next backward, of ``loss``, exchanges gradients."""
+        if self._ddp is not None:
+            self._ddp.require_backward_grad_sync = True
+            self._ddp.reducer.prepare_for_backward([loss])
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """Clip by norm or by value: every rank has the whole gradients."""
+        clip_gradients(parameters, value, algorithm)
+
+    def sync_buffers(self, module: nn.Module) -> None:
+        """Running statistics follow rank 0's, as in its checkpoints."""
+        broadcast_buffers(module, self.world)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.world.barrier()
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """A value of rank ``src`` for everyone."""
+        return self.world.broadcast(value, src)
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        on = ", ".join(name for name, value in self.wrapper_options.items() if value is True)
+        size = f" over {self.world.size} ranks" if hasattr(self, "world") else ""
+        return f"DistributedDataParallel{size} on {self.device.type}: {on}"
+
+
+def _without_exchange(micro: MicroSteps, index: int) -> None:
+    loss = micro.forward(index)
+    if loss is not None:
+        micro.backward(index, loss)
+
+
+class _Step(nn.Module):
+    """What DDP wraps: the module, with ``training_step`` where DDP looks for ``forward``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def redirect(self, method: Callable[..., Any]) -> None:
+        # Into __dict__, so that DDP's call lands in the user's method without a frame of ours between.
+        self.__dict__["forward"] = method
+
+    def adding_nothing(self) -> _AddingNothing:
+        return _AddingNothing(self)
+
+
+class _AddingNothing:
+    """The forward is, for a moment, one that reaches every parameter and gives each a gradient of zeros."""
+
+    def __init__(self, step: _Step) -> None:
+        self.step = step
+
+    def __enter__(self) -> None:
+        self.method = self.step.__dict__.get("forward")
+        parameters = [p for p in self.step.parameters() if p.requires_grad]
+        # The sum of no elements: exact zeros, whatever the weights are.
+        self.step.__dict__["forward"] = lambda: sum(p.reshape(-1)[:0].sum() for p in parameters)
+
+    def __exit__(self, *error: object) -> None:
+        self.step.__dict__["forward"] = self.method
+
+
+def _register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    if hook == "fp16":
+        ddp.register_comm_hook(state, default_hooks.fp16_compress_hook)
+    elif hook == "bf16":
+        ddp.register_comm_hook(state, _bf16_hook)
+    elif hook == "powersgd":
+        ddp.register_comm_hook(state or powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    else:
+        ddp.register_comm_hook(state, hook)  # type: ignore[arg-type]
+
+
+def _bf16_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+    """Exchange in bfloat16 on any backend; torch's own hook of this name asks for NCCL although gloo can do it."""
+    buffer = bucket.buffer()
+    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+    future = dist.all_reduce(compressed, async_op=True).get_future()
+
+    def decompress(done: torch.futures.Future[Any]) -> Tensor:
+        averaged: Tensor = buffer.copy_(done.value()[0])
+        return averaged
+
+    exchanged: torch.futures.Future[Tensor] = future.then(decompress)
+    return exchanged

@@ -1,0 +1,138 @@
+"""A `Group` of processes over torch.distributed."""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+
+__all__ = ["ProcessGroup", "average_gradients", "broadcast_buffers", "join_world"]
+
+
+def join_world(device: torch.device, backend: str | None, timeout: timedelta) -> ProcessGroup:
+    """Join the process group of the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, …), or reuse it.
+
+    Args:
+        device: where this rank computes.
+        backend: torch's name; by default what torch takes for this device, with gloo for the CPU beside it.
+        timeout: how long a collective may take.
+    """
+    if not dist.is_initialized():
+        if backend is None and device.type == "cpu":
+            backend = "gloo"
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except ValueError as error:
+            raise StrategyError(
+                "this process has no rank: the process group cannot be joined",
+                found=str(error).splitlines()[0],
+                fix="start the script with torchrun, or give Trainer(devices=n) and let it start the ranks",
+            ) from error
+        # Who creates the group destroys it, at process exit: a later Trainer in this rank reuses it.
+        atexit.register(_leave_world)
+    return ProcessGroup(device)
+
+
+def _leave_world() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@final
+class ProcessGroup:
+    """All processes of the default group, and a gloo group beside it where the default one has no CPU side.
+
+    Args:
+        device: where this rank's tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._cpu = None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
+        """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
+        if op not in ("sum", "mean", "avg", "min", "max"):
+            raise ConfigurationError(f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max")
+        kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
+        # gloo reduces wrongly when ranks differ in their stride layout
+        whole = tensor.contiguous()
+        dist.all_reduce(whole, kind)
+        if op in ("mean", "avg"):
+            whole = whole / self.size
+        return tensor.copy_(whole) if whole is not tensor and whole.dtype == tensor.dtype else whole
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Stack over the ranks: shape (size, *tensor.shape)."""
+        whole = tensor.detach().contiguous()
+        parts = [torch.empty_like(whole) for _ in range(self.size)]
+        dist.all_gather(parts, whole)
+        return torch.stack(parts)
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """One small picklable value from every rank, in rank order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._cpu)
+        return values
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """A tensor (in place), or one small picklable value, from rank ``source``."""
+        if isinstance(value, Tensor):
+            whole = value.contiguous()
+            dist.broadcast(whole, source)
+            return value if whole is value else value.copy_(whole)
+        box = [value]
+        dist.broadcast_object_list(box, source, group=self._cpu)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier(group=self._cpu)
+
+    def agree(self, values: list[float]) -> list[list[float]]:
+        """A few numbers of every rank, one row a rank, on the CPU."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(rows, mine, group=self._cpu)
+        return [row.tolist() for row in rows]
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
+    """Average whole gradients over the ranks in one exchange for each dtype.
+
+    A parameter that has a gradient on some ranks only counts as zero on the others; one that has none anywhere is
+    left without.
+    """
+    everyone = [p for p in parameters if p.requires_grad]
+    present = torch.tensor([p.grad is not None for p in everyone], dtype=torch.float32, device=group.device)
+    used = group.all_reduce(present, "max").tolist()  # sync point: which gradients exist differs from rank to rank
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter, is_used in zip(everyone, used, strict=True):
+        if is_used:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+    for same in by_dtype.values():
+        gradients = [p.grad for p in same if p.grad is not None]
+        flat = group.all_reduce(torch.cat([g.reshape(-1) for g in gradients])).div_(group.size)
+        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
+    """Give every rank the buffers of rank 0, in one exchange for each dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for buffer in module.buffers():
+        by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    for same in by_dtype.values():
+        flat = group.broadcast(torch.cat([b.detach().reshape(-1) for b in same]))
+        for buffer, part in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
+            buffer.detach().copy_(part.view_as(buffer))

@@ -1,0 +1,387 @@
+"""`Trainer`: composes a strategy, a precision, callbacks and loggers, and runs a module on them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from trainer_kit.core.duration import DurationLike
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Logger, Precision, Strategy
+from trainer_kit.core.registry import CALLBACKS
+from trainer_kit.core.seed import last_seed
+from trainer_kit.engine.evaluate import evaluate, predict
+from trainer_kit.engine.explain import explain, show_results
+from trainer_kit.engine.fit import fit
+from trainer_kit.engine.processes import run_on_processes
+from trainer_kit.engine.requests import listening
+from trainer_kit.engine.session import Session
+from trainer_kit.engine.settings import make_settings
+from trainer_kit.engine.verb import Verb
+from trainer_kit.parts import choose_loggers, choose_precision, choose_strategy
+
+__all__ = ["Trainer"]
+
+
+class Trainer(Session):
+    """Trains, validates, tests and predicts with a `TrainModule`.
+
+    Lightning's arguments keep their names and meanings. Intervals take an int of their natural unit or a duration:
+    ``"3ep"`` epochs, ``"5000ba"`` batches, ``"500st"`` optimizer steps, ``"1e6sp"`` samples, ``"1e9tok"`` tokens,
+    ``"2h"`` time.
+
+    Args:
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, or what torch calls the device.
+        strategy: ``"auto"``, ``"ddp"``, ``"ddp_notebook"``, ``"ddp_find_unused_parameters_true"``,
+            ``"single_device"``, a registered name, or an object.
+        devices: how many on each node (on the CPU: processes), ``"auto"``, or a list of indices.
+        num_nodes: how many machines.
+        precision: ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
+            Accelerate's ``"no"``, ``"fp16"``, ``"bf16"``, or an object.
+        logger: None or True for TensorBoard, False for none, a word, an object with ``log_metrics``, or several.
+        callbacks: one or several.
+        fast_dev_run: run so many batches (True: 1) of everything and write nothing.
+        max_epochs: default 1000 where no other limit is given; -1 for no limit.
+        min_epochs: a stop request before is not granted.
+        max_steps: optimizer steps; -1 for no limit.
+        min_steps: a stop request before is not granted.
+        max_time: ``"00:12:00:00"`` (days, hours, minutes, seconds), ``"2h"``, a timedelta or a dict of its arguments.
+        limit_train_batches: int = batches, float = fraction of the epoch.
+        limit_val_batches: the same.
+        limit_test_batches: the same.
+        limit_predict_batches: the same.
+        overfit_batches: train and validate on so many (or that fraction) of the batches, unshuffled.
+        val_check_interval: float = fraction of the epoch, int = batches, or a duration.
+        check_val_every_n_epoch: None counts ``val_check_interval`` over epoch borders.
+        num_sanity_val_steps: validation batches tried before training; -1 for all.
+        log_every_n_steps: optimizer steps between flushes of logged values (default 50); 0 for none.
+        enable_checkpointing: whether a `ModelCheckpoint` is added where none is given.
+        enable_progress_bar: whether to show one.
+        enable_model_summary: whether to print one.
+        accumulate_grad_batches: micro-batches an optimizer step, or what `GradientAccumulation` takes.
+        gradient_clip_val: the largest gradient norm or value.
+        gradient_clip_algorithm: ``"norm"`` or ``"value"``.
+        deterministic: True, or ``"warn"``.
+        benchmark: cuDNN's autotuner.
+        inference_mode: evaluate under ``torch.inference_mode`` (inside ``fit``: always ``no_grad``).
+        use_distributed_sampler: split the data over the ranks; False if the loaders do.
+        profiler: refused; wrap a callback around ``torch.profiler``.
+        detect_anomaly: torch's; slow.
+        barebones: no logger, callback, bar, summary or sanity check.
+        plugins: a precision object.
+        sync_batchnorm: convert batch norms; on accelerators only.
+        reload_dataloaders_every_n_epochs: refused unless 0.
+        default_root_dir: where runs are written (default: the working directory).
+        max_duration: a limit in any unit.
+        compile: True, or arguments of ``torch.compile``, for ``training_step``.
+        seed: of the order of the data; by default `seed_everything`'s, else drawn once and kept in checkpoints.
+        resume: refused here; use ``fit(ckpt_path="last")``.
+        global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
+        loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.
+
+    Raises:
+        ConfigurationError: before anything runs, for everything that cannot work.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> trainer = Trainer(max_epochs=2, barebones=True)
+        >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 3)
+        >>> trainer.global_step
+        6
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str | Strategy = "auto",
+        devices: int | str | Sequence[int] = "auto",
+        num_nodes: int = 1,
+        precision: str | int | Precision | None = None,
+        logger: bool | str | Logger | Iterable[str | Logger] | None = None,
+        callbacks: Any = None,
+        fast_dev_run: bool | int = False,
+        max_epochs: int | None = None,
+        min_epochs: int | None = None,
+        max_steps: int = -1,
+        min_steps: int | None = None,
+        max_time: Any = None,
+        limit_train_batches: int | float | None = None,
+        limit_val_batches: int | float | None = None,
+        limit_test_batches: int | float | None = None,
+        limit_predict_batches: int | float | None = None,
+        overfit_batches: int | float = 0.0,
+        val_check_interval: DurationLike | None = None,
+        check_val_every_n_epoch: int | None = 1,
+        num_sanity_val_steps: int | None = None,
+        log_every_n_steps: int | None = None,
+        enable_checkpointing: bool | None = None,
+        enable_progress_bar: bool | None = None,
+        enable_model_summary: bool | None = None,
+        accumulate_grad_batches: Any = 1,
+        gradient_clip_val: int | float | None = None,
+        gradient_clip_algorithm: str | None = None,
+        deterministic: bool | str | None = None,
+        benchmark: bool | None = None,
+        inference_mode: bool = True,
+        use_distributed_sampler: bool = True,
+        profiler: Any = None,
+        detect_anomaly: bool = False,
+        barebones: bool = False,
+        plugins: Any = None,
+        sync_batchnorm: bool = False,
+        reload_dataloaders_every_n_epochs: int = 0,
+        default_root_dir: str | os.PathLike[str] | None = None,
+        max_duration: DurationLike | None = None,
+        compile: bool | Mapping[str, Any] = False,
+        seed: int | None = None,
+        resume: str | None = None,
+        global_batch_size: int | None = None,
+        loss_weighting: bool = True,
+    ) -> None:
+        _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
+        self.settings = make_settings(
+            fast_dev_run=fast_dev_run,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            max_duration=max_duration,
+            max_time=max_time,
+            min_epochs=min_epochs,
+            min_steps=min_steps,
+            limits={
+                "train": limit_train_batches,
+                "val": limit_val_batches,
+                "test": limit_test_batches,
+                "predict": limit_predict_batches,
+            },
+            val_check_interval=val_check_interval,
+            check_val_every_n_epoch=check_val_every_n_epoch,
+            num_sanity_val_steps=0 if barebones else num_sanity_val_steps,
+            log_every_n_steps=log_every_n_steps,
+            clip_val=gradient_clip_val,
+            clip_algorithm=gradient_clip_algorithm,
+            overfit_batches=overfit_batches,
+            inference_mode=inference_mode,
+            shard=use_distributed_sampler,
+            loss_weighting=loss_weighting,
+            global_batch_size=global_batch_size,
+        )
+        environment = Environment.detect()
+        chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
+        quiet = bool(barebones or self.settings.fast)
+        root = os.fspath(default_root_dir or os.getcwd())
+        super().__init__(
+            environment=environment,
+            strategy=chosen,
+            precision=choose_precision(precision, plugins, chosen.device.type),
+            loggers=[] if quiet else choose_loggers(logger, root),
+            root=root,
+            seed=seed if seed is not None else last_seed(),
+            start=start,
+            processes=processes,
+        )
+        self.switches = {
+            "deterministic": deterministic,
+            "benchmark": benchmark,
+            "detect_anomaly": detect_anomaly,
+            "sync_batchnorm": sync_batchnorm,
+        }
+        self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+        self.barebones, self.fast_dev_run = barebones, bool(fast_dev_run)
+        given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
+        self.set_callbacks(
+            [
+                *given,
+                *_added(
+                    given,
+                    accumulation=accumulate_grad_batches,
+                    time=max_time,
+                    bar=_wanted("enable_progress_bar", enable_progress_bar, barebones),
+                    summary=_wanted("enable_model_summary", enable_model_summary, quiet),
+                    checkpoints=_wanted("enable_checkpointing", enable_checkpointing, quiet),
+                ),
+            ]
+        )
+
+    def fit(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool = False,
+    ) -> None:
+        """Train.
+
+        Args:
+            model: the module.
+            train_dataloaders: a loader, any pytree of loaders, or a DataModule; by default the datamodule's or the
+                module's own.
+            val_dataloaders: a loader or a list of loaders.
+            datamodule: brings the loaders.
+            ckpt_path: a checkpoint to go on from: a path, ``"last"`` or ``"best"``.
+            weights_only: take only the weights from it.
+        """
+        if self.start is not None:
+            run_on_processes(
+                self, "fit", model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only
+            )
+            return
+        with Verb(self, "fit", model, train_dataloaders, datamodule) as verb:
+            run = verb.compose_fit(val_dataloaders, ckpt_path, weights_only)
+            with listening(self.requests):
+                fit(run)
+            verb.finish()
+
+    def validate(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+    ) -> list[dict[str, float]]:
+        """Validate; returns the logged values, one dict for each loader.
+
+        Args:
+            model: the module; by default the one that was fitted, with its best weights.
+            dataloaders: a loader, a list of loaders, or a DataModule.
+            ckpt_path: weights to load: a path, ``"last"`` or ``"best"``.
+            verbose: print the values.
+            datamodule: brings the loaders.
+        """
+        return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def test(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        ckpt_path: str | os.PathLike[str] | None = None,
+        verbose: bool = True,
+        datamodule: Any = None,
+    ) -> list[dict[str, float]]:
+        """Test; arguments and result as in `validate`."""
+        return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
+
+    def predict(
+        self,
+        model: Any = None,
+        dataloaders: Any = None,
+        datamodule: Any = None,
+        return_predictions: bool = True,
+        ckpt_path: str | os.PathLike[str] | None = None,
+    ) -> Any:
+        """Predict; returns what ``predict_step`` returned, in dataset order, a list for each loader if several.
+
+        Args:
+            model: the module; by default the one that was fitted, with its best weights.
+            dataloaders: a loader, a list of loaders, or a DataModule.
+            datamodule: brings the loaders.
+            return_predictions: False keeps nothing, for callbacks that write.
+            ckpt_path: weights to load: a path, ``"last"`` or ``"best"``.
+        """
+        if self.start is not None:
+            return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
+        with Verb(self, "predict", model, dataloaders, datamodule) as verb:
+            outputs = predict(verb.compose_evaluation(ckpt_path), return_predictions)
+        return None if not return_predictions else outputs if len(outputs) > 1 else outputs[0]
+
+    def _evaluate(
+        self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+    ) -> list[dict[str, float]]:
+        results: list[dict[str, float]]
+        if self.start is not None:
+            results = run_on_processes(self, stage, model, dataloaders, ckpt_path, verbose, datamodule)
+            return results
+        with Verb(self, stage, model, dataloaders, datamodule) as verb:
+            run = verb.compose_evaluation(ckpt_path)
+            reduced = evaluate(run)
+            self.log_metrics(reduced.logger, self.progress.step)
+            results = [reduced.by_loader.get(index, {}) for index in range(len(run.feeds))]
+        if verbose:
+            show_results(self, stage, results)
+        return results
+
+    def explain(self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None) -> str:
+        """The composed run: parts, batches, steps, and the loop with every hook and who listens, in order.
+
+        Args:
+            model: the module; adds what listens and which steps it has.
+            train_dataloaders: adds batches and steps of an epoch.
+            datamodule: brings the loaders.
+        """
+        return explain(self, model, train_dataloaders, datamodule)
+
+    def on(self, event: str, every: DurationLike | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a function for a hook: called as a callback's hook would be.
+
+        Args:
+            event: a hook's name, with or without ``on_``.
+            every: only once in so many, e.g. ``"100ba"``.
+
+        Example:
+            >>> trainer = Trainer(max_epochs=1, barebones=True)
+            >>> @trainer.on("train_epoch_end")
+            ... def say(trainer, module):
+            ...     print("epoch", trainer.current_epoch)
+        """
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            self.set_callbacks([*self.callbacks, CALLBACKS.get("function")(event, function, every)])
+            return function
+
+        return register
+
+
+def _refuse(profiler: Any, resume: Any, reload_dataloaders_every_n_epochs: int) -> None:
+    if profiler is not None:
+        raise ConfigurationError(
+            "profiler is not taken here",
+            found=f"profiler={profiler!r}",
+            fix="open torch.profiler.profile(...) in a callback's on_fit_start and step it in on_train_step_end",
+        )
+    if resume is not None:
+        raise ConfigurationError(
+            "resume is not taken here",
+            found=f"resume={resume!r}",
+            fix='call trainer.fit(..., ckpt_path="last"), which goes on from the newest checkpoint',
+        )
+    if reload_dataloaders_every_n_epochs:
+        raise ConfigurationError(
+            "loaders are built once a fit",
+            found=f"reload_dataloaders_every_n_epochs={reload_dataloaders_every_n_epochs}",
+            fix="change the dataset in on_train_epoch_start, or pass an iterable that reloads by itself",
+        )
+
+
+def _wanted(name: str, value: bool | None, off: bool) -> bool:
+    if off and value and name != "enable_progress_bar":
+        raise ConfigurationError(f"{name}=True contradicts barebones or fast_dev_run", fix="leave one of them out")
+    return not off if value is None else value and not off
+
+
+def _added(given: list[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool) -> list[Any]:
+    """The callbacks that arguments stand for, where none of their kind was given."""
+
+    def has(word: str) -> bool:
+        return any(isinstance(callback, CALLBACKS.get(word)) for callback in given)
+
+    added: list[Any] = []
+    if accumulation != 1:
+        if has("accumulation"):
+            raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
+        added.append(CALLBACKS.get("accumulation")(accumulation))
+    if time is not None:
+        added.append(CALLBACKS.get("timer")(time))
+    if bar and not has("progress_bar"):
+        added.append(CALLBACKS.get("progress_bar")())
+    if summary and not has("summary"):
+        added.append(CALLBACKS.get("summary")())
+    if checkpoints and not has("checkpoint"):
+        added.append(CALLBACKS.get("checkpoint")())
+    return added
