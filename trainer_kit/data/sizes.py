@@ -52,10 +52,12 @@ def size_reader(batch: Any) -> Callable[[Any], int]:
     keys = [key for _, key in path]
     if not keys:
         return _direct
-    return _one_deep(keys[0]) if len(keys) == 1 else _two_deep(*keys)
+    if len(keys) == 1:
+        return _one_deep(type(batch), keys[0])
+    return _two_deep(type(batch), keys[0], type(batch[keys[0]]), keys[1])
 
 
-# What another structure raises on the way to `.size(0)`.
+# What another structure raises on the way to `.size(0)`. Types are compared first: a tensor has an item 0 too.
 _OTHER = (AttributeError, IndexError, KeyError, TypeError)
 
 
@@ -66,22 +68,27 @@ def _direct(batch: Any) -> int:
         return batch_size_of(batch)
 
 
-def _one_deep(key: Any) -> Callable[[Any], int]:
+def _one_deep(kind: Any, key: Any) -> Callable[[Any], int]:
     def read(batch: Any) -> int:
-        try:
-            return batch[key].size(0)  # type: ignore[no-any-return]
-        except _OTHER:
-            return batch_size_of(batch)
+        if type(batch) is kind:
+            try:
+                return batch[key].size(0)  # type: ignore[no-any-return]
+            except _OTHER:
+                pass
+        return batch_size_of(batch)
 
     return read
 
 
-def _two_deep(outer: Any, inner: Any) -> Callable[[Any], int]:
+def _two_deep(kind: Any, outer: Any, inner_kind: Any, inner: Any) -> Callable[[Any], int]:
     def read(batch: Any) -> int:
-        try:
-            return batch[outer][inner].size(0)  # type: ignore[no-any-return]
-        except _OTHER:
-            return batch_size_of(batch)
+        if type(batch) is kind:
+            try:
+                if type(part := batch[outer]) is inner_kind:
+                    return part[inner].size(0)  # type: ignore[no-any-return]
+            except _OTHER:
+                pass
+        return batch_size_of(batch)
 
     return read
 
