@@ -9,10 +9,10 @@ from trainer_kit.core.secrets import MASK, mask_secrets
 
 @pytest.mark.parametrize(
     "key",
-    (
-        "password db_password DB_PASSWORD api_key apikey openai-api-key aws_secret_access_key token hf_token auth_token "
-        "client_secret credentials store.password"
-    ).split(),
+    [
+        *("password", "db_password", "DB_PASSWORD", "store.password", "api_key", "apikey", "openai-api-key"),
+        *("aws_secret_access_key", "token", "hf_token", "auth_token", "client_secret", "credentials"),
+    ],
 )
 def test_masked(key):
     assert mask_secrets({key: "value"}) == {key: MASK}

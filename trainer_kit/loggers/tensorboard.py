@@ -103,7 +103,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._shown = (shown, dict(values))
         for name, value in numbers(values, self._prefix).items():
             self.experiment.add_scalar(name, value, 0)
-        writer = self.experiment._get_file_writer()
+        writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
         for summary in hparams(shown, numbers(values, self._prefix)):  # type: ignore[no-untyped-call]
             writer.add_summary(summary)
 

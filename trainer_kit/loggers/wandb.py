@@ -93,7 +93,7 @@ class WandbLogger:
     @property
     def save_dir(self) -> str:
         """Where wandb keeps its files, below a directory ``wandb``."""
-        return os.fspath(self._init["dir"])
+        return str(self._init["dir"])
 
     @property
     def log_dir(self) -> str:
