@@ -1,0 +1,51 @@
+# The commands of this project. Each makes .venv from constraints.txt first, if it is missing or older than what it
+# is made of; the first time takes a few minutes, nearly all of it torch.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -c constraints.txt
+
+.PHONY: help demo test test-quick check bench docs clean
+
+help:
+	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
+	@echo "make test        every test"
+	@echo "make test-quick  the tests that are not marked slow"
+	@echo "make check       format, lint, types, architecture"
+	@echo "make bench       what the loop costs, beside a hand-written one"
+	@echo "make docs        write the generated pages again"
+	@echo "make clean       remove .venv and caches"
+
+.venv/.stamp: constraints.txt pyproject.toml
+	@echo "making .venv (a few minutes the first time)"
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) setuptools torch numpy
+	$(PIP) --no-build-isolation -e ".[dev]"
+	@touch $@
+
+# One thread a process: the tests start several at once, and sums come out the same everywhere.
+test test-quick check bench: export OMP_NUM_THREADS = 1
+
+demo: .venv/.stamp
+	$(BIN)/python examples/digits.py
+
+test: .venv/.stamp
+	$(BIN)/python -m pytest
+
+test-quick: .venv/.stamp
+	$(BIN)/python -m pytest -m "not slow"
+
+check: .venv/.stamp
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict trainer_kit
+	$(BIN)/python -m pytest tests/test_architecture.py
+
+bench: .venv/.stamp
+	$(BIN)/python benchmarks/overhead.py
+
+docs: .venv/.stamp
+	$(BIN)/python docs/generate_hooks.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""Every example in a docstring of trainer_kit runs and prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import trainer_kit
+
+MODULES = sorted(
+    ["trainer_kit", *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit."))]
+)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module(name)
+    output: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module):
+        runner.run(example, out=output.append)
+    if runner.failures:
+        pytest.fail("".join(output), pytrace=False)
+
+
+def test_examples_are_found() -> None:
+    """The rest would pass on an empty list."""
+    finder = doctest.DocTestFinder()
+    found = [test for name in ("core.errors", "core.progress") for test in finder.find(load(name)) if test.examples]
+    assert {test.name for test in found} >= {
+        "trainer_kit.core.errors.TrainerKitError",
+        "trainer_kit.core.progress.Progress",
+    }
+
+
+def load(name: str) -> object:
+    return importlib.import_module(f"trainer_kit.{name}")

@@ -1,0 +1,94 @@
+"""The python blocks of README.md and of the guide run as they stand; generated pages are current.
+
+Each block is a script of its own, run in a fresh process in an empty directory, with warnings as errors. A comment on
+the line before the block changes that: ``<!-- continues -->`` appends it to the script of the block before it, and
+``<!-- not run: reason -->`` leaves it out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
+BLOCK = re.compile(r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```", re.M | re.S)
+
+
+def scripts(text: str) -> list[tuple[int, str]]:
+    """The scripts of a page: the line of each one's first block, and its source."""
+    found: list[tuple[int, str]] = []
+    for match in BLOCK.finditer(text):
+        mark, source = match.groups()
+        if mark == "continues":
+            line, before = found.pop()
+            found.append((line, before + source))
+        elif mark is None:
+            found.append((text.count("\n", 0, match.start(2)) + 1, source))
+    return found
+
+
+CASES = [
+    pytest.param(source, id=f"{page.relative_to(ROOT).as_posix()}:{line}")
+    for page in PAGES
+    for line, source in scripts(page.read_text(encoding="utf-8"))
+]
+
+
+@pytest.mark.parametrize("source", CASES)
+def test_page_scripts_run(source: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source, encoding="utf-8")
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", script.name],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}"
+
+
+def test_blocks_join_and_stay_out() -> None:
+    text = (
+        "```python\na = 1\n```\n\n<!-- continues -->\n```python\nb = a\n```\n"
+        "<!-- not run: needs two machines -->\n```python\nc\n```\n```bash\nd\n```\n```python\ne = 2\n```\n"
+    )
+    assert scripts(text) == [(2, "a = 1\nb = a\n"), (17, "e = 2\n")]
+
+
+def test_hook_page_is_current() -> None:
+    page = ROOT / "docs" / "hooks.md"
+    rendered = runpy.run_path(str(ROOT / "docs" / "generate_hooks.py"))["render"]()
+    assert page.read_text(encoding="utf-8") == rendered, "the hook specification changed: run `make docs`"
+
+
+def test_decisions_are_whole() -> None:
+    """A record says what was decided, why, and what was rejected."""
+    records = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert records
+    for record in records:
+        text = record.read_text(encoding="utf-8")
+        assert re.match(r"\d{4}-[a-z0-9-]+\.md$", record.name), record.name
+        for part in ("## Context", "## Decision", "## Rejected"):
+            assert f"\n{part}\n" in text, f"{record.name} lacks {part}"
+
+
+def test_links_between_pages_resolve() -> None:
+    broken = [
+        f"{page.relative_to(ROOT)} → {target}"
+        for page in [*PAGES, *ROOT.glob("docs/decisions/*.md"), ROOT / "CONTRIBUTING.md"]
+        for target in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not broken, "\n".join(broken)

@@ -1,0 +1,359 @@
+"""The shape of the house: which way imports point, how large things get, what they are called.
+
+Everything is read from the source with `ast`, so an import inside a function or under TYPE_CHECKING counts like any
+other. Each test reports every violation as one line.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "trainer_kit"
+
+# DESIGN, chapter 2, from the ground up. Imports point to a lower level; rooms on one level do not know each other.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("core",),
+    ("precision", "data", "loggers", "launch"),
+    ("strategies",),
+    ("checkpoint",),
+    ("engine", "inference"),
+    ("callbacks", "planning", "tuner", "report"),
+    ("parts",),
+    ("trainer", "accelerator"),
+    ("commands", "testing"),
+    ("__init__", "__main__"),
+)
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+COMPOSITION_ROOTS = {"parts", "trainer", "accelerator", "__init__"}
+
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 12
+LONG_FUNCTIONS = {"trainer.Trainer.__init__": "the Trainer's constructor"}
+WIDE_CONSTRUCTORS = {
+    "Trainer": "the Trainer's constructor",
+    "ModelCheckpoint": "the reference library's full signature",
+    "WandbLogger": "the reference library's full signature",
+}
+FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "connector"}
+PRINTERS = {
+    "commands/": "commands answer on standard output",
+    "callbacks/progress": "plain lines where there is no terminal",
+    "callbacks/summary": "the table of layers",
+    "launch/": "the headline of a failed run",
+    "trainer.py": "explain() and print()",
+}
+SYNC_METHODS = {"item", "cpu", "tolist", "numpy"}
+SYNC_COMMENT = re.compile(r"#.*\bsync point\b")
+DOTTED = re.compile(rf"{PACKAGE}(?:\.\w+)+(?::\w+)?")
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / PACKAGE).rglob("*.py"))
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def where(path: Path, node: ast.AST | None = None) -> str:
+    line = f":{node.lineno}" if isinstance(node, ast.stmt | ast.expr) else ""
+    return f"{path.relative_to(ROOT)}{line}"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module: str) -> str:
+    """Which part of the house a dotted name belongs to; the package itself is ``__init__``."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_name(path): path for path in sources()}
+
+
+def resolve(name: str) -> str:
+    """The longest prefix of a dotted name that is a module: ``trainer_kit.core.errors.DataError`` → its module."""
+    while name not in modules() and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def docstrings(module: ast.Module) -> set[int]:
+    """The ids of string statements, which are prose, not targets of a lazy import."""
+    return {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
+
+
+def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
+    """Every module of ours that a file imports or names in a string, with the node that does it."""
+    prose = docstrings(tree(path))
+    package = module_name(path).split(".")
+    if path.name != "__init__.py":
+        package = package[:-1]
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == PACKAGE:
+                    yield resolve(alias.name), node
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            if base.split(".")[0] == PACKAGE:
+                for alias in node.names:
+                    yield resolve(f"{base}.{alias.name}"), node
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+            target = resolve(node.value.replace(":", ".")) if DOTTED.fullmatch(node.value) else PACKAGE
+            # A name of ours that is no module, such as a file format's, imports nothing.
+            if target != PACKAGE:
+                yield target, node
+
+
+def functions(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Every function of a file under its dotted name within the package."""
+
+    def walk(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        for child in ast.iter_child_nodes(node):
+            name = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                name = f"{prefix}.{child.name}"
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield name, child
+            yield from walk(child, name)
+
+    yield from walk(tree(path), module_name(path).partition(".")[2])
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.ClassDef))
+
+
+def constructor_parameters(cls: ast.ClassDef) -> list[str]:
+    """What a class's constructor takes: of its own ``__init__``, or the fields of a dataclass.
+
+    A dataclass made by keywords alone is a description, every value named where it is made: it has no limit.
+    """
+    for node in cls.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            arguments = node.args
+            names = [a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]]
+            return names[1:] + [a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None]
+    decorators = " ".join(ast.unparse(decorator) for decorator in cls.decorator_list)
+    if "dataclass" in decorators and "kw_only=True" not in decorators:
+        fields = [node for node in cls.body if isinstance(node, ast.AnnAssign)]
+        taken = [f for f in fields if "ClassVar" not in ast.unparse(f.annotation)]
+        return [ast.unparse(f.target) for f in taken if f.value is None or "init=False" not in ast.unparse(f.value)]
+    return []
+
+
+def public_names(module: ast.Module) -> set[str]:
+    """Classes, functions and constants that a module defines at its top, without a leading underscore."""
+    names: set[str] = set()
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+    return {name for name in names if not name.startswith("_")}
+
+
+def declared_names(module: ast.Module) -> list[str] | None:
+    for node in module.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if hasattr(node, "target") else []
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            value = getattr(node, "value", None)
+            return ast.literal_eval(value) if isinstance(value, ast.List | ast.Tuple) else None
+    return None
+
+
+def reading_order(name: str) -> tuple[int, list[tuple[int, int | str]]]:
+    """ruff's order of ``__all__``: CONSTANTS, then Classes, then functions; digits by their value."""
+    kind = 0 if len(name) > 1 and name.isupper() else 1 if name[:1].isupper() else 2
+    return kind, [(0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part]
+
+
+def report(violations: list[str]) -> None:
+    if violations:
+        pytest.fail("\n".join([f"{len(violations)} violations:", *sorted(violations)]), pytrace=False)
+
+
+def test_every_room_has_a_level() -> None:
+    report(
+        [f"{where(path)}: no level for {room(name)!r}" for name, path in modules().items() if room(name) not in LEVEL]
+    )
+
+
+def test_imports_point_downward() -> None:
+    violations = []
+    for source, path in modules().items():
+        for target, node in imports(path):
+            here, there = room(source), room(target)
+            if here == there or here not in LEVEL or there not in LEVEL:
+                continue
+            if LEVEL[there] >= LEVEL[here]:
+                way = "sideways" if LEVEL[there] == LEVEL[here] else "upward"
+                violations.append(f"{where(path, node)}: {here} imports {target}, which is {way}")
+    report(violations)
+
+
+def test_lazy_targets_stand_in_composition_roots() -> None:
+    """Elsewhere a string that names a module of another room would be an import that hides."""
+    violations = []
+    for source, path in modules().items():
+        if room(source) in COMPOSITION_ROOTS:
+            continue
+        for target, node in imports(path):
+            if isinstance(node, ast.Constant) and room(target) != room(source):
+                violations.append(f"{where(path, node)}: {node.value!r} is a lazy target outside a composition root")
+        calls = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
+        composed = (call for call in calls if call.args and isinstance(call.args[0], ast.JoinedStr))
+        violations += [
+            f"{where(path, call)}: a module's name is put together at run time"
+            for call in composed
+            if ast.unparse(call.func).endswith("import_module") and PACKAGE in ast.unparse(call.args[0])
+        ]
+    report(violations)
+
+
+def test_no_import_cycle() -> None:
+    graph = {name: {target for target, _ in imports(path)} - {name} for name, path in modules().items()}
+    violations: list[str] = []
+    done: set[str] = set()
+
+    def visit(name: str, trail: list[str]) -> None:
+        if name in trail:
+            violations.append(" → ".join([*trail[trail.index(name) :], name]))
+        elif name not in done:
+            for target in sorted(graph.get(name, ())):
+                visit(target, [*trail, name])
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, [])
+    report(violations)
+
+
+def test_files_are_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    report([f"{where(path)}: {n} lines, at most {MAX_FILE}" for path, n in lengths.items() if n > MAX_FILE])
+
+
+def test_functions_are_short() -> None:
+    """Without their docstrings: what the reference says about a function does not make it harder to read."""
+    violations = []
+    for path in sources():
+        for name, function in functions(path):
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if ast.get_docstring(function):
+                lines -= (function.body[0].end_lineno or 0) - function.body[0].lineno + 1
+            if lines > MAX_FUNCTION and name not in LONG_FUNCTIONS:
+                violations.append(f"{where(path, function)}: {name} has {lines} lines, at most {MAX_FUNCTION}")
+    report(violations)
+
+
+def test_constructors_are_narrow() -> None:
+    violations = []
+    for path in sources():
+        for cls in classes(path):
+            count = len(constructor_parameters(cls))
+            if count > MAX_PARAMETERS and cls.name not in WIDE_CONSTRUCTORS:
+                violations.append(f"{where(path, cls)}: {cls.name} takes {count} parameters, at most {MAX_PARAMETERS}")
+            if count <= MAX_PARAMETERS and cls.name in WIDE_CONSTRUCTORS:
+                violations.append(f"{where(path, cls)}: {cls.name} takes {count}: it needs no exception any more")
+    report(violations)
+
+
+def test_all_is_there_complete_and_sorted() -> None:
+    violations = []
+    for path in sources():
+        public, declared = public_names(tree(path)), declared_names(tree(path))
+        if declared is None:
+            if public:
+                violations.append(f"{where(path)}: no literal __all__, but public names: {', '.join(sorted(public))}")
+            continue
+        if declared != sorted(declared, key=reading_order):
+            violations.append(f"{where(path)}: __all__ is not sorted")
+        if missing := public - set(declared):
+            violations.append(f"{where(path)}: public but not in __all__: {', '.join(sorted(missing))}")
+    report(violations)
+
+
+def test_names_say_what_a_thing_is() -> None:
+    violations = []
+    for name, path in modules().items():
+        if set(name.strip("_").split(".")[-1].split("_")) & FORBIDDEN_NAMES:
+            violations.append(f"{where(path)}: a module named after nothing in particular")
+        violations += [
+            f"{where(path, cls)}: class {cls.name}: name the role"
+            for cls in classes(path)
+            if cls.name.lower().endswith(tuple(FORBIDDEN_NAMES))
+        ]
+    report(violations)
+
+
+def test_only_some_places_print() -> None:
+    violations = []
+    for path in sources():
+        inside = path.relative_to(ROOT / PACKAGE).as_posix()
+        if inside.startswith(tuple(PRINTERS)):
+            continue
+        violations += [
+            f"{where(path, node)}: print() outside {', '.join(PRINTERS)}"
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        ]
+    report(violations)
+
+
+def on_the_host(argument: ast.expr, function: ast.AST) -> bool:
+    """Whether what is cast to float is plainly no tensor: a constant, a length, a comparison, a parameter that says."""
+    if isinstance(argument, ast.Constant | ast.Compare):
+        return True
+    if isinstance(argument, ast.Call):
+        return isinstance(argument.func, ast.Name) and argument.func.id == "len"
+    if isinstance(argument, ast.Name) and isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+        for parameter in [*function.args.args, *function.args.kwonlyargs]:
+            if parameter.arg == argument.id and parameter.annotation is not None:
+                return set(re.findall(r"\w+", ast.unparse(parameter.annotation))) <= {
+                    "int",
+                    "float",
+                    "bool",
+                    "str",
+                    "None",
+                }
+    return False
+
+
+def test_sync_points_are_marked() -> None:
+    """In the rooms a step passes through, whatever may wait for a device says so on its line."""
+    violations = []
+    for path in sources():
+        if room(module_name(path)) not in {"engine", "strategies"}:
+            continue
+        lines = path.read_text(encoding="utf-8").splitlines()
+        owners = {id(node): function for _, function in functions(path) for node in ast.walk(function)}
+        for node in ast.walk(tree(path)):
+            if not isinstance(node, ast.Call):
+                continue
+            reads = isinstance(node.func, ast.Attribute) and node.func.attr in SYNC_METHODS and not node.args
+            casts = isinstance(node.func, ast.Name) and node.func.id == "float" and len(node.args) == 1
+            if casts and on_the_host(node.args[0], owners.get(id(node), tree(path))):
+                continue
+            marked = SYNC_COMMENT.search("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+            if (reads or casts) and not marked:
+                why = 'no comment says "sync point" (or "no sync point: ...")'
+                violations.append(f"{where(path, node)}: {ast.unparse(node)}: {why}")
+    report(violations)
