@@ -1,0 +1,59 @@
+"""`TinyModule`: the smallest module that does everything a Trainer can ask for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.module import TrainModule
+
+__all__ = ["TinyModule"]
+
+
+class TinyModule(TrainModule):
+    """One linear layer with every step and no data: give it batches of shape (n, 32), as a list or from a loader.
+
+    The loss is the mean squared output, so it falls from any start. It is logged as ``train_loss``, ``val_loss`` and
+    ``test_loss``; ``predict_step`` is the inherited one and returns the output, shape (n, 2).
+
+    Args:
+        lr: learning rate of plain SGD.
+
+    Example:
+        >>> from trainer_kit import Trainer
+        >>> trainer = Trainer(max_steps=4, logger=False, barebones=True)
+        >>> trainer.fit(TinyModule(lr=0.05), [torch.randn(8, 32) for _ in range(4)])
+        >>> trainer.progress.samples
+        32
+    """
+
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.lr = lr
+        self.layer = nn.Linear(32, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output, shape (n, 2), for ``x`` of shape (n, 32)."""
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """The loss of one batch."""
+        return self._loss("train_loss", batch)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The loss of one batch, of any of several loaders."""
+        return self._loss("val_loss", batch)
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        """The loss of one batch, of any of several loaders."""
+        return self._loss("test_loss", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Plain SGD: the same result in one process and in several."""
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def _loss(self, name: str, batch: Tensor) -> Tensor:
+        loss = self(batch).pow(2).mean()
+        self.log(name, loss)
+        return loss  # type: ignore[no-any-return]
