@@ -1,16 +1,25 @@
-"""For tests of code that trains: a function on several ranks, and a pytest mark for it."""
+"""For tests of code that trains: a tiny module, a record of hooks, a function on several ranks, and a pytest mark."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["run_distributed"]
+if TYPE_CHECKING:
+    from trainer_kit.testing.distributed import run_distributed
+    from trainer_kit.testing.hooks import record_hooks
+    from trainer_kit.testing.tiny import TinyModule
 
-_LAZY = {"run_distributed": "distributed"}
+__all__ = ["TinyModule", "record_hooks", "run_distributed"]
+
+_LAZY = {"TinyModule": "tiny", "record_hooks": "hooks", "run_distributed": "distributed"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(f"trainer_kit.testing.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
