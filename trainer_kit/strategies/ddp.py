@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Literal, final
@@ -104,6 +105,8 @@ class DDPStrategy:
             return
         module.to(self.device)
         options = dict(self.wrapper_options)
+        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13 renamed it
+            options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         if manual and not options["static_graph"]:
             # Each backward reaches the parameters of its own optimizer only.
             options["find_unused_parameters"] = True
