@@ -61,19 +61,18 @@ class Session(ABC):
         processes: int,
     ) -> None:
         self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
-        self._loggers, self.default_root_dir = list(loggers), root
-        self.seed = seed
+        self._loggers, self.default_root_dir, self.seed = list(loggers), root, seed
         self.data_seed = seed if seed is not None else int.from_bytes(os.urandom(4), "little")
         self.start, self.processes = start, processes
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
-        self.state_verb = ""
-        self.sanity_checking = False
+        self.state_verb, self.sanity_checking = "", False
         self.module: Any = None
         self.datamodule: Any = None
         self.train_dataloader: Any = None
         self.num_training_batches: int | float = 0
         self.num_val_batches: list[int | float] = []
+        self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
         self.train_batch_samples: int | None = None
         self.accumulation = 1
         self.run: Fit | None = None

@@ -77,6 +77,8 @@ class Verb:
         trainer.metrics.group = trainer.strategy.data
         if stage == "fit":
             trainer.begin_fit()
+        else:
+            trainer.metrics.progress_bar.clear()  # the bar of a test shows nothing of training
         trainer.agree_on_run()
         trainer.datamodule = self.datamodule
         module.trainer = trainer
@@ -180,13 +182,13 @@ class Verb:
             load_weights(module, path, self.bus)
         trainer.strategy.place_module(module)
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
+        name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
-            name = {"validate": "val"}.get(self.stage, self.stage)
             raise DataError(
                 f"there is nothing to {self.stage} on", fix=f"pass dataloaders=, or define {name}_dataloader()"
             )
         run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
-        trainer.num_val_batches = _counts(run)
+        setattr(trainer, f"num_{name}_batches", _counts(run))
         return run
 
     def _log_hyperparameters(self) -> None:
@@ -208,6 +210,7 @@ class Verb:
         full = run.validation.limits
         if steps > 0:
             run.validation.limits = [steps if limit is None else min(limit, steps) for limit in full]
+        trainer.num_sanity_val_batches = _counts(run.validation)
         trainer.sanity_checking = True
         with preserved_rng(trainer.strategy.device):
             for hook in self.bus.on_sanity_check_start:
