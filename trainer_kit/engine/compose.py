@@ -169,7 +169,7 @@ def _micro(
 ) -> Micro:
     backward = module.backward if is_overridden("backward", module, TrainModule) else None
     micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
-    micro.zero = stepper.zero
+    micro.zero, micro.drops = stepper.zero, stepper.droppable()
     stepper.window = micro
     move, ahead = mover(module, datamodule, trainer.strategy, trainer.precision_plugin)
     if move is not None and not ahead:

@@ -83,6 +83,10 @@ class ManualStepper:
         if self.precision.scales:
             self.precision.end_step()
 
+    def droppable(self) -> list[Any]:
+        """The user drops gradients."""
+        return []
+
     def zero(self) -> None:
         """The user drops gradients."""
 
@@ -96,7 +100,7 @@ class ManualStepper:
         """Weigh, scale, and run the module's backward; gradients of all ranks are averaged by it."""
         micro = self.window
         if micro is not None:
-            micro.losses.append(loss.detach())
+            micro.note(loss)
             if micro.factors is not None:
                 loss = loss * micro.factors[0]
         if self.precision.scales:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
@@ -45,11 +45,12 @@ class Micro:
         batch, index, outputs: of the micro-batch that ran last.
         sizes: samples of each micro-batch, over all ranks.
         tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
-        losses: detached losses since somebody looked.
+        loss: the last one, detached.
+        loss_sum: of the losses since `is_finite` was asked; NaN and infinities stay in it.
         skipped: how many times the step returned None.
         contributed: whether any micro-batch of the window added a gradient.
         fresh: whether the gradients of the window before are still there.
-        zero: drops them.
+        zero: drops them; where that is all there is to it, they are ``drops``.
     """
 
     __slots__ = (
@@ -65,11 +66,13 @@ class Micro:
         "batches",
         "contributed",
         "count",
+        "drops",
         "factors",
         "first",
         "fresh",
         "index",
-        "losses",
+        "loss",
+        "loss_sum",
         "manual",
         "move",
         "outputs",
@@ -78,6 +81,7 @@ class Micro:
         "sizes",
         "skipped",
         "tokens",
+        "unusual",
         "wants_outputs",
         "weights",
         "zero",
@@ -103,13 +107,16 @@ class Micro:
         self.zero: Callable[[], None] = _nothing
         self.batches: list[Any] = []
         self.factors: list[float] | None = None
-        self.weights: list[float] = [1.0]
+        self.weights: Sequence[float] = [1.0]
         self.sizes: list[int] = [0]
         self.tokens = 0
         self.count = self.first = self.index = self.skipped = 0
         self.batch: Any = None
         self.outputs: Any = None
-        self.losses: list[Tensor] = []
+        self.loss: Tensor | None = None
+        self.loss_sum: Tensor | None = None
+        self.unusual = manual or several is not None or precision.scales
+        self.drops: list[Any] = []
         self.contributed = False
         self.fresh = True
         self.remembers = False
@@ -133,38 +140,66 @@ class Micro:
 
     def forward(self, index: int) -> Any | None:
         """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""
-        if self.batches[index] is None:
+        batch = self.batch
+        if batch is None:
             self.contributed = True
             self._add_nothing()
             return None
         self._metrics.hook = "training_step"
         if self._autocast is None:
-            output = self._step(self.batch, self.index)
+            output = self._step(batch, self.index)
         else:
             with self._autocast:
-                output = self._step(self.batch, self.index)
-        if output.__class__ is not Tensor:
+                output = self._step(batch, self.index)
+        if self.unusual or output.__class__ is not Tensor:
             return self._unusual(output, index)
-        if self.manual:
-            self.outputs = {"loss": output.detach()}
-            return None
-        return self._weighed(output, output, index)
+        # The usual case in one frame: one loss, as a tensor.
+        detached = self.loss = output.detach()
+        if self.loss_sum is None:
+            self.loss_sum = detached.to(torch.float32, copy=True)
+        else:
+            self.loss_sum += detached
+        if self.wants_outputs:
+            self.outputs = {"loss": detached}
+        self.contributed = True
+        return output if self.factors is None else output * self.factors[index]
 
     def _weighed(self, loss: Tensor, output: Any, index: int) -> Tensor:
-        detached = loss.detach()
-        self.losses.append(detached)
+        self.note(loss)
         if self.wants_outputs:
-            self.outputs = {**output, "loss": detached} if isinstance(output, Mapping) else {"loss": detached}
+            self.outputs = {**output, "loss": self.loss} if isinstance(output, Mapping) else {"loss": self.loss}
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
         return loss if self._scale is None else self._scale(loss)
 
+    def note(self, loss: Tensor) -> None:
+        """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
+        detached = self.loss = loss.detach()
+        if self._scale is not None:
+            # An overflowed step is skipped, not wrong: only a loss that is never finite is.
+            finite = detached.isfinite().logical_not_().float()
+            self.loss_sum = finite if self.loss_sum is None else self.loss_sum.minimum(finite)
+        elif self.loss_sum is None:
+            self.loss_sum = detached.to(torch.float32, copy=True)
+        else:
+            self.loss_sum += detached
+
+    def is_finite(self) -> bool:
+        """Whether the losses since the last call were finite (with scaling: whether any was). A sync point."""
+        seen, self.loss_sum = self.loss_sum, None
+        if seen is None:
+            return True
+        if self._scale is not None:
+            return not bool(seen)  # sync point: where values are read anyway
+        return bool(seen.isfinite().all())  # sync point: where values are read anyway
+
     def _unusual(self, output: Any, index: int) -> Any | None:
         """Everything a step may return but a plain tensor."""
-        self.outputs = output
         if self.manual:
+            self.outputs = {"loss": output.detach()} if isinstance(output, Tensor) else output
             return None
+        self.outputs = output
         if output is None:
             self.skipped += 1
             self._add_nothing()
@@ -194,7 +229,11 @@ class Micro:
         """Backward; the gradients of the window before are dropped ahead of its first one."""
         if self.fresh:
             self.fresh = False
-            self.zero()
+            if self.drops:
+                for parameter in self.drops:
+                    parameter.grad = None
+            else:
+                self.zero()
         if self._several is not None:
             for name, parameters in self._several.items():
                 if name in loss:
@@ -221,16 +260,14 @@ class Micro:
     @contextmanager
     def again(self, metrics: Metrics) -> Iterator[None]:
         """Run the same window once more: no hook hears of it, nothing is logged, random layers draw the same."""
-        bus, table, kept = self._bus, metrics.table, list(self.losses)
+        bus, table = self._bus, metrics.table
         self._bus, metrics.table = bus.silent(), {}
         self.remembers, self.fresh = False, True
         restore_rng(self._noise, _device_of(self.batch))
         try:
             yield
-            kept[-1] = self.losses[-1]
         finally:
             self._bus, metrics.table, self.remembers = bus, table, True
-            self.losses[:] = kept
 
     def _add_nothing(self) -> None:
         if self.fresh:

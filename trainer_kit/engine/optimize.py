@@ -227,7 +227,7 @@ class Stepper:
             calls += 1
             if calls > 1 and evaluates_again and self.replay is not None:
                 self.replay()
-            return self.window.losses[-1] if self.window.losses else None
+            return self.window.loss
 
         return closure
 
@@ -235,6 +235,10 @@ class Stepper:
     def evaluates_again(self) -> bool:
         """Whether any optimizer re-runs the window."""
         return any(_needs_closure(o) for o in self.made.optimizers)
+
+    def droppable(self) -> list[nn.Parameter]:
+        """Whose gradients are dropped, where nobody wants to hear of it or to do it himself."""
+        return [] if self._own_zero or self.bus.on_before_zero_grad else self._all
 
     def zero(self) -> None:
         """Drop all gradients."""

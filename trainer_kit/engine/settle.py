@@ -6,8 +6,6 @@ import signal
 import time
 from pathlib import Path
 
-import torch
-
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.core.errors import CheckpointError, NonFiniteError, RankError
 from trainer_kit.core.protocols import CheckpointRequest
@@ -28,7 +26,6 @@ def settle_step(run: Fit) -> bool:
         _unite(run)
     if schedule.flushes(progress):
         run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
-    if schedule.flushes(progress) or len(run.micro.losses) >= 256:
         check_finite(run)
     asked = agrees and requests.validation is not None and run.validation is not None
     if schedule.validation_due(progress) or asked:
@@ -82,17 +79,11 @@ def validate(run: Fit) -> None:
 
 def check_finite(run: Fit) -> None:
     """Look at the losses since the last look; the run ends where one of them is NaN or infinite."""
-    losses, first = run.micro.losses, run.finite + 1
-    run.finite = run.progress.step
-    if not losses:
-        return
-    finite = torch.stack([loss.reshape(()).float() for loss in losses]).isfinite()
-    bad = ~finite.any() if run.precision.scales else ~finite.all()  # an overflowed step is skipped, not wrong
-    losses.clear()
-    if bool(bad):  # sync point: losses are looked at where values are read anyway
+    first, run.finite = run.finite + 1, run.progress.step
+    if not run.micro.is_finite():
         raise NonFiniteError(
             f"the loss is not finite between steps {first} and {run.progress.step}",
-            found=f"{int((~finite).sum())} of {finite.numel()} losses are NaN or infinite",
+            found=f"NaN or infinity in what training_step returned; the last loss is {run.micro.loss}",
             fix="lower the learning rate, clip gradients, or look for the step with detect_anomaly=True",
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, final
 
@@ -58,22 +58,58 @@ class Windows:
 
     def epoch(self, progress: Progress) -> Iterator[Micro]:
         """The windows of the running epoch, from where ``progress`` stands."""
-        micro = self.micro
         start = progress.epoch_batch
         batches: Iterator[Any] = iter(self.feed.epoch(progress.epoch, start))
         if self.limit is not None:
             batches = islice(batches, self.limit - start)
         if self.ahead is not None:
             batches = self._ahead(map(self._sized, batches))
-        size = self._window_size
-        while True:
-            window = list(islice(batches, self.length))
-            if self.group.size == 1:
-                if not window:
-                    return
-                self._load_alone(window, size)
-            elif not self._load_together(window, start):
-                return
+        if self.group.size > 1:
+            return self._together(batches, start)
+        if self.ahead is not None or self.loss_weight is not None:
+            return self._weighed_windows(batches, start)
+        return self._alone(batches, start)
+
+    def _alone(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
+        """One rank, and a batch weighs its samples: nothing to ask, and no factor for a window of one."""
+        micro, one, sizes = self.micro, [None], [0]
+        read: Callable[[Any], int] = self._window_size
+        for batch in batches:
+            if self.length == 1:
+                one[0] = batch
+                if self._size is not None:
+                    read = self._size
+                sizes[0] = read(batch)
+                micro.batches, micro.sizes, micro.weights, micro.factors, micro.count = one, sizes, sizes, None, 1
+            else:
+                window = [batch, *islice(batches, self.length - 1)]
+                self._load(window, [self._window_size(b) for b in window])
+            micro.first = start
+            micro.fresh, micro.contributed = True, False
+            start += micro.count
+            yield micro
+
+    def _load(self, batches: list[Any], sizes: list[int], weights: Sequence[float] | None = None) -> None:
+        micro = self.micro
+        micro.batches, micro.sizes, micro.count = batches, sizes, len(batches)
+        micro.weights = sizes if weights is None else weights
+        self._weigh_window(micro.weights, sum(micro.weights))
+
+    def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
+        """One rank, with the user's weights or batches that moved ahead of time."""
+        micro = self.micro
+        items = batches if self.ahead is not None else map(self._sized, batches)
+        while window := list(islice(items, self.length)):
+            self._load([item[2] for item in window], [item[0] for item in window], [item[1] for item in window])
+            micro.first = start
+            micro.fresh, micro.contributed = True, False
+            start += micro.count
+            yield micro
+
+    def _together(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
+        """Several ranks: windows are equally long on all of them."""
+        micro = self.micro
+        while self._load_together(list(islice(batches, self.length)), start):
             micro.first = start
             micro.fresh, micro.contributed = True, False
             start += micro.count
@@ -84,23 +120,6 @@ class Windows:
         assert self.ahead is not None
         for part in (islice(sized, self.budget), sized) if self.budget is not None else (sized,):
             yield from self.ahead(part)
-
-    def _load_alone(self, window: list[Any], size: Callable[[Any], int]) -> None:
-        micro = self.micro
-        count = micro.count = len(window)
-        if self.ahead is not None:
-            micro.sizes = [item[0] for item in window]
-            micro.weights = [item[1] for item in window]
-            window = [item[2] for item in window]
-        elif count == 1 and self.loss_weight is None:
-            micro.sizes[0] = micro.weights[0] = size(window[0])
-            micro.batches, micro.factors = window, None
-            return
-        else:
-            micro.sizes = [size(batch) for batch in window]
-            micro.weights = [self._weigh(batch, n) for batch, n in zip(window, micro.sizes, strict=True)]
-        micro.batches = window
-        self._weigh_window(micro.weights, sum(micro.weights))
 
     def _load_together(self, window: list[Any], start: int) -> bool:
         """Load this rank's share; False once no rank has anything left. Windows are equally long on every rank."""
@@ -129,12 +148,12 @@ class Windows:
         self._weigh_window(micro.weights, total)
         return True
 
-    def _weigh_window(self, weights: list[float], total: float) -> None:
+    def _weigh_window(self, weights: Sequence[float], total: float) -> None:
         self.micro.factors = self._factors(weights, total)
         if self.loss_weight is not None:
             self.micro.tokens = round(total)
 
-    def _factors(self, weights: list[float], total: float) -> list[float] | None:
+    def _factors(self, weights: Sequence[float], total: float) -> list[float] | None:
         if not self.weighting:
             return None if len(weights) == 1 else [1 / len(weights)] * len(weights)
         if total <= 0:
