@@ -139,6 +139,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         collect=trainer.collect_state,
         run_dir=lambda: trainer.run_dir,
         checkpoints=trainer.checkpoint_callback is not None,
+        announce=trainer.announce_checkpoint,
         say=trainer.print,
     )
     if stepper.evaluates_again:

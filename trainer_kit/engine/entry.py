@@ -90,6 +90,11 @@ class Entry:
         self.last_weight = 1.0
         self.turn = -1
 
+    @property
+    def recorded(self) -> bool:
+        """Whether there is a number since the last `clear`."""
+        return self.metric is None and (bool(self.values) or self.sums is not None)
+
     def fold(self) -> None:
         """Reduce what is in the list into the running sums."""
         if not self.values or callable(self.reduce):

@@ -33,6 +33,7 @@ class Metrics:
     """
 
     __slots__ = (
+        "_flushed",
         "_tables",
         "callback",
         "group",
@@ -50,6 +51,7 @@ class Metrics:
         self.hook = ""
         self.loader: int | None = None
         self.weight = 1.0
+        self._flushed = -1
         self.group: Group | None = None
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
         self.table = self._tables["train"]
@@ -143,7 +145,7 @@ class Metrics:
 
     def flush_step(self, ran: bool = True) -> Reduced:
         """The values of the step that was just finished, over all ranks. One sync point."""
-        latest = self.progress.step - 1
+        latest, self._flushed = self.progress.step - 1, self.progress.step
         entries = [e for e in self.table.values() if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS]
         return self._publish(entries, step=True, ran=ran)
 
@@ -160,11 +162,15 @@ class Metrics:
         """The values of the epoch, over all ranks, and start anew. One sync point."""
         entries = [e for e in self.table.values() if e.on_epoch]
         result = self._publish(entries, step=False, ran=ran)
+        if not self.evaluating and self._flushed != self.progress.step:
+            # Between the steps that are logged there are values too, and whoever monitors them looks now.
+            single = [e for e in self.table.values() if e.on_step and not e.on_epoch and e.recorded]
+            self._publish(single, step=True, ran=ran, log=False)
         for entry in self.table.values():
             entry.clear()
         return result
 
-    def _publish(self, entries: list[Entry], step: bool, ran: bool) -> Reduced:
+    def _publish(self, entries: list[Entry], step: bool, ran: bool, log: bool = True) -> Reduced:
         group = self.group
         alone = group is None or group.size == 1
         shared = [e for e in entries if not e.rank_zero and (e.sync or alone)]
@@ -177,7 +183,8 @@ class Metrics:
         for entry, value in zip(own, reduced(own, step, None), strict=True):
             self._deliver(result, entry, value, step)
         self.callback.update(result)
-        self.logged.update(result.logger)
+        if log:
+            self.logged.update(result.logger)
         self.progress_bar.update(result.progress_bar)
         return result
 
@@ -194,7 +201,7 @@ class Metrics:
         """The latest of everything: reduced values, and on top what this rank logged since."""
         values: dict[str, Tensor] = {name: torch.tensor(value) for name, value in self.callback.items()}
         for entry in self.table.values():
-            if entry.metric is not None or (not entry.values and entry.sums is None):
+            if not entry.recorded:
                 continue
             if entry.on_step:
                 latest = torch.as_tensor(entry.last)

@@ -32,6 +32,8 @@ class Fit:
         collect: the whole state of the run, or of the weights alone.
         run_dir: where checkpoints go that nobody gave a path; asked for when one is due.
         checkpoints: whether this run writes checkpoints at all.
+        announce: tells the loggers of a checkpoint.
+        say: prints.
         validated: the step at which validation ran last.
         since: monotonic seconds at which ``progress.seconds`` was brought up to date.
         finite: step up to which losses were looked at.
@@ -53,6 +55,7 @@ class Fit:
     collect: Callable[[bool], dict[str, Any]]
     run_dir: Callable[[], Path]
     checkpoints: bool
+    announce: Callable[[Path], None]
     say: Callable[[str], None]
     due: int = 0
     validated: int = -1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import os
-from abc import ABC
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,20 +17,21 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
+from trainer_kit.core.registry import LOGGERS
 from trainer_kit.engine.bus import sorted_callbacks
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.optimize import LRSchedulerConfig, parameters_of
+from trainer_kit.engine.position import Position
 from trainer_kit.engine.requests import Requests
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.settings import Settings
 from trainer_kit.engine.settle import save_to
 from trainer_kit.engine.state import collect
 
 __all__ = ["Session"]
 
 
-class Session(ABC):
+class Session(Position):
     """The state that hooks see. `Trainer` adds the verbs.
 
     Attributes:
@@ -45,8 +44,6 @@ class Session(ABC):
         state_verb: fit, validate, test, predict, or empty between verbs.
         data_seed: of the order of the data.
     """
-
-    settings: Settings
 
     def __init__(
         self,
@@ -156,6 +153,11 @@ class Session(ABC):
         return self._loggers
 
     @property
+    def every_logger(self) -> list[Any]:
+        """The loggers, and the journal that is kept beside them."""
+        return self._loggers if self.journal is None else [*self._loggers, self.journal]
+
+    @property
     def logger(self) -> Any:
         """The first logger, or None."""
         return self._loggers[0] if self._loggers else None
@@ -185,108 +187,6 @@ class Session(ABC):
         """The module."""
         return self.module
 
-    # -- where we are --------------------------------------------------------------------------------------------
-
-    @property
-    def current_epoch(self) -> int:
-        """Completed epochs."""
-        return self.progress.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Completed optimizer steps."""
-        return self.progress.step
-
-    @property
-    def global_rank(self) -> int:
-        """This process's rank over all nodes."""
-        return self.strategy.world.rank if hasattr(self.strategy, "world") else self.environment.rank
-
-    @property
-    def local_rank(self) -> int:
-        """This process's rank on its node."""
-        return self.environment.local_rank if self.world_size > 1 else 0
-
-    @property
-    def node_rank(self) -> int:
-        """This node's rank."""
-        return self.environment.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Processes over all nodes."""
-        return self.strategy.world.size if hasattr(self.strategy, "world") else self.environment.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0."""
-        return self.global_rank == 0
-
-    @property
-    def num_devices(self) -> int:
-        """Devices on this node."""
-        return self.processes
-
-    @property
-    def training(self) -> bool:
-        """Whether a training step is running."""
-        return self.state_verb == "fit" and not self.evaluating
-
-    @property
-    def evaluating(self) -> bool:
-        """Whether validation, test or prediction is running."""
-        return self.metrics.evaluating
-
-    @property
-    def validating(self) -> bool:
-        """Whether `validate` is running."""
-        return self.state_verb == "validate"
-
-    @property
-    def testing(self) -> bool:
-        """Whether `test` is running."""
-        return self.state_verb == "test"
-
-    @property
-    def predicting(self) -> bool:
-        """Whether `predict` is running."""
-        return self.state_verb == "predict"
-
-    @property
-    def max_epochs(self) -> int | None:
-        """The limit in epochs, or None."""
-        return self.settings.max_epochs
-
-    @property
-    def max_steps(self) -> int:
-        """The limit in steps, or -1."""
-        return -1 if self.settings.max_steps is None else self.settings.max_steps
-
-    @property
-    def log_every_n_steps(self) -> int:
-        """Steps between flushes of logged values."""
-        return self.settings.log_every
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        """Micro-batches of the next optimizer step."""
-        return self.accumulation
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, as far as anybody knows; infinite without a limit."""
-        limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
-        duration = self.settings.max_duration
-        if duration is not None and duration.unit == "st":
-            limits.append(duration.value)
-        if self.max_epochs is not None:
-            limits.append(
-                math.ceil(self.num_training_batches / self.accumulation) * self.max_epochs
-                if self.num_training_batches != math.inf
-                else math.inf
-            )
-        return min(limits, default=math.inf)
-
     # -- metrics -------------------------------------------------------------------------------------------------
 
     @property
@@ -311,7 +211,7 @@ class Session(ABC):
         values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
         values.setdefault("epoch", self.progress.epoch)
         at = self.progress.step if step is None else step
-        for logger in self._loggers if self.journal is None else [*self._loggers, self.journal]:
+        for logger in self.every_logger:
             logger.log_metrics(values, at)
 
     def begin_fit(self) -> None:
@@ -383,11 +283,20 @@ class Session(ABC):
         return Path(self._run_dir)
 
     def agree_on_run(self) -> None:
-        """Give every rank the run directory and the seed of rank 0."""
+        """Give every rank the run directory and the seed of rank 0; open the journal."""
         world = self.strategy.world
         if world.size > 1:
             seed = self.seed if self.seed is not None else self.data_seed
             self._run_dir, self.data_seed = world.broadcast((str(self.run_dir) if world.rank == 0 else "", seed))
+        if self._loggers and self.journal is None and self.is_global_zero:
+            # Whatever becomes of a tracker, every value of the run stands in a file of its own directory.
+            self.journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
+
+    def announce_checkpoint(self, path: Path) -> None:
+        """Tell the loggers that a checkpoint exists."""
+        for logger in self.every_logger if self.is_global_zero else ():
+            if hasattr(logger, "after_save_checkpoint"):
+                logger.after_save_checkpoint(path)
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""

@@ -140,6 +140,7 @@ def _save_requested(run: Fit) -> None:
         if weights_only not in states:
             states[weights_only] = run.collect(weights_only)
         save_to(run, Path(path), states[weights_only])
+        run.announce(Path(path))
     for _, request in asked:
         if request is not None and str(request.path) in dict(plans):
             request.saved(Path(request.path))

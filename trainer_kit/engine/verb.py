@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
 from trainer_kit.checkpoint.codec import encode
@@ -72,6 +73,7 @@ class Verb:
         if trainer.state_verb:
             raise ConfigurationError(f"{stage} inside {trainer.state_verb}", fix="wait for the first to return")
         trainer.strategy.start()
+        rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
         self.unwinding.cleanup.append(self._leave)
         trainer.metrics.group = trainer.strategy.data
@@ -125,7 +127,7 @@ class Verb:
             if trainer.run is not None:
                 trainer.run.requests.wake = _nobody
         if trainer.is_global_zero:
-            for logger in [*trainer.loggers, trainer.journal]:
+            for logger in trainer.every_logger:
                 if hasattr(logger, "finalize"):
                     logger.finalize(status)
 
@@ -160,7 +162,7 @@ class Verb:
         asleep = trainable_in_eval(module)
         if asleep:
             trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(asleep[:5])}")
-        self._log_hyperparameters()
+        self._introduce_to_loggers()
         for hook in self.bus.on_fit_start:
             hook()
         self._check_sanity(run)
@@ -191,16 +193,19 @@ class Verb:
         setattr(trainer, f"num_{name}_batches", _counts(run))
         return run
 
-    def _log_hyperparameters(self) -> None:
+    def _introduce_to_loggers(self) -> None:
         trainer = self.trainer
+        if not trainer.is_global_zero:
+            return
         values: dict[str, Any] = {}
         for owner in (self.datamodule, self.module):
             if owner is not None and vars(owner).get("_log_hparams"):
                 values.update(owner.hparams)
-        if values and trainer.is_global_zero:
-            for logger in [*trainer.loggers, *([trainer.journal] if trainer.journal is not None else [])]:
-                if hasattr(logger, "log_hyperparams"):
-                    logger.log_hyperparams(values)
+        for logger in trainer.every_logger:
+            if values and hasattr(logger, "log_hyperparams"):
+                logger.log_hyperparams(values)
+            if hasattr(logger, "log_graph"):
+                logger.log_graph(self.module)
 
     def _check_sanity(self, run: Fit) -> None:
         """Try a few validation batches, so that a mistake in them shows before hours of training."""

@@ -1,0 +1,128 @@
+"""Where a run is, by the names that modules and callbacks of this field ask for."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Strategy
+from trainer_kit.engine.metrics import Metrics
+from trainer_kit.engine.settings import Settings
+
+__all__ = ["Position"]
+
+
+class Position(ABC):
+    """Read-only answers, each from one place: progress, settings, strategy."""
+
+    settings: Settings
+    progress: Progress
+    strategy: Strategy
+    environment: Environment
+    metrics: Metrics
+    state_verb: str
+    processes: int
+    accumulation: int
+    num_training_batches: int | float
+
+    @property
+    def current_epoch(self) -> int:
+        """Completed epochs."""
+        return self.progress.epoch
+
+    @property
+    def global_step(self) -> int:
+        """Completed optimizer steps."""
+        return self.progress.step
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank over all nodes."""
+        return self.strategy.world.rank if hasattr(self.strategy, "world") else self.environment.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This process's rank on its node."""
+        return self.environment.local_rank if self.world_size > 1 else 0
+
+    @property
+    def node_rank(self) -> int:
+        """This node's rank."""
+        return self.environment.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Processes over all nodes."""
+        return self.strategy.world.size if hasattr(self.strategy, "world") else self.environment.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0."""
+        return self.global_rank == 0
+
+    @property
+    def num_devices(self) -> int:
+        """Devices on this node."""
+        return self.processes
+
+    @property
+    def training(self) -> bool:
+        """Whether a training step is running."""
+        return self.state_verb == "fit" and not self.evaluating
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether validation, test or prediction is running."""
+        return self.metrics.evaluating
+
+    @property
+    def validating(self) -> bool:
+        """Whether `validate` is running."""
+        return self.state_verb == "validate"
+
+    @property
+    def testing(self) -> bool:
+        """Whether `test` is running."""
+        return self.state_verb == "test"
+
+    @property
+    def predicting(self) -> bool:
+        """Whether `predict` is running."""
+        return self.state_verb == "predict"
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The limit in epochs, or None."""
+        return self.settings.max_epochs
+
+    @property
+    def max_steps(self) -> int:
+        """The limit in steps, or -1."""
+        return -1 if self.settings.max_steps is None else self.settings.max_steps
+
+    @property
+    def log_every_n_steps(self) -> int:
+        """Steps between flushes of logged values."""
+        return self.settings.log_every
+
+    @property
+    def accumulate_grad_batches(self) -> int:
+        """Micro-batches of the next optimizer step."""
+        return self.accumulation
+
+    @property
+    def estimated_stepping_batches(self) -> int | float:
+        """Optimizer steps of the whole fit, as far as anybody knows; infinite without a limit."""
+        limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
+        duration = self.settings.max_duration
+        if duration is not None and duration.unit == "st":
+            limits.append(duration.value)
+        if self.max_epochs is not None:
+            limits.append(
+                math.ceil(self.num_training_batches / self.accumulation) * self.max_epochs
+                if self.num_training_batches != math.inf
+                else math.inf
+            )
+        return min(limits, default=math.inf)
