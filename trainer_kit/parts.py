@@ -15,7 +15,7 @@ from trainer_kit.precision.native import NAMES
 __all__ = ["choose_loggers", "choose_precision", "choose_strategy"]
 
 _DDP = "trainer_kit.strategies.ddp:DDPStrategy"
-for _word in ("ddp", "ddp_notebook", "ddp_fork", "ddp_spawn"):
+for _word in ("ddp", "ddp_notebook", "ddp_fork"):
     STRATEGIES.register(_word, _DDP)
 for _word in ("find_unused_parameters_true", "find_unused_parameters_false", "static_graph"):
     STRATEGIES.register(f"ddp_{_word}", _DDP)
@@ -34,7 +34,7 @@ for _word, _name in (
     CALLBACKS.register(_word, f"trainer_kit.callbacks:{_name}")
 READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
 
-_FORKED = ("ddp_notebook", "ddp_fork", "ddp_spawn")
+_FORKED = ("ddp_notebook", "ddp_fork")
 
 
 def choose_strategy(

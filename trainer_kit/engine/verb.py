@@ -25,6 +25,7 @@ from trainer_kit.engine.resume import find_checkpoint, load_weights, read_state
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.state import plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
+from trainer_kit.launch import report_errors
 
 __all__ = ["Verb"]
 
@@ -72,6 +73,8 @@ class Verb:
         trainer, module, stage = self.trainer, self.module, self.stage
         if trainer.state_verb:
             raise ConfigurationError(f"{stage} inside {trainer.state_verb}", fix="wait for the first to return")
+        if trainer.environment.launched:
+            report_errors(where=lambda: f"step {trainer.progress.step}")
         trainer.strategy.start()
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
