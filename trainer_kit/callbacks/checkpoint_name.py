@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from string import Formatter
 from typing import Any, Final, final
-
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
@@ -72,9 +71,10 @@ class CheckpointName:
     def _field(self, name: str, spec: str, values: Mapping[str, Any]) -> str:
         if name not in values and name not in self._warned:
             self._warned.add(name)
-            rank_zero_warn(
-                f"the checkpoint filename {self.template!r} uses {name!r}, which nobody logged: "
-                f"0 is written. {did_you_mean(name, values).capitalize()}"
+            warnings.warn(
+                f"the checkpoint filename {self.template!r} uses {name!r}, which nobody logged, so it is 0; "
+                + did_you_mean(name, values),
+                stacklevel=2,
             )
         value = values.get(name, 0)
         number = value if isinstance(value, int) else float(value)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any, ClassVar, Literal, final
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
@@ -156,8 +156,8 @@ class EarlyStopping(Callback):
         if current is None:
             if self.strict:
                 raise self._monitor.missing(trainer)
-            if self.verbose:
-                rank_zero_warn(str(self._monitor.missing(trainer)), category=RuntimeWarning)
+            if self.verbose and trainer.is_global_zero:
+                warnings.warn(str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2)
             return
         reason, message = self._judge(current)
         self.stopping_reason = reason

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, final
 
+from lightning_utilities.core.overrides import is_overridden
+
 from trainer_kit.core.duration import Duration
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
@@ -20,7 +23,7 @@ class GradientAccumulation(Callback):
     Args:
         scheduling: micro-batches for each optimizer step; ``{epoch: micro-batches}``, each from that epoch (counted
             from 0) on; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``, to which each window comes as near
-            as whole micro-batches of the size last seen can.
+            as whole micro-batches of the size last seen can. Tokens are what the module's ``loss_weight`` counts.
 
     Attributes:
         scheduling: the schedule by epoch; empty with a target.
@@ -91,11 +94,20 @@ class GradientAccumulation(Callback):
         self._per_batch = state_dict.get("per_batch")
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        if stage == "fit" and not module.automatic_optimization and self.going_to_accumulate_grad_batches():
+        if stage != "fit" or not self.going_to_accumulate_grad_batches():
+            return
+        if not module.automatic_optimization:
             raise ConfigurationError(
                 "gradients cannot be accumulated for you in manual optimization",
                 found="automatic_optimization = False",
                 fix="step the optimizers every n batches yourself, without this callback",
+            )
+        counts = self.target is None or self.target.unit == "sp" or is_overridden("loss_weight", module, TrainModule)
+        if not counts:
+            raise ConfigurationError(
+                f"nobody counts the tokens for a target of {self.target}",
+                found="loss_weight is not defined",
+                fix="def loss_weight(self, batch): return the number of tokens in batch",
             )
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:

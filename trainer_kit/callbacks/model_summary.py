@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.protocols import TrainerLike
 
 __all__ = ["ModelSummary", "ModelSummaryTable", "SummaryRow", "summarize"]
 
@@ -125,12 +125,13 @@ class ModelSummary(Callback):
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = _depth(max_depth)
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, module: Any) -> None:
         if trainer.is_global_zero and self.max_depth != 0:
             plugin = trainer.precision_plugin
             context = plugin.forward_context() if plugin is not None else None
             convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
-            print(summarize(module, self.max_depth, context=context, convert=convert), file=sys.stderr)  # type: ignore[arg-type]
+            table = summarize(module, self.max_depth, context=context, convert=convert)
+            sys.stderr.write(f"{table}\n")
 
 
 def summarize(

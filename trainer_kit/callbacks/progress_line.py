@@ -73,13 +73,14 @@ class TerminalLine:
 
     def show(self, view: View) -> None:
         bar = self._bar
-        bar.total, bar.initial, bar.desc = view.total, view.first, f"{view.title}: "
+        bar.total, bar.initial, bar.desc = view.total, view.first, view.title
         self.draw(view, {})
 
     def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
         now, bar = monotonic(), self._bar
         self.due = now + _TERMINAL_INTERVAL
-        bar.n, bar.start_t, bar.postfix = view.done, bar._time() - (now - view.began), _shown(metrics)
+        bar.n, bar.last_print_t, bar.postfix = view.done, bar._time(), _shown(metrics)
+        bar.start_t = bar.last_print_t - (now - view.began)
         bar.refresh()
 
     def finish(self, view: View, metrics: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import final
 
 __all__ = ["Retention"]
@@ -25,6 +25,7 @@ class Retention:
         newest: the last one asked for, or "".
         pending: asked for and not yet durable, in order.
         displaced: path → (who took its place, its score or None), until deleted.
+        yielding: what the newest took the place of, deleted or not.
 
     Example:
         >>> best = Retention(1, better=lambda a, b: a < b)
@@ -42,15 +43,12 @@ class Retention:
         self.newest = ""
         self.pending: list[str] = []
         self.displaced: dict[str, tuple[str, float | None]] = {}
+        self.yielding: list[str] = []
 
     @property
     def best(self) -> str:
         """The kept one with the best score (of equals the older), or ""."""
-        found = ""
-        for path, score in self.kept.items():
-            if not found or self._better(score, self.kept[found]):
-                found = path
-        return found
+        return self._best(self.kept)
 
     @property
     def worst(self) -> str:
@@ -73,11 +71,7 @@ class Retention:
     def durable_best(self) -> str:
         """The best one that is there, kept or about to go, or ""."""
         scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
-        found = ""
-        for path, score in scores.items():
-            if path not in self.pending and (not found or self._better(score, scores[found])):
-                found = path
-        return found
+        return self._best({path: score for path, score in scores.items() if path not in self.pending})
 
     def holds(self, path: str) -> bool:
         """Whether ``path`` is kept, asked for, or for this callback to delete."""
@@ -88,11 +82,6 @@ class Retention:
         """Names in use: kept, newest, and what gives way to the newest."""
         return {*self.kept, *self.yielding, *filter(None, [self.newest])}
 
-    @property
-    def yielding(self) -> list[str]:
-        """What the newest one took the place of."""
-        return [path for path, (by, _) in self.displaced.items() if by == self.newest]
-
     def ask(self, path: str, score: float | None) -> None:
         """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
         previous, self.newest = self.newest, path
@@ -101,11 +90,14 @@ class Retention:
         self.pending.append(path)
         self.kept.pop(path, None)
         self.displaced.pop(path, None)
+        self.yielding = []
         if score is not None:
             if worst := self.worst:
+                self.yielding.append(worst)
                 self.displaced[worst] = (path, self.kept.pop(worst))
             self.kept[path] = score
-        if previous and previous != path and previous not in self.kept and previous not in self.displaced:
+        if previous and previous not in (path, *self.kept, *self.yielding):
+            self.yielding.append(previous)
             self.displaced[previous] = (path, None)
 
     def confirm(self, path: str) -> list[str]:
@@ -113,18 +105,26 @@ class Retention:
         if path in self.pending:
             at = self.pending.index(path)
             lost, self.pending = self.pending[:at], self.pending[at + 1 :]
-            for other in lost:
-                self._lose(other)
+            self._lose(lost)
         ready = [other for other, (by, _) in self.displaced.items() if by not in self.pending and other != path]
         for other in ready:
             del self.displaced[other]
         return ready
 
-    def _lose(self, path: str) -> None:
+    def _lose(self, lost: list[str]) -> None:
         # Saves are done one after the other: one that is passed by a later one has failed.
-        self.kept.pop(path, None)
-        self.displaced.pop(path, None)
-        for other, (by, score) in list(self.displaced.items()):
-            if by == path and score is not None and (self.keep == -1 or len(self.kept) < self.keep):
-                self.kept[other] = score
-                del self.displaced[other]
+        for path in lost:
+            self.kept.pop(path, None)
+            self.displaced.pop(path, None)
+        back = {path: score for path, (_, score) in self.displaced.items() if score is not None}
+        while lost and back and (self.keep == -1 or len(self.kept) < self.keep):
+            best = self._best(back)
+            self.kept[best] = back.pop(best)
+            del self.displaced[best]
+
+    def _best(self, scores: Mapping[str, float]) -> str:
+        found = ""
+        for path, score in scores.items():
+            if not found or self._better(score, scores[found]):
+                found = path
+        return found

@@ -8,7 +8,7 @@ from trainer_kit.core.duration import Duration, DurationLike
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.protocols import TrainerLike
 
-__all__ = ["following", "in_run"]
+__all__ = ["following", "in_run", "the_only"]
 
 
 def following(count: int | float, every: int | float) -> int | float:

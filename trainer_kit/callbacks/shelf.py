@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
-
-from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.retention import Retention
@@ -101,9 +100,11 @@ class Shelf:
         Returns:
             Its path.
         """
-        metrics = trainer.callback_metrics
-        epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
-        name = self.name({**metrics, "epoch": int(epoch), "step": int(step)})
+        name = ""
+        if trainer.is_global_zero or not together:
+            metrics = trainer.callback_metrics
+            epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
+            name = self.name({**metrics, "epoch": int(epoch), "step": int(step)})
         if together and trainer.world_size > 1:
             name = trainer.strategy.world.broadcast(name)
         path = self._free(name, trainer.global_step)
@@ -147,7 +148,7 @@ class Shelf:
                     remove_checkpoint(old)
         except (CheckpointError, OSError) as error:
             # The checkpoint itself is safe: its bookkeeping is no reason to end a run.
-            rank_zero_warn(f"after saving {path}: {error}")
+            warnings.warn(f"after saving {path}: {error}", stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
         """Follows from what was asked for alone, never from when a save was done."""
@@ -158,21 +159,23 @@ class Shelf:
             "kept": dict(held.kept),
             "newest": held.newest,
             # Only the newest one's: what gave way earlier is deleted by the time this is durable.
-            "yielding": held.yielding,
+            "yielding": list(held.yielding),
             "taken": list(self._taken),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Take over ``state``; False, with nothing taken, when it is about another directory."""
         if self.dirpath is not None and state["dirpath"] != self.dirpath:
-            if not self._default:
-                rank_zero_warn(
+            if self._is_zero and not self._default:
+                warnings.warn(
                     f"ModelCheckpoint now writes to {self.dirpath}, no longer to {state['dirpath']}: "
-                    "it takes over best_model_path alone"
+                    "it takes over best_model_path alone",
+                    stacklevel=2,
                 )
             return False
         held = self.retention
         held.kept, held.newest, held.pending = dict(state["kept"]), state["newest"], []
+        held.yielding = list(state["yielding"])
         held.displaced = dict.fromkeys(state["yielding"], ("", None))
         self._taken = list(state["taken"])
         return True

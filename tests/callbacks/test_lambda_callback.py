@@ -1,0 +1,205 @@
+import copy
+import inspect
+import math
+import pickle
+
+import pytest
+from lightning_utilities.core.overrides import is_overridden
+
+from trainer_kit.callbacks import Callback, FunctionCallback, LambdaCallback
+from trainer_kit.core.errors import ConfigurationError, DurationError, HookError
+
+HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+heard = []
+
+
+def hear(trainer, module):
+    heard.append((trainer, module))
+
+
+def overridden(callback):
+    return {name for name in HOOKS if is_overridden(name, callback, Callback)}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_every_hook(hook):
+    count = len(inspect.signature(getattr(Callback, hook)).parameters) - 1
+    given = []
+    callback = LambdaCallback(**{hook: lambda *arguments: given.append(arguments)})
+    assert isinstance(callback, LambdaCallback)
+    assert isinstance(callback, Callback)
+    assert overridden(callback) == {hook}
+    getattr(callback, hook)(*range(count))
+    assert given == [tuple(range(count))]
+
+
+def test_nothing_stands_in_between():
+    callback = LambdaCallback(on_train_start=hear, on_fit_end=None)
+    assert callback.on_train_start is hear
+    assert overridden(callback) == {"on_train_start"}
+    assert overridden(LambdaCallback()) == set()
+
+
+def test_bound_methods_builtins_and_objects():
+    class Ear:
+        def __init__(self):
+            self.heard = []
+
+        def __call__(self, trainer, module):
+            self.heard.append("called")
+
+        def listen(self, trainer, module):
+            self.heard.append("listened")
+
+    ear = Ear()
+    callback = LambdaCallback(on_fit_start=ear, on_fit_end=ear.listen, on_train_end=max)
+    assert overridden(callback) == {"on_fit_start", "on_fit_end", "on_train_end"}
+    callback.on_fit_start(None, None)
+    callback.on_fit_end(None, None)
+    assert ear.heard == ["called", "listened"]
+    assert callback.on_train_end(1, 2) == 2
+
+
+def test_unknown_hooks_and_wrong_parameters():
+    with pytest.raises(HookError, match=r"no hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'"):
+        LambdaCallback(on_train_batch_ends=hear)
+    with pytest.raises(HookError, match=r"take \(trainer, module, outputs, batch, batch_idx\)"):
+        LambdaCallback(on_train_batch_end=hear)
+    with pytest.raises(HookError, match="give a function"):
+        LambdaCallback(on_fit_start="hear")
+    LambdaCallback(on_validation_batch_end=lambda trainer, module, outputs, batch, batch_idx: None)
+
+
+def test_copies():
+    for duplicate in (copy.deepcopy, lambda callback: pickle.loads(pickle.dumps(callback))):
+        again = duplicate(LambdaCallback(on_train_start=hear))
+        assert overridden(again) == {"on_train_start"}
+        assert again.on_train_start is hear
+        scheduled = duplicate(FunctionCallback("train_start", hear, every="2ep", name="x"))
+        assert overridden(scheduled) == {"on_train_start", "on_fit_start"}
+        assert (str(scheduled.every), scheduled.name, scheduled.fn) == ("2ep", "x", hear)
+
+
+# -- one function ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("event", ["train_step_end", "on_train_step_end"])
+def test_a_function_without_a_schedule(event):
+    callback = FunctionCallback(event, hear)
+    assert callback.on_train_step_end is hear
+    assert "on_train_step_end" in overridden(callback)
+    assert callback.state_dict() == {}
+
+
+def test_setup_is_an_event_too():
+    calls = []
+    FunctionCallback("setup", lambda trainer, module, stage: calls.append(stage)).setup(None, None, "fit")
+    assert calls == ["fit"]
+
+
+@pytest.mark.parametrize(
+    ("event", "every", "fired"),
+    [
+        ("train_batch_end", 4, [4, 8, 12]),
+        ("train_batch_end", "5ba", [6, 10]),
+        ("train_step_end", 2, [4, 8, 12]),
+        ("train_step_end", "30sp", [6, 12]),
+        ("train_step_end", "250tok", [6, 10]),
+        ("train_step_end", "0.02dur", [4, 8, 12]),
+        ("train_epoch_end", 1, [4, 8, 12]),
+        ("train_epoch_end", "2ep", [8]),
+        ("train_epoch_end", "5ba", [8, 12]),
+        ("validation_end", "3ba", [4, 8, 12]),
+    ],
+)
+def test_the_first_event_at_or_after_each_multiple(make_trainer, event, every, fired):
+    """Six steps of two batches, ten samples and a hundred tokens, two steps an epoch, validation at its end."""
+    batches = []
+    callback = FunctionCallback(event, lambda trainer, *_: batches.append(trainer.progress.batch), every=every)
+    trainer = make_trainer(callback, batches=4).begin()
+    for _ in range(3):
+        for _ in range(2):
+            trainer.step(batches=2, samples=10, tokens=100)
+        trainer.validate()
+        trainer.end_epoch()
+    assert batches == fired
+
+
+def test_arguments_and_result(make_trainer):
+    given = []
+
+    def stop_epoch(trainer, module, batch, batch_idx):
+        given.append((batch, batch_idx))
+        return -1
+
+    callback = FunctionCallback("train_batch_start", stop_epoch, every=2)
+    trainer = make_trainer(callback).begin()
+    results = []
+    for trainer.progress.batch in range(4):
+        results.append(callback.on_train_batch_start(trainer, None, "batch", trainer.progress.batch))
+    assert results == [None, None, -1, None]
+    assert given == [("batch", 2)]
+
+
+def test_a_function_that_leaves_out_the_loader_index(make_trainer):
+    given = []
+    callback = FunctionCallback("validation_batch_start", lambda *a: given.append(len(a)), every="1ba")
+    short = FunctionCallback("validation_batch_start", lambda t, m, batch, index: given.append(index), every="1ba")
+    trainer = make_trainer(callback, short).begin()
+    trainer.progress.batch = 1
+    trainer.call("on_validation_batch_start", "batch", 7, 0)
+    assert given == [5, 7]
+
+
+def test_a_restart_keeps_the_schedule(make_trainer):
+    def schedule():
+        fired = []
+        return fired, FunctionCallback("validation_end", lambda t, m: fired.append(t.progress.step), every="10st")
+
+    fired, callback = schedule()
+    trainer = make_trainer(callback).begin()
+    trainer.progress.step = 12  # due since 10, and the event is yet to come
+    state = callback.state_dict()
+    assert state == {"next": 10}
+    for states, expected in (([state], [13, 21]), (None, [21])):
+        fired, callback = schedule()
+        resumed = make_trainer(callback)
+        resumed.progress.step = 12
+        resumed.begin(states)
+        for resumed.progress.step in (13, 19, 21, 29):
+            resumed.validate()
+        assert fired == expected
+    resumed.progress.step = 0  # another fit
+    resumed.begin()
+    resumed.progress.step = 11
+    resumed.validate()
+    assert fired == [21, 11]
+
+
+def test_two_functions_are_told_apart():
+    def one(trainer, module):
+        pass
+
+    keys = {
+        FunctionCallback("fit_end", one).state_key,
+        FunctionCallback("fit_start", one).state_key,
+        FunctionCallback("train_start", one, every="1ep").state_key,
+        FunctionCallback("fit_end", one, name="other").state_key,
+        FunctionCallback("fit_end", lambda trainer, module: None).state_key,
+        FunctionCallback("fit_end", lambda trainer, module: None).state_key,
+    }
+    assert len(keys) == 6
+
+
+def test_bad_events_and_intervals():
+    with pytest.raises(HookError, match="did you mean 'on_train_batch_end'"):
+        FunctionCallback("train_batch_ended", hear)
+    with pytest.raises(HookError, match="the function for 'train_batch_end'"):
+        FunctionCallback("train_batch_end", hear)
+    with pytest.raises(DurationError, match="needs a unit"):
+        FunctionCallback("validation_end", hear, every=10)
+    with pytest.raises(ConfigurationError, match="longer than nothing"):
+        FunctionCallback("train_start", hear, every="0ep")
+    with pytest.raises(ConfigurationError, match="comes once"):
+        FunctionCallback("fit_start", hear, every="1ep")
+    assert math.isinf(FunctionCallback("train_start", hear, every="1ep")._next)

@@ -1,0 +1,118 @@
+import random
+
+import pytest
+
+from trainer_kit.callbacks.retention import Retention
+
+
+def lower(a, b):
+    return a < b
+
+
+def higher(a, b):
+    return a > b
+
+
+def test_the_best_stay_and_the_worst_goes_once_its_successor_is_there():
+    held = Retention(2, lower)
+    deleted = []
+    for path, score in [("a", 3.0), ("b", 1.0), ("c", 2.0)]:
+        assert held.admits(score)
+        held.ask(path, score)
+        deleted += held.confirm(path)
+    assert deleted == ["a"]
+    assert (held.best, held.worst, held.kept) == ("b", "c", {"b": 1.0, "c": 2.0})
+    assert not held.admits(2.0)
+    assert held.admits(1.9)
+
+
+def test_nothing_goes_before_the_successor_is_durable():
+    held = Retention(1, lower)
+    held.ask("a", 2.0)
+    assert held.confirm("a") == []
+    held.ask("b", 1.0)
+    held.ask("c", 0.5)
+    assert held.pending == ["b", "c"]
+    assert held.displaced == {"a": ("b", 2.0), "b": ("c", 1.0)}
+    assert held.confirm("b") == ["a"]
+    assert held.confirm("c") == ["b"]
+
+
+def test_a_save_that_failed_gives_its_place_back():
+    held = Retention(2, lower)
+    for path, score in [("a", 2.0), ("b", 3.0)]:
+        held.ask(path, score)
+        held.confirm(path)
+    held.ask("c", 1.0)  # takes b's place, and is never confirmed
+    held.ask("d", 1.5)  # takes a's place
+    assert held.confirm("d") == ["b"]  # a is back: with d it is the best of those that are there
+    assert held.kept == {"d": 1.5, "a": 2.0}
+    held.ask("e", 0.5)
+    assert held.confirm("e") == ["a"]
+
+
+def test_the_newest_stays_although_it_is_not_among_the_best():
+    held = Retention(1, lower)
+    held.ask("a", 1.0)
+    assert held.confirm("a") == []
+    held.ask("b", None)
+    assert held.confirm("b") == []
+    held.ask("c", None)
+    assert held.confirm("c") == ["b"]
+    assert (held.best, held.newest) == ("a", "c")
+
+
+@pytest.mark.parametrize("keep", [-1, 0, 1, 3])
+def test_what_is_kept_does_not_depend_on_when_saves_are_done(keep):
+    draw = random.Random(keep)
+    prompt, tardy = Retention(keep, higher), Retention(keep, higher)
+    disk, late = set(), []
+    for index in range(60):
+        score = draw.choice([0.1, 0.2, 0.3, draw.random()])
+        assert prompt.admits(score) == tardy.admits(score)
+        chosen = score if prompt.admits(score) else None
+        path = f"step-{index}"
+        for held in (prompt, tardy):
+            held.ask(path, chosen)
+        assert (prompt.kept, prompt.newest, prompt.yielding) == (tardy.kept, tardy.newest, tardy.yielding)
+        disk.add(path)
+        disk.difference_update(prompt.confirm(path))
+        assert path in disk, "the newest is never deleted"
+        assert set(prompt.kept) <= disk
+        late.append(path)
+        if draw.random() < 0.5:
+            for each in late:
+                tardy.confirm(each)
+            late.clear()
+    assert disk == {*prompt.kept, prompt.newest}
+    assert len(prompt.kept) == {-1: 60, 0: 0}.get(keep, keep)
+
+
+def test_equal_scores_the_older_one_goes():
+    held = Retention(2, lower)
+    for path in ("a", "b"):
+        held.ask(path, 1.0)
+        held.confirm(path)
+    assert (held.best, held.worst) == ("a", "a")
+    assert not held.admits(1.0)
+
+
+def test_asking_again_for_the_same_path_replaces_it():
+    held = Retention(1, lower)
+    for score in (3.0, 2.0, 1.0):
+        held.ask("best", score)
+    assert held.pending == ["best"]
+    assert held.confirm("best") == []
+    assert held.kept == {"best": 1.0}
+
+
+def test_the_best_that_is_durable():
+    held = Retention(1, lower)
+    assert held.durable_best == ""
+    held.ask("a", 2.0)
+    assert held.durable_best == ""
+    held.confirm("a")
+    held.ask("b", 1.0)
+    assert (held.best, held.durable_best) == ("b", "a")
+    held.confirm("b")
+    assert held.durable_best == "b"
