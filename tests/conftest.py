@@ -1,0 +1,156 @@
+"""Every test runs in its own directory and leaves the process as it found it."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+
+import multiprocessing.forkserver
+import multiprocessing.resource_tracker
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest_plugins = ["trainer_kit.testing.pytest_plugin"]
+
+_ROOT = Path(__file__).parents[1]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_PYTEST_OWN = {"PYTEST_CURRENT_TEST"}
+_ONCE_PER_PROCESS = {
+    "KINETO_LOG_LEVEL",
+    "KINETO_USE_DAEMON",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TF2_BEHAVIOR",
+}
+"""What a library sets when it is first imported; nobody can undo it."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def _defaults() -> dict[str, object]:
+    """Settings that hold for the whole process."""
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic warn-only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "cudnn.benchmark": torch.backends.cudnn.benchmark,
+        "cudnn.deterministic": torch.backends.cudnn.deterministic,
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "num_threads": torch.get_num_threads(),
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "anomaly mode": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "sys.excepthook": sys.excepthook,
+        "signal handlers": {number.name: signal.getsignal(number) for number in _SIGNALS},
+        "sys.path": list(sys.path),
+    }
+
+
+def _undo(defaults: dict[str, object]) -> None:
+    """So that one leak fails one test."""
+    torch.set_default_dtype(defaults["default dtype"])
+    torch.set_default_device(defaults["default device"])
+    torch.use_deterministic_algorithms(
+        defaults["deterministic algorithms"], warn_only=defaults["deterministic warn-only"]
+    )
+    torch.backends.cudnn.benchmark = defaults["cudnn.benchmark"]
+    torch.backends.cudnn.deterministic = defaults["cudnn.deterministic"]
+    torch.set_float32_matmul_precision(defaults["float32 matmul precision"])
+    torch.set_num_threads(defaults["num_threads"])
+    torch.set_grad_enabled(defaults["grad mode"])
+    torch.set_anomaly_enabled(defaults["anomaly mode"])
+    torch.set_autocast_enabled("cpu", defaults["autocast"])
+    sys.excepthook = defaults["sys.excepthook"]
+    for name, handler in defaults["signal handlers"].items():
+        signal.signal(signal.Signals[name], handler)
+    sys.path[:] = defaults["sys.path"]
+
+
+def _children() -> set[int]:
+    """Child processes, except multiprocessing's two servants, which live as long as the session."""
+    servants = {
+        multiprocessing.forkserver._forkserver._forkserver_pid,
+        multiprocessing.resource_tracker._resource_tracker._pid,
+    }
+    if not Path("/proc/self/task").exists():
+        return {child.pid for child in multiprocessing.active_children()}
+    multiprocessing.active_children()  # collects those of its own that have ended
+    listed: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        listed.update(map(int, (task / "children").read_text().split()))
+    return listed - servants
+
+
+def _threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")}
+
+
+def _left(now: Callable[[], set], before: set) -> set:
+    """What is new, once it has had a moment to end and the collector has run."""
+    if not now() - before:
+        return set()
+    gc.collect()
+    deadline = time.monotonic() + 2
+    while (left := now() - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return left
+
+
+def _environ() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _PYTEST_OWN | _ONCE_PER_PROCESS}
+
+
+def _files() -> set[str]:
+    return {name for name in os.listdir(_ROOT) if not name.startswith(".") and name != "__pycache__"}
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
+    """Run in ``tmp_path``; fail a test that leaves anything in the process or in the checkout."""
+    directory, environ, defaults, files = os.getcwd(), _environ(), _defaults(), _files()
+    threads, children = _threads(), _children()
+    os.chdir(tmp_path)
+    try:
+        yield
+    finally:
+        os.chdir(directory)
+    leaks = []
+    if dist.is_initialized():
+        leaks.append("a process group")
+        dist.destroy_process_group()
+    if left := _left(_threads, threads):
+        leaks.append(f"threads {sorted(thread.name for thread in left)}")
+    if left := _left(_children, children):
+        leaks.append(f"child processes {sorted(left)}")
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+    now = _environ()
+    if changed := sorted(name for name in environ.keys() | now.keys() if environ.get(name) != now.get(name)):
+        leaks.append(f"environment variables {changed}")
+        for name in changed:
+            os.environ.pop(name, None)
+            if name in environ:
+                os.environ[name] = environ[name]
+    after = _defaults()
+    if other := [f"{name}: {before} -> {after[name]}" for name, before in defaults.items() if before != after[name]]:
+        leaks.append(f"process-wide settings ({'; '.join(other)})")
+        _undo(defaults)
+    if written := sorted(_files() - files):
+        leaks.append(f"files in the checkout {written}")
+    if leaks:
+        pytest.fail("the test leaves behind: " + ", ".join(leaks), pytrace=False)

@@ -1,0 +1,236 @@
+"""The agent: runs this program again on several ranks, supervises them, and ends as they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NoReturn, final
+
+from trainer_kit.core.environment import START_DIRECTORY, Environment
+from trainer_kit.core.errors import LaunchError
+from trainer_kit.launch.command import rerun_command
+from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
+from trainer_kit.launch.watch import Watch
+
+__all__ = ["run_agent"]
+
+_BOOTSTRAP: Final = Path(__file__).with_name("bootstrap.py")
+_STOP: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_FORWARD: Final = ("SIGUSR1", "SIGUSR2")
+
+
+def run_agent(
+    nproc: int,
+    *,
+    extra_env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    peer_grace: float = 3.0,
+    signal_grace: float = 25.0,
+) -> NoReturn:
+    """Run this program again from its start, as ``nproc`` ranks on this machine, and exit with their code.
+
+    The ranks are started by torch's elastic agent with the variables that torchrun sets; they meet on a port of the
+    loopback interface. When one fails, the others are ended and its exception is printed; what the others then say
+    about broken connections is one line. SIGTERM, SIGINT, SIGHUP and SIGQUIT go on to the ranks, which have
+    ``signal_grace`` seconds (a second signal ends them at once); SIGUSR1 and SIGUSR2 are only passed on. Ranks die with
+    their agent, however it dies.
+
+    The exit code is that of the rank that failed first, 128 + n for signal n, or 0.
+
+    Args:
+        nproc: number of ranks.
+        extra_env: variables for the ranks, beside those of torchrun.
+        max_restarts: how often all ranks are started again after a failure. A code of 128 or more (a signal) is final.
+        peer_grace: seconds in which the other ranks must end once one has failed.
+        signal_grace: seconds in which ranks must end once the agent was told to stop.
+
+    Raises:
+        LaunchError: where this program cannot be run again, or is itself a rank.
+        SystemExit: always, in the end.
+    """
+    here = Environment.detect()
+    if here.launched:
+        raise LaunchError("a rank does not start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
+    if nproc < 1:
+        raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
+    options, words = rerun_command()
+    os.chdir(START_DIRECTORY)
+    os.environ.update(_environment(nproc, extra_env or {}))
+    sys.stdout.flush()
+    status = 1
+    for attempt in range(max_restarts + 1):
+        os.environ["TRAINER_KIT_RESTART_COUNT"] = str(attempt)
+        status, said = _Attempt(nproc, [*options, str(_BOOTSTRAP), *words], peer_grace, signal_grace).run()
+        if said:
+            print(said, file=sys.stderr, flush=True)
+        if status == 0 or status >= 128 or attempt == max_restarts:
+            break
+        print(f"restart {attempt + 1} of {max_restarts}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+def _environment(nproc: int, extra: Mapping[str, str]) -> dict[str, str]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    chosen = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    if sys.platform == "linux":
+        chosen["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine: nothing listens to the outside
+    return {
+        **{name: value for name, value in chosen.items() if name not in os.environ},
+        **extra,
+        "TRAINER_KIT_AGENT_PID": str(os.getpid()),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # they are handled here
+    }
+
+
+@final
+class _Attempt:
+    """One start of all ranks."""
+
+    def __init__(self, nproc: int, arguments: Sequence[str], peer_grace: float, signal_grace: float) -> None:
+        self.nproc, self.arguments = nproc, arguments
+        self.peer_grace, self.signal_grace = peer_grace, signal_grace
+
+    def run(self) -> tuple[int, str]:
+        """The exit status, and what to tell the user."""
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        _silence()
+        with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
+            agent = self._agent(directory)
+            pids = _once_started(agent, self.nproc)
+            watch = Watch(pids, Path(directory), peer_grace=self.peer_grace, signal_grace=self.signal_grace)
+            failed = True
+            watch.start()
+            try:
+                with _signals(watch):
+                    result = agent.run()
+                failed = result.is_failed()
+            except SignalException:
+                return self._stopped(watch, Path(directory))
+            finally:
+                watch.stop(sweep=failed)
+            if not failed:
+                return 0, ""
+            failures = self._failures(result.failures, watch, read_reports(Path(directory)))
+            return root_first(failures)[0].exit_status, describe(failures, self.nproc)
+
+    def _agent(self, directory: str) -> Any:
+        from torch.distributed.elastic.agent.server.api import WorkerSpec
+        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+        from trainer_kit.launch.rendezvous import LoopbackRendezvous
+
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=self.nproc,
+            entrypoint=sys.executable,
+            args=tuple(self.arguments),
+            rdzv_handler=LoopbackRendezvous(uuid.uuid4().hex),
+            max_restarts=0,  # restarts are ours: with a fresh store, and never after a signal
+            monitor_interval=0.1,
+            master_addr="127.0.0.1",
+            local_addr="127.0.0.1",
+        )
+        return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=directory))
+
+    def _stopped(self, watch: Watch, directory: Path) -> tuple[int, str]:
+        """After a signal. Exceptions are worth a word, the ranks' own ways to obey are not."""
+        number = watch.stop_signal or signal.SIGTERM
+        told = [
+            _told(report, None, report["time_ns"])
+            for report in read_reports(directory).values()
+            if report["type"] not in ("SystemExit", "KeyboardInterrupt")
+        ]
+        lines = [describe(told, self.nproc)] if told else []
+        if watch.killed:
+            lines.append(f"rank {', '.join(map(str, sorted(watch.killed)))} did not end by itself and was killed")
+        lines.append(f"{signal.Signals(number).name}: {self.nproc} ranks ended")
+        return 128 + number, "\n".join(lines)
+
+    def _failures(self, failures: Mapping[int, Any], watch: Watch, reports: Mapping[int, Any]) -> list[RankFailure]:
+        first = min(watch.deaths.values(), default=0)
+        alone = sum(at == first for at in watch.deaths.values()) == 1
+        known = []
+        for rank, failure in failures.items():
+            death, code = watch.deaths.get(rank, 0), failure.exitcode
+            # torch's agent ends the others with SIGTERM: whoever died of it first was not ended by that.
+            told_to = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (alone and death == first)
+            stopped = rank in watch.killed or told_to
+            if rank in reports and not stopped:
+                known.append(_told(reports[rank], code, reports[rank]["time_ns"]))
+            else:
+                known.append(
+                    RankFailure(rank, code, death, host=socket.gethostname(), pid=failure.pid, stopped=stopped)
+                )
+        return known
+
+
+def _told(report: Mapping[str, Any], exit_code: int | None, time_ns: float) -> RankFailure:
+    return RankFailure(
+        rank=report["rank"],
+        exit_code=exit_code,
+        time_ns=time_ns,
+        type=report["type"],
+        message=report["text"],
+        traceback=report["py_callstack"],
+        host=report["host"],
+        pid=report["pid"],
+        where=report["where"],
+    )
+
+
+def _once_started(agent: Any, nproc: int) -> Callable[[], dict[int, int]]:
+    """The processes by rank; none while the agent still starts them."""
+
+    def pids() -> dict[int, int]:
+        workers = agent.get_worker_group().workers
+        found = {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+        return found if len(found) == nproc else {}
+
+    return pids
+
+
+def _silence() -> None:
+    """What torch's agent logs, our headline says better."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    if not any(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
+        logger.addHandler(logging.NullHandler())
+    logger.propagate = False
+
+
+@contextmanager
+def _signals(watch: Watch) -> Iterator[None]:
+    """The first signal stops the ranks in order, a second one at once."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if watch.stop_signal is not None:
+            watch.kill()
+            return
+        watch.note_signal(number)
+        raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        watch.forward(number)
+
+    handlers = {**dict.fromkeys(_STOP, stop), **dict.fromkeys(_FORWARD, forward)}
+    before = {}
+    for name, handler in handlers.items():
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+            before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, signal.SIG_DFL if earlier is None else earlier)

@@ -1,0 +1,176 @@
+"""What runs first in a rank that our agent starts: it ties the rank to the agent, runs the script, tells how it failed.
+
+The agent starts this file ahead of the user's script, with the script's command line as arguments. Standard library
+only: nothing may be imported before the script's own first line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, final
+
+__all__ = ["main", "report_errors"]
+
+
+@final
+class _Reporter:
+    """Writes the exception that ends this process into the file the agent reads."""
+
+    def __init__(self) -> None:
+        self.pid = 0
+        self.where: Callable[[], str] | None = None
+        self.reported: BaseException | None = None
+        self.next_hook: Callable[..., Any] = sys.excepthook
+
+    def install(self) -> None:
+        # A forked child inherits the hook and must not speak for the rank.
+        if self.pid != os.getpid():
+            self.pid, self.next_hook, sys.excepthook = os.getpid(), sys.excepthook, self.hook
+
+    def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        told = self.pid == os.getpid() and (isinstance(error, KeyboardInterrupt) or self.write(error))
+        # Our agent prints one traceback for all ranks; another launcher prints none.
+        if not (told and "TRAINER_KIT_AGENT_PID" in os.environ):
+            self.next_hook(kind, error, trace)
+
+    def write(self, error: BaseException) -> bool:
+        """Report ``error``, in the format of torch's elastic agents; whether the file could be written."""
+        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+        if self.reported is error or path is None:
+            return path is not None
+        try:
+            report = json.dumps({"message": self._message(error)})
+            with open(f"{path}.part", "w", encoding="utf-8") as file:
+                file.write(report)
+            os.replace(f"{path}.part", path)
+        except (OSError, ValueError):
+            return False
+        self.reported = error
+        return True
+
+    def _message(self, error: BaseException) -> dict[str, Any]:
+        kind = type(error)
+        name = (
+            kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
+        )
+        try:
+            text, where = str(error), self.where() if self.where is not None else ""
+        except Exception as second:
+            text, where = f"<its message cannot be printed: {second!r}>", ""
+        return {
+            "message": f"{name}: {text}",
+            "extraInfo": {
+                "py_callstack": "".join(_format(error)),
+                "timestamp": str(int(time.time())),
+                "time_ns": time.time_ns(),
+                "type": name,
+                "text": text,
+                "where": where,
+                "rank": int(os.environ.get("RANK", "0")),
+                "host": socket.gethostname(),
+                "pid": self.pid,
+            },
+        }
+
+
+def _format(error: BaseException) -> list[str]:
+    """The traceback from the script's own first frame on."""
+    trace = error.__traceback__
+    ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    lines = traceback.format_exception(type(error), error, trace)
+    if sys.version_info < (3, 11):
+        lines += [f"{note}\n" for note in getattr(error, "__notes__", [])]
+    return lines
+
+
+_REPORTER = _Reporter()
+
+
+def report_errors(where: Callable[[], str] | None = None) -> None:
+    """In a rank of torch's or our agent: leave the exception that ends this process where the agent finds it.
+
+    Without an agent this does nothing. It may be called again, to replace ``where``.
+
+    Args:
+        where: called when an exception ends the process; a few words such as ``"step 25"``.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        _REPORTER.where = where
+        _REPORTER.install()
+
+
+def _tie_to(agent: int) -> None:
+    """Die with the agent, however it dies."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    else:
+        import threading
+
+        threading.Thread(target=_watch_parent, args=(agent,), daemon=True).start()
+    if os.getppid() != agent:
+        os._exit(1)  # it died before we could be tied to it
+
+
+def _watch_parent(agent: int) -> None:
+    while os.getppid() == agent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _run(words: list[str]) -> None:
+    """Run ``[script, *arguments]`` or ``["-m", module, *arguments]`` as the interpreter would have."""
+    import runpy
+
+    own_path = not getattr(sys.flags, "safe_path", sys.flags.isolated)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        if own_path:
+            sys.path[0] = os.getcwd()
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return
+    script = os.path.abspath(words[0])
+    sys.argv = words
+    if own_path:
+        sys.path[0] = os.path.dirname(os.path.realpath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def main() -> None:
+    """Run the command line in ``sys.argv[1:]`` as a rank."""
+    _tie_to(int(os.environ["TRAINER_KIT_AGENT_PID"]))
+    # Under its own name too: what the Trainer imports later is this module, with this reporter.
+    sys.modules["trainer_kit.launch.bootstrap"] = sys.modules["__main__"]
+    report_errors()
+    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # was meant for the agent
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # Whole lines, as they are printed: several ranks share one pipe. Also under -u.
+            reconfigure(line_buffering=True, write_through=False)
+    try:
+        _run(sys.argv[1:])
+    except SystemExit as exit_:
+        if exit_.code:
+            _REPORTER.write(exit_)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _REPORTER.write(error)  # now: a hook that the script installed need not call ours
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Which rank failed first, and how to say it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+__all__ = ["RankFailure", "describe", "read_reports", "root_first"]
+
+_COMMUNICATION: Final = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process (has )?(exited|terminated)"
+    r"|closed connection|connect(ion)? (to .* )?failed|failed to connect|pair closure|socket(Timeout|Start| closed)"
+    r"|ncclRemoteError|recvValue failed|sendBytes failed|store .*(closed|shut ?down)|readv? error|writev? error"
+    r"|timed out waiting for .*(recv|send)|peer closed",
+    re.IGNORECASE,
+)
+
+
+@final
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank ended.
+
+    Attributes:
+        rank: the rank among all.
+        exit_code: as ``subprocess`` gives it: negative for a signal; None where the process lives on.
+        time_ns: when: of the exception where one is known, else of the end of the process.
+        type: the exception's class, qualified unless it is a builtin; empty where no exception is known.
+        message: the exception's text.
+        traceback: the exception's traceback, formatted.
+        host: where the rank ran.
+        pid: its process.
+        where: how far it was, in the rank's own words.
+        stopped: whether we ended it, because of another rank.
+    """
+
+    rank: int
+    exit_code: int | None
+    time_ns: float
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+    host: str = ""
+    pid: int = 0
+    where: str = ""
+    stopped: bool = False
+
+    @property
+    def cause(self) -> str:
+        """One line: the exception, the signal, or the exit code.
+
+        Example:
+            >>> RankFailure(1, -9, 0).cause
+            'killed by SIGKILL (the kernel does this when memory runs out)'
+            >>> RankFailure(1, 1, 0, "ValueError", "bad label").cause
+            'ValueError: bad label'
+        """
+        if self.type and self.type != "SystemExit":
+            text = self.message.strip().split("\n", 1)[0]
+            return f"{self.type}: {text}" if text else self.type
+        if self.exit_code is not None and self.exit_code < 0:
+            try:
+                name = signal.Signals(-self.exit_code).name
+            except ValueError:
+                name = f"signal {-self.exit_code}"
+            hint = " (the kernel does this when memory runs out)" if name == "SIGKILL" else ""
+            return f"killed by {name}{hint}"
+        text = f" ({self.message})" if self.type and not self.message.isdigit() else ""
+        return f"exited with code {self.exit_code}{text}"
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell would call it: 128 + n for signal n."""
+        if self.exit_code is None or self.exit_code == 0:
+            return 1
+        return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
+
+    @property
+    def followed(self) -> bool:
+        """Whether this is only the echo of a rank that is gone: its connections broke."""
+        ours = self.type == "RuntimeError" or self.type.startswith("torch.")
+        return ours and _COMMUNICATION.search(self.message) is not None
+
+
+def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
+    """Causes before consequences, and each in the order of time.
+
+    Example:
+        >>> echo = RankFailure(0, 1, 1.0, "RuntimeError", "Connection closed by peer [127.0.0.1]")
+        >>> [failure.rank for failure in root_first([echo, RankFailure(1, -9, 2.0)])]
+        [1, 0]
+    """
+    return sorted(failures, key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank))
+
+
+def describe(failures: Sequence[RankFailure], world_size: int) -> str:
+    """The headline, the traceback below it, and a line for the ranks that went down with it.
+
+    Args:
+        failures: at least one.
+        world_size: number of ranks.
+    """
+    root, *others = root_first(failures)
+    at = f" at {root.where}" if root.where else ""
+    host = f"{root.host}, " if root.host else ""
+    lines = [f"rank {root.rank} of {world_size} failed{at} ({host}pid {root.pid}): {root.cause}"]
+    if root.traceback and root.type != "SystemExit":
+        lines.append(textwrap.indent(root.traceback.rstrip(), "  "))
+    groups: dict[str, list[int]] = {}
+    for other in others:
+        said = "stopped" if other.stopped else "lost the connection" if other.followed else other.cause
+        groups.setdefault(said, []).append(other.rank)
+    if groups:
+        lines.append("after it: " + "; ".join(f"{_ranks(ranks)} {said}" for said, ranks in groups.items()))
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(ranks)[:8])
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
+
+
+def read_reports(directory: Path) -> dict[int, dict[str, Any]]:
+    """What ranks left below ``directory`` (see `trainer_kit.launch.bootstrap`), by rank."""
+    reports: dict[int, dict[str, Any]] = {}
+    for path in directory.rglob("error.json"):
+        try:
+            told = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+            reports[told["rank"]] = told
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # of another writer, e.g. a rank under torch's own @record
+    return reports

@@ -1,0 +1,199 @@
+"""A function on several gloo ranks, quickly: the processes fork from a server that has torch loaded already."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainer_kit.core.errors import LaunchError, RankError
+from trainer_kit.launch.processes import Ranks, local_environment
+
+__all__ = ["run_distributed"]
+
+_PRELOAD: Final = [
+    "torch",
+    "numpy",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.utils.data",
+    "trainer_kit.testing.distributed",
+    "trainer_kit.trainer",
+]
+# A signal that nobody sends for any other reason.
+_DUMP: Final[int] = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
+_TOLD: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_distributed(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    process_group: bool = True,
+    **kwargs: Any,
+) -> list[Any]:
+    """Call ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks of this machine, and wait for all of them.
+
+    Every rank is a fresh process with one thread for computing, the rank environment that torchrun would set, and this
+    process's environment, working directory and warning filters (so warnings that are errors here are errors there).
+    All ranks have ended when this returns.
+
+    Args:
+        fn: a function of the top level of a module.
+        world_size: number of ranks.
+        args: for ``fn``; picklable.
+        timeout: seconds after which the run is given up; also that of the collectives.
+        process_group: whether the gloo process group is there when ``fn`` is called.
+        kwargs: for ``fn``; picklable.
+
+    Returns:
+        What each rank returned, in rank order.
+
+    Raises:
+        BaseException: of the rank that failed first, with that rank's traceback as a note.
+        RankError: when a rank died, or ranks were not done in time: then with the stacks of all of them.
+        LaunchError: when ``fn`` or an argument cannot be pickled.
+
+    Example:
+        >>> import operator
+        >>> run_distributed(operator.add, 2, 20, 1)
+        [21, 21]
+    """
+    if world_size < 1:
+        raise LaunchError("at least one rank is needed", found=f"world_size={world_size}")
+    # "fork" in the name of the server only: these processes start from a clean one, with no threads.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
+    with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
+        call = _Call(
+            directory=directory,
+            # As bytes, so that it is unpickled under this environment, directory and these filters.
+            call=_pickled(fn, args, kwargs),
+            process_group=process_group,
+            timeout=timeout,
+            environ={name: value for name, value in os.environ.items() if name not in _TOLD},
+            working_directory=os.getcwd(),
+            filters=[_filter(entry) for entry in warnings.filters],
+        )
+        ranks = Ranks(context, world_size, call, local_environment(world_size))
+        try:
+            if not ranks.wait(timeout):
+                raise RankError(
+                    f"{len(ranks.running)} of {world_size} ranks were not done after {timeout:g} s",
+                    found=_stacks(ranks.running, Path(directory)),
+                )
+            return ranks.results()
+        finally:
+            ranks.close()
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bytes:
+    try:
+        return pickle.dumps((fn, args, dict(kwargs)))
+    except Exception as error:
+        raise LaunchError(
+            "the function and its arguments must be picklable",
+            found=f"{type(error).__name__}: {error}",
+            fix="define the function at the top of a module, and pass plain values",
+        ) from None
+
+
+def _filter(entry: Any) -> tuple[Any, ...]:
+    """An entry of ``warnings.filters`` as arguments of ``warnings.filterwarnings``."""
+    action, message, category, module, line = entry
+    pattern = [part if isinstance(part, str) else "" if part is None else part.pattern for part in (message, module)]
+    return action, pattern[0], category, pattern[1], line
+
+
+@final
+@dataclass
+class _Call:
+    """The call, in a rank's process."""
+
+    directory: str
+    call: bytes
+    process_group: bool
+    timeout: float
+    environ: dict[str, str]
+    working_directory: str
+    filters: list[tuple[Any, ...]]
+
+    def __call__(self, rank: int) -> Any:
+        own = {name: os.environ[name] for name in (*_TOLD, "GLOO_SOCKET_IFNAME") if name in os.environ}
+        os.environ.clear()
+        os.environ.update({**self.environ, **own})
+        os.chdir(self.working_directory)
+        import torch
+
+        torch.set_num_threads(1)
+        with (
+            open(Path(self.directory, f"stack-{rank}"), "w", encoding="utf-8") as stack,
+            warnings.catch_warnings(),
+        ):
+            faulthandler.register(_DUMP, stack, all_threads=True)
+            warnings.resetwarnings()
+            for entry in reversed(self.filters):  # each goes in front of those before it
+                warnings.filterwarnings(*entry)
+            try:
+                if self.process_group:
+                    self._join(rank)
+                fn, args, kwargs = pickle.loads(self.call)
+                return fn(*args, **kwargs)
+            finally:
+                faulthandler.unregister(_DUMP)
+                _leave()
+
+    def _join(self, rank: int) -> None:
+        import torch.distributed as dist
+
+        store = dist.FileStore(str(Path(self.directory, "store")), int(os.environ["WORLD_SIZE"]))  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=int(os.environ["WORLD_SIZE"]),
+            timeout=timedelta(seconds=self.timeout),
+        )
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    # While an exception is on its way the peers may wait in a collective: the end of the process tells them.
+    if dist.is_initialized() and sys.exc_info()[0] is None:
+        dist.destroy_process_group()
+
+
+def _stacks(running: Mapping[int, int], directory: Path) -> str:
+    """Where each rank stands, as its own fault handler sees it."""
+    for pid in running.values():
+        os.kill(pid, _DUMP)
+    deadline = time.monotonic() + 2.0
+    files = {rank: directory / f"stack-{rank}" for rank in running}
+
+    def complete(path: Path) -> bool:
+        return path.exists() and "most recent call first" in path.read_text(encoding="utf-8")
+
+    while time.monotonic() < deadline and not all(complete(path) for path in files.values()):
+        time.sleep(0.05)
+    time.sleep(0.05)  # the last lines of a stack are on their way
+    told = [
+        f"rank {rank} (pid {running[rank]}):\n{path.read_text(encoding='utf-8').rstrip()}"
+        if complete(path)
+        else f"rank {rank} (pid {running[rank]}) does not answer"
+        for rank, path in files.items()
+    ]
+    return "\n".join(told)

@@ -1,0 +1,101 @@
+"""A pytest plugin: ``@pytest.mark.world_size(n)`` runs a test's body on n gloo ranks.
+
+Switch it on with ``pytest_plugins = ["trainer_kit.testing.pytest_plugin"]`` in the topmost ``conftest.py``. Fixtures
+run once, outside the ranks; their values are sent to each, so they must be picklable: ``tmp_path`` and parameters are.
+The mark takes ``timeout`` and ``process_group`` as `trainer_kit.testing.run_distributed` does.
+"""
+
+from __future__ import annotations
+
+import ast
+import pickle
+import sys
+from collections.abc import Mapping
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from trainer_kit.core.errors import LaunchError
+from trainer_kit.testing.distributed import run_distributed
+
+__all__ = ["pytest_configure", "pytest_pyfunc_call"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", "world_size(n, *, timeout=60, process_group=True): run the body on n gloo ranks")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run the body of a marked test on its ranks."""
+    __tracebackhide__ = True
+    mark = pyfuncitem.get_closest_marker("world_size")
+    if mark is None:
+        return None
+    if len(mark.args) != 1 or not isinstance(mark.args[0], int):
+        raise LaunchError("the mark takes the number of ranks", found=f"world_size{mark.args}", fix="world_size(2)")
+    wanted = pyfuncitem._fixtureinfo.argnames
+    arguments = _pickled({name: pyfuncitem.funcargs[name] for name in wanted})
+    owner = "" if pyfuncitem.cls is None else f"{pyfuncitem.cls.__qualname__}."
+    name = f"{owner}{pyfuncitem.originalname}"
+    module = pyfuncitem.getparent(pytest.Module)
+    assert module is not None
+    try:
+        outcomes = run_distributed(
+            _run_body, mark.args[0], str(pyfuncitem.path), module.obj.__name__, name, arguments, **mark.kwargs
+        )
+    except BaseException as error:
+        raise error.with_traceback(None)  # noqa: B904 - the rank's own traceback is a note of this very error
+    for outcome in filter(None, outcomes):
+        word, reason = outcome
+        (pytest.skip if word == "skip" else pytest.xfail)(reason)
+    return True
+
+
+def _pickled(arguments: Mapping[str, Any]) -> dict[str, bytes]:
+    __tracebackhide__ = True
+    packed = {}
+    for name, value in arguments.items():
+        try:
+            packed[name] = pickle.dumps(value)
+        except Exception as error:
+            raise LaunchError(
+                f"the fixture {name!r} cannot be sent to the ranks",
+                found=f"{type(error).__name__}: {error}",
+                fix="use it in a test without the mark, or make what it needs inside the body",
+            ) from None
+    return packed
+
+
+def _run_body(path: str, module_name: str, name: str, arguments: Mapping[str, bytes]) -> tuple[str, str] | None:
+    """In a rank: the test's body. Arguments are unpickled last: they may be of the test's module."""
+    module = sys.modules.get(module_name) or _load(path, module_name)
+    *owners, function = name.split(".")
+    owner = reduce(getattr, owners, module)
+    body = getattr(owner() if owners else owner, function)  # type: ignore[operator]
+    try:
+        body(**{name: pickle.loads(value) for name, value in arguments.items()})
+    except pytest.skip.Exception as outcome:  # pytest's own exceptions cannot be pickled
+        return "skip", str(outcome)
+    except pytest.xfail.Exception as outcome:
+        return "xfail", str(outcome)
+    except pytest.fail.Exception as outcome:
+        raise AssertionError(str(outcome)).with_traceback(outcome.__traceback__) from None
+    return None
+
+
+def _load(path: str, name: str) -> ModuleType:
+    """The test's module, its asserts rewritten as pytest does, so that they show their values."""
+    from _pytest.assertion.rewrite import rewrite_asserts
+
+    source = Path(path).read_bytes()
+    tree = ast.parse(source, filename=path)
+    rewrite_asserts(tree, source, path)
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = path
+    exec(compile(tree, path, "exec", dont_inherit=True), vars(module))
+    return module
