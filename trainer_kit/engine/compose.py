@@ -144,7 +144,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     )
     if stepper.evaluates_again:
         stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
-        micro.remembers = True
+        micro.remember()
     return run
 
 

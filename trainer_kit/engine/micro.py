@@ -76,6 +76,7 @@ class Micro:
         "manual",
         "move",
         "outputs",
+        "parts",
         "progress",
         "remembers",
         "sizes",
@@ -120,6 +121,7 @@ class Micro:
         self.contributed = False
         self.fresh = True
         self.remembers = False
+        self.parts: list[Tensor] | None = None
         self._noise: dict[str, Any] = {}
 
     def begin(self, index: int) -> None:
@@ -127,6 +129,7 @@ class Micro:
         batch = self.batches[index]
         if self.remembers and index == 0:
             self._noise = rng_state(_device_of(batch))
+            self.parts = []
         if batch is None:  # another rank's data ends later
             self.batch = self.outputs = None
             return
@@ -171,6 +174,8 @@ class Micro:
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
+        if self.parts is not None:
+            self.parts.append(loss.detach())
         return loss if self._scale is None else self._scale(loss)
 
     def note(self, loss: Tensor) -> None:
@@ -183,7 +188,7 @@ class Micro:
         elif self.loss_sum is None:
             self.loss_sum = detached.to(torch.float32, copy=True)
         else:
-            self.loss_sum += detached
+            self.loss_sum = self.loss_sum + detached  # their shapes may differ: () and (1,)
 
     def is_finite(self) -> bool:
         """Whether the losses since the last call were finite (with scaling: whether any was). A sync point."""
@@ -257,12 +262,21 @@ class Micro:
         for hook in self._bus.on_after_backward:
             hook()
 
+    def remember(self) -> None:
+        """Be ready for `again`."""
+        self.remembers = self.unusual = True
+
+    @property
+    def window_loss(self) -> Tensor | None:
+        """What the window minimises: the sum of its weighted losses; the last loss where nobody asked to remember."""
+        return torch.stack(self.parts).sum() if self.parts else self.loss
+
     @contextmanager
     def again(self, metrics: Metrics) -> Iterator[None]:
         """Run the same window once more: no hook hears of it, nothing is logged, random layers draw the same."""
         bus, table = self._bus, metrics.table
         self._bus, metrics.table = bus.silent(), {}
-        self.remembers, self.fresh = False, True
+        self.remembers, self.fresh, self.parts = False, True, []
         restore_rng(self._noise, _device_of(self.batch))
         try:
             yield

@@ -227,7 +227,7 @@ class Stepper:
             calls += 1
             if calls > 1 and evaluates_again and self.replay is not None:
                 self.replay()
-            return self.window.loss
+            return self.window.window_loss
 
         return closure
 

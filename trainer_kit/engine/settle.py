@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Final
 
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.core.errors import CheckpointError, NonFiniteError, RankError
@@ -14,6 +15,9 @@ from trainer_kit.engine.evaluate import evaluate
 from trainer_kit.engine.run import Fit
 
 __all__ = ["check_finite", "save_to", "settle_epoch", "settle_step", "validate"]
+
+_OVERFLOWS: Final = 20
+"""Steps without one finite loss that gradient scaling is given."""
 
 
 def settle_step(run: Fit) -> bool:
@@ -78,9 +82,15 @@ def validate(run: Fit) -> None:
 
 
 def check_finite(run: Fit) -> None:
-    """Look at the losses since the last look; the run ends where one of them is NaN or infinite."""
-    first, run.finite = run.finite + 1, run.progress.step
-    if not run.micro.is_finite():
+    """Look at the losses since the last look, on every rank at once; the run ends where one is NaN or infinite."""
+    first, step, world = run.finite + 1, run.progress.step, run.strategy.world
+    if run.precision.scales and step - run.finite < _OVERFLOWS:
+        return  # overflowed steps in a row are skipped, and the scale finds its way: too early to judge
+    run.finite = step
+    finite = run.micro.is_finite()
+    if world.size > 1:
+        finite = all(row[0] for row in world.agree([float(finite)]))
+    if not finite:
         raise NonFiniteError(
             f"the loss is not finite between steps {first} and {run.progress.step}",
             found=f"NaN or infinity in what training_step returned; the last loss is {run.micro.loss}",
@@ -133,6 +143,7 @@ def _save_requested(run: Fit) -> None:
     asked = run.requests.checkpoints
     if not asked:
         return
+    check_finite(run)
     plans = [(str(_path(run, request)), bool(request and request.weights_only)) for _, request in asked]
     plans = run.strategy.world.broadcast(plans)
     states: dict[bool, dict[str, object]] = {}
