@@ -1,9 +1,11 @@
+import copy
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from lightning_utilities.core.overrides import is_overridden
 
 import trainer_kit.callbacks as callbacks
 from trainer_kit.core.hooks import Callback
@@ -15,6 +17,23 @@ def test_every_name_is_a_callback():
         assert issubclass(getattr(callbacks, name), Callback)
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = callbacks.Nothing
+
+
+@pytest.mark.parametrize(
+    ("looks", "rests"),
+    [
+        (callbacks.ModelCheckpoint(every_n_train_steps=2), callbacks.ModelCheckpoint()),
+        (callbacks.ModelCheckpoint(every_n_epochs="2ba"), callbacks.ModelCheckpoint(every_n_epochs=2)),
+        (callbacks.GradientAccumulation("8sp"), callbacks.GradientAccumulation(8)),
+        (callbacks.LearningRateMonitor(), callbacks.LearningRateMonitor("epoch")),
+        (callbacks.Timer("2h"), callbacks.Timer("2h", interval="epoch")),
+        (callbacks.Timer("2h"), callbacks.Timer()),
+    ],
+)
+def test_a_step_pays_only_for_what_looks_at_it(looks, rests):
+    assert is_overridden("on_train_step_end", looks, Callback)
+    assert not is_overridden("on_train_step_end", rests, Callback)
+    assert not is_overridden("on_train_step_end", copy.deepcopy(rests), Callback)
 
 
 def test_importing_it_imports_no_callback_and_nothing_heavy():

@@ -58,6 +58,9 @@ class LearningRateMonitor(Callback):
         self.log_momentum, self.log_weight_decay = log_momentum, log_weight_decay
         self.lrs: dict[str, list[float]] = {}
         self._next: int | float = math.inf
+        if logging_interval == "epoch":
+            # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
+            self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self.lrs = {name: [] for _, name, _ in self._groups(trainer, None)}
