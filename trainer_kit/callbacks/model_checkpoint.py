@@ -128,10 +128,9 @@ class ModelCheckpoint(Callback):
         self._best_elsewhere = ""
         # The next count of steps (batches, …) and of epochs at which one is due.
         self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
-        self._clock, self._poll = 0.0, 1
+        self._clock, self._poll, self._validated_step = 0.0, 1, 0
         self._waiting = False  # due, but its value is not there yet
         self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
-        self._validated_step = 0
         self._active = self._restored = False
 
     @property
