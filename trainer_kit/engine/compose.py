@@ -89,6 +89,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
     trainer.num_training_batches = float("inf") if limit is None else limit
+    trainer.train_batch_samples = feed.samples(0)
     manual = not module.automatic_optimization
     if manual and (settings.clip is not None or trainer.accumulation != 1):
         raise ConfigurationError(
