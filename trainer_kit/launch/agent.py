@@ -153,7 +153,8 @@ class _Attempt:
         ]
         lines = [describe(told, self.nproc)] if told else []
         if watch.killed:
-            lines.append(f"rank {', '.join(map(str, sorted(watch.killed)))} did not end by itself and was killed")
+            ranks = ", ".join(map(str, sorted(watch.killed)))
+            lines.append(f"ranks {ranks} did not end by themselves and were killed")
         lines.append(f"{signal.Signals(number).name}: {self.nproc} ranks ended")
         return 128 + number, "\n".join(lines)
 
