@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Mapping
@@ -18,8 +17,6 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["EarlyStopping", "EarlyStoppingReason"]
-
-_log = logging.getLogger(__name__)
 
 
 class EarlyStoppingReason(Enum):
@@ -166,7 +163,7 @@ class EarlyStopping(Callback):
             self.stopping_reason_message = message
             trainer.stop(message)
         if message and self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
-            _log.info("[rank %d] %s", trainer.global_rank, message)
+            trainer.print(message)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
         """Count one value: why to stop (or that there is no reason), and a sentence with the numbers."""

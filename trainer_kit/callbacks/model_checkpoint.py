@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 from collections.abc import Mapping
@@ -24,8 +23,6 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["ModelCheckpoint"]
-
-_log = logging.getLogger(__name__)
 
 
 @final
@@ -328,7 +325,7 @@ class ModelCheckpoint(Callback):
         else:
             message = f"no checkpoint of step {step}: not among the best {self.save_top_k} ({reason}{shown})"
         if self.verbose and trainer.is_global_zero:
-            _log.info("%s", message)
+            trainer.print(message)
 
 
 def _later(score: float, than: float) -> bool:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from time import monotonic
-from typing import Any, TextIO, final
+from typing import Any, ClassVar, Literal, TextIO, final
 
 from trainer_kit.callbacks.progress_line import Line, PlainLine, TerminalLine, View
 from trainer_kit.core.errors import ConfigurationError
@@ -38,6 +38,8 @@ class TQDMProgressBar(Callback):
         >>> TQDMProgressBar(refresh_rate=0).is_enabled
         False
     """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"  # the last line of an epoch has the epoch's values
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         if refresh_rate < 0 or process_position < 0:

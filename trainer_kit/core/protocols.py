@@ -245,5 +245,8 @@ class TrainerLike(Protocol):
     def set_accumulation(self, batches: int) -> None:
         """From the next window on: this many micro-batches an optimizer step."""
 
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0, without tearing the progress bar."""
+
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Hand values to every logger at once (rank 0); tensors are read here: a sync point."""

@@ -20,6 +20,7 @@ from trainer_kit.data import EMPTY, Feed, size_reader
 from trainer_kit.engine.bus import Bus, Listeners
 from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.metrics import Metrics
+from trainer_kit.engine.unwind import Unwinding
 
 __all__ = ["Evaluation", "evaluate", "predict"]
 
@@ -167,20 +168,28 @@ def _evaluating(run: Evaluation) -> Iterator[None]:
     kind = _HOOKS[run.stage]
     modes = [(part, part.training) for part in module.modules()]
     hook, at = metrics.hook, metrics.weight
-    if is_overridden(f"on_{kind}_model_eval", module, ModuleHooks):
-        getattr(module, f"on_{kind}_model_eval")()
+    ending = Unwinding()
+    # A hook of the user's that fails leaves the modes as they were, and hides no exception of the evaluation.
+    if is_overridden(f"on_{kind}_model_train", module, ModuleHooks):
+        ending.cleanup.append(lambda error: getattr(module, f"on_{kind}_model_train")())
+        ending.failed.append(lambda error: _set_modes(modes))
     else:
-        module.eval()
-    metrics.enter(run.stage)
-    try:
-        with torch.inference_mode() if run.inference_mode else torch.no_grad():
-            yield
-    finally:
-        metrics.leave()
-        metrics.hook, metrics.weight = hook, at
-        if is_overridden(f"on_{kind}_model_train", module, ModuleHooks):
-            getattr(module, f"on_{kind}_model_train")()
+        ending.cleanup.append(lambda error: _set_modes(modes))
+    with ending:
+        if is_overridden(f"on_{kind}_model_eval", module, ModuleHooks):
+            getattr(module, f"on_{kind}_model_eval")()
         else:
-            for part, training in modes:
-                # nn.Module's own attribute write is 20 times slower, and train() would wake what the user froze.
-                part.__dict__["training"] = training
+            module.eval()
+        metrics.enter(run.stage)
+        try:
+            with torch.inference_mode() if run.inference_mode else torch.no_grad():
+                yield
+        finally:
+            metrics.leave()
+            metrics.hook, metrics.weight = hook, at
+
+
+def _set_modes(modes: list[tuple[Any, bool]]) -> None:
+    for part, training in modes:
+        # nn.Module's own attribute write is 20 times slower, and train() would wake what the user froze.
+        part.__dict__["training"] = training

@@ -6,7 +6,7 @@ import time
 
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.settle import settle_epoch, settle_step
+from trainer_kit.engine.settle import save_requested, settle_epoch, settle_step
 
 __all__ = ["fit"]
 
@@ -40,6 +40,7 @@ def fit(run: Fit) -> None:
         goes_on = settle_epoch(run, completed)
     for hook in bus.on_train_end:
         hook()
+    save_requested(run)
 
 
 def _begin_epoch(run: Fit) -> None:

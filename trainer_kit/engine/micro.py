@@ -137,9 +137,12 @@ class Micro:
             batch = self.move(batch)
         self.batch, self.index = batch, self.first + index
         self._metrics.weight = self.weights[index]
+        leaves = False
         for hook in self._bus.on_train_batch_start:
             if hook(batch, self.index) == -1:
-                raise EndOfEpoch
+                leaves = True  # the others hear of the batch all the same
+        if leaves:
+            raise EndOfEpoch
 
     def forward(self, index: int) -> Any | None:
         """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""

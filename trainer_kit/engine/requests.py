@@ -22,7 +22,7 @@ class Requests:
         validation: why validation should run now, or None.
         checkpoints: (reason, request); a request of None means the run's own directory and name.
         signal: the number of a signal that asked for a graceful end, or 0.
-        wake: called at each request, so that a single process settles at the end of the running step.
+        wake: called at each request, so that the loop looks at the end of the running step.
     """
 
     def __init__(self) -> None:
@@ -53,6 +53,11 @@ class Requests:
         """Validate at the end of this step."""
         self.validation = self.validation or reason
         self.wake()
+
+    @property
+    def named(self) -> bool:
+        """Whether a checkpoint is asked for that brings its own path."""
+        return any(request is not None for _, request in self.checkpoints)
 
     @property
     def pending(self) -> list[float]:

@@ -14,7 +14,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.evaluate import evaluate
 from trainer_kit.engine.run import Fit
 
-__all__ = ["check_finite", "save_to", "settle_epoch", "settle_step", "validate"]
+__all__ = ["check_finite", "save_requested", "save_to", "settle_epoch", "settle_step", "validate"]
 
 _OVERFLOWS: Final = 20
 """Steps without one finite loss that gradient scaling is given."""
@@ -37,9 +37,10 @@ def settle_step(run: Fit) -> bool:
         _unite(run)
         agrees = True
     leaves = schedule.finished(progress) is not None or (agrees and _stops(run))
-    if agrees and not leaves and not schedule.epoch_is_over(progress):
-        # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers.
-        _save_requested(run)
+    # A request that brings its path was made by progress alone, at this step on every rank: no agreement is needed.
+    # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers.
+    if (agrees or requests.named) and not leaves and not schedule.epoch_is_over(progress):
+        save_requested(run)
     if agrees and requests.signal:
         _leave_on_signal(run)
     run.due = schedule.due(progress, run.windows.length)
@@ -63,7 +64,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         progress.epoch += 1
         progress.epoch_batch = 0
     _unite(run)
-    _save_requested(run)
+    save_requested(run)
     if run.requests.signal:
         _leave_on_signal(run)
     return schedule.finished(progress) is None and not _stops(run)
@@ -138,7 +139,7 @@ def _stops(run: Fit) -> bool:
     return False
 
 
-def _save_requested(run: Fit) -> None:
+def save_requested(run: Fit) -> None:
     """One state for everybody who asked at this step."""
     asked = run.requests.checkpoints
     if not asked:
@@ -189,7 +190,7 @@ def _leave_on_signal(run: Fit) -> None:
     if run.checkpoints:
         began = time.monotonic()
         run.requests.ask_checkpoint(name, None)
-        _save_requested(run)
+        save_requested(run)
         saved = f"saved step {step} in {time.monotonic() - began:.1f} s"
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
     run.say(f"{name}: {saved}, {leaving}")

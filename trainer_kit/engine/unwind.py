@@ -15,8 +15,8 @@ __all__ = ["Unwinding"]
 class Unwinding:
     """A context that tells everybody about an exception, then cleans up.
 
-    What goes wrong meanwhile is attached to the user's exception as a note, never raised instead of it; without one,
-    the first problem of the cleanup is raised, with the others as its notes.
+    What goes wrong meanwhile is attached to the user's exception as a note, never raised instead of it. Without one,
+    the first problem of the cleanup is the exception: everybody is told, the rest of the cleanup goes on.
 
     Attributes:
         failed: is called with the exception.
@@ -26,6 +26,7 @@ class Unwinding:
     def __init__(self) -> None:
         self.failed: list[Callable[[BaseException], Any]] = []
         self.cleanup: list[Callable[[BaseException | None], Any]] = []
+        self._first: BaseException | None = None
 
     def __enter__(self) -> Unwinding:
         return self
@@ -33,22 +34,26 @@ class Unwinding:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        first = error
-        calls: list[Callable[[], Any]] = []
+        self._first = error
         if error is not None:
-            calls += [_with(call, error) for call in self.failed]
-        calls += [_with(call, error) for call in self.cleanup]
-        for call in calls:
-            try:
-                call()
-            except BaseException as problem:
-                if first is None:
-                    first = problem
-                elif problem is not first:
-                    add_note(first, f"while ending: {type(problem).__name__}: {problem}")
-        if error is None and first is not None:
-            raise first
+            self._tell(error)
+        for clean in self.cleanup:
+            told = self._first is not None
+            self._attempt(clean, self._first)
+            if not told and self._first is not None:
+                self._tell(self._first)
+        if error is None and self._first is not None:
+            raise self._first
 
+    def _tell(self, error: BaseException) -> None:
+        for hear in self.failed:
+            self._attempt(hear, error)
 
-def _with(call: Callable[[Any], Any], error: BaseException | None) -> Callable[[], Any]:
-    return lambda: call(error)
+    def _attempt(self, call: Callable[[Any], Any], error: BaseException | None) -> None:
+        try:
+            call(error)
+        except BaseException as problem:
+            if self._first is None:
+                self._first = problem
+            elif problem is not self._first:
+                add_note(self._first, f"while ending: {type(problem).__name__}: {problem}")

@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.errors import ConfigurationError, DataError
+from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.bus import Bus, sorted_callbacks
@@ -23,6 +23,7 @@ from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.resume import find_checkpoint, load_weights, read_state
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.settle import save_requested
 from trainer_kit.engine.state import plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
 from trainer_kit.launch import report_errors
@@ -160,8 +161,8 @@ class Verb:
             trainer.print(f"resuming from step {trainer.progress.step} ({path})")
         if run.checkpoints:
             _dry_run(trainer)
-        if trainer.strategy.world.size == 1:
-            run.requests.wake = run.wake
+        run.requests.wake = run.wake
+        self.unwinding.failed.append(self._save_after)
         asleep = trainable_in_eval(module)
         if asleep:
             trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(asleep[:5])}")
@@ -170,6 +171,16 @@ class Verb:
             hook()
         self._check_sanity(run)
         return run
+
+    def _save_after(self, error: BaseException) -> None:
+        """Callbacks that keep a checkpoint of a failed run have just asked for it; other ranks may be gone by now."""
+        run = self.trainer.run
+        if run is None or not run.requests.named:
+            return
+        if isinstance(error, NonFiniteError) or self.trainer.world_size > 1:
+            run.requests.checkpoints.clear()
+            return
+        save_requested(run)
 
     def finish(self) -> None:
         """Training ended by itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, final
+from typing import Any, cast, final
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.progress import Progress
@@ -53,6 +53,7 @@ class Windows:
         self.feed, self.micro, self.group, self.divisor = feed, micro, group, divisor
         self.loss_weight, self.weighting, self.limit, self.ahead = loss_weight, weighting, limit, ahead
         self.length = 1
+        self._by_samples = False
         self.budget: int | None = None
         self._size: Callable[[Any], int] | None = None
 
@@ -109,6 +110,7 @@ class Windows:
     def _together(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
         """Several ranks: windows are equally long on all of them."""
         micro = self.micro
+        self._by_samples = self.feed.even and (self.loss_weight is None or not self.weighting)
         while self._load_together(list(islice(batches, self.length)), start):
             micro.first = start
             micro.fresh, micro.contributed = True, False
@@ -124,13 +126,12 @@ class Windows:
     def _load_together(self, window: list[Any], start: int) -> bool:
         """Load this rank's share; False once no rank has anything left. Windows are equally long on every rank."""
         micro = self.micro
-        items = window if self.ahead is not None else [self._sized(batch) for batch in window]
-        known = [self.feed.samples(start + i) for i in range(len(items))] if self.feed.even else [None]
-        counted = self.loss_weight is None or not self.weighting
-        if self.feed.even and counted and None not in known:
+        items = window if self.ahead is not None else list(map(self._sized, window))
+        known = list(map(self.feed.samples, range(start, start + len(items)))) if self._by_samples else [None]
+        if None not in known:
             if not items:
                 return False
-            micro.sizes = [n for n in known if n is not None]
+            micro.sizes = cast("list[int]", known)
             total: float = sum(micro.sizes)
         else:
             mine = [float(len(items)), sum(item[1] for item in items), float(sum(item[0] for item in items))]
