@@ -99,7 +99,7 @@ def is_tree(loader: Any) -> bool:
     if isinstance(loader, Mapping):
         return True
     # The first members tell: a list of a million batches is not searched.
-    return isinstance(loader, (list, tuple)) and any(_is_loader(part) or _holds_loader(part) for part in loader[:2])
+    return isinstance(loader, (list, tuple)) and any(_is_loader(part) or _holds_loader(part) for part in islice(loader, 2))
 
 
 def _holds_loader(node: Any) -> bool:

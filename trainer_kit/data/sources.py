@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol, final
@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.order import EMPTY, BatchTurns, SampleBlocks, Split, derive_seed, length_of
-from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.data.sizes import batch_size_of, size_reader
 
 __all__ = ["IndexedSource", "ListSource", "Place", "Source", "StreamSource"]
 
@@ -85,16 +85,19 @@ class ListSource:
         _refuse_batch_size(batches, place)
         self.batches, (self.rank, self.size) = batches, place.part
         self.even = place.size == self.size
+        self._size: Callable[[Any], int] | None = None
 
     @property
     def length(self) -> int:
         return -(-len(self.batches) // self.size)
 
     def samples(self, index: int) -> int | None:
-        if not isinstance(self.batches, (list, tuple)):
+        if type(self.batches) not in (list, tuple):  # a subclass may make its batches as they are asked for
             return None
         # A list holds its batches already: looking at the other ranks' costs no read, and no exchange.
-        return sum(map(batch_size_of, self.batches[index * self.size : (index + 1) * self.size]))
+        if self._size is None:
+            self._size = size_reader(self.batches[0]) if self.batches else batch_size_of
+        return sum(map(self._size, self.batches[index * self.size : (index + 1) * self.size]))
 
     def describe(self) -> str:
         split = f", each {self.size}th by index" if self.size > 1 else ""

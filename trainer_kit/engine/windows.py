@@ -126,27 +126,32 @@ class Windows:
     def _load_together(self, window: list[Any], start: int) -> bool:
         """Load this rank's share; False once no rank has anything left. Windows are equally long on every rank."""
         micro = self.micro
-        items = window if self.ahead is not None else list(map(self._sized, window))
-        known = list(map(self.feed.samples, range(start, start + len(items)))) if self._by_samples else [None]
+        if self.ahead is not None:
+            sizes, weights, batches = ([item[i] for item in window] for i in range(3))
+        else:
+            batches = [None if batch is EMPTY else batch for batch in window]
+            sizes = [0 if batch is None else self._window_size(batch) for batch in batches]
+            weights = sizes
+            if self.loss_weight is not None:
+                weights = [0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)]
+        known = [self.feed.samples(start + i) for i in range(len(batches))] if self._by_samples else [None]
         if None not in known:
-            if not items:
+            if not batches:
                 return False
             micro.sizes = cast("list[int]", known)
             total: float = sum(micro.sizes)
         else:
-            mine = [float(len(items)), sum(item[1] for item in items), float(sum(item[0] for item in items))]
-            rows = self.group.agree(mine)  # one small exchange on the CPU
+            rows = self.group.agree([len(batches), sum(weights), sum(sizes)])  # one small exchange on the CPU
             longest, total = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
             if longest == 0:
                 return False
-            items += [(0, 0.0, None)] * (longest - len(items))
+            missing = longest - len(batches)
+            batches, weights = batches + [None] * missing, [*weights, *[0.0] * missing]
             samples = round(sum(row[2] for row in rows))
             micro.sizes = [samples // longest] * longest
             micro.sizes[-1] += samples % longest
-        micro.count = len(items)
-        micro.weights = [item[1] for item in items]
-        micro.batches = [item[2] for item in items]
-        self._weigh_window(micro.weights, total)
+        micro.count, micro.batches, micro.weights = len(batches), batches, weights
+        self._weigh_window(weights, total)
         return True
 
     def _weigh_window(self, weights: Sequence[float], total: float) -> None:
