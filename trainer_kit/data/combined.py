@@ -99,7 +99,8 @@ def is_tree(loader: Any) -> bool:
     if isinstance(loader, Mapping):
         return True
     # The first members tell: a list of a million batches is not searched.
-    return isinstance(loader, (list, tuple)) and any(_is_loader(part) or _holds_loader(part) for part in islice(loader, 2))
+    members = islice(loader, 2) if isinstance(loader, (list, tuple)) else ()
+    return any(_is_loader(member) or _holds_loader(member) for member in members)
 
 
 def _holds_loader(node: Any) -> bool:
