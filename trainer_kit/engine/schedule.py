@@ -74,7 +74,11 @@ class Schedule:
     def start_epoch(self, progress: Progress) -> None:
         """Interval validation starts counting anew, or goes on over epochs."""
         if not self.across_epochs:
-            self.checked = self._intervals(progress)
+            self.go_on(progress)
+
+    def go_on(self, progress: Progress) -> None:
+        """Intervals that are over by ``progress`` are dealt with."""
+        self.checked = self._intervals(progress)
 
     def _position(self, progress: Progress) -> float:
         assert self.validate_every is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -143,6 +143,13 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def _parts(scheduler: Any) -> Iterator[Any]:
+    """A scheduler, and those that it is made of (``SequentialLR``, ``ChainedScheduler``)."""
+    yield scheduler
+    for part in getattr(scheduler, "_schedulers", ()):
+        yield from _parts(part)
+
+
 def restore(
     run: Fit, state: Mapping[str, Any], made: Optimizers, callbacks: list[Any], datamodule: Any, strict: bool
 ) -> None:
@@ -163,12 +170,15 @@ def restore(
     for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
         changed[id(optimizer)] = restore_optimizer(optimizer, saved, names, run.say)
     for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=False):
-        base = getattr(config.scheduler, "base_lrs", None)
+        today = [(part, part.base_lrs) for part in _parts(config.scheduler) if hasattr(part, "base_lrs")]
         config.scheduler.load_state_dict(dict(saved))
-        if base is not None and "lr" in changed.get(id(config.optimizer), {}):
-            config.scheduler.base_lrs = base
+        if "lr" in changed.get(id(config.optimizer), {}):
+            for part, rates in today:
+                part.base_lrs = rates
     run.precision.load_state_dict(state["precision"])
     run.progress.load_state_dict(state["progress"])
+    run.schedule.go_on(run.progress)
+    run.finite = run.progress.step
     for callback in callbacks:
         if callback.state_key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][callback.state_key])
