@@ -65,8 +65,11 @@ if mode in ("echo", "killed"):
         os.kill(os.getpid(), signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.barrier()
-if mode == "exit" and rank == 1:
+if mode in ("exit", "abort") and rank == 1:
     wait_for_the_other()
+    if mode == "abort":
+        import atexit
+        atexit.register(os.abort)
     sys.exit(3)
 if mode == "busy":
     if rank == 1:
@@ -209,8 +212,9 @@ def test_kill_9_of_one_rank(script: Path) -> None:
     assert _no_rank_lives()
 
 
-def test_exit_codes_pass_through(script: Path) -> None:
-    ran = _run("train.py", "exit")
+@pytest.mark.parametrize("mode", ["exit", "abort"])
+def test_exit_codes_pass_through(script: Path, mode: str) -> None:
+    ran = _run("train.py", mode)
     assert ran.returncode == 3
     assert "): exited with code 3" in ran.stderr
 

@@ -104,6 +104,8 @@ def test_exits(code: str, reported: bool) -> None:
     ran = _rank(_script(f"import sys; {code}"))
     assert ran.returncode == (3 if reported else 0)
     assert Path("error.json").exists() is reported
+    if reported:
+        assert (_report()["type"], _report()["exit_code"]) == ("SystemExit", 3)
 
 
 def test_an_interrupt_is_no_error() -> None:

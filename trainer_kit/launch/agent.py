@@ -147,7 +147,7 @@ class _Attempt:
         """After a signal. Exceptions are worth a word, the ranks' own ways to obey are not."""
         number = watch.stop_signal or signal.SIGTERM
         told = [
-            _told(report, None, report["time_ns"])
+            _told(report)
             for report in read_reports(directory).values()
             if report["type"] not in ("SystemExit", "KeyboardInterrupt")
         ]
@@ -168,7 +168,7 @@ class _Attempt:
             told_to = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (alone and death == first)
             stopped = rank in watch.killed or told_to
             if rank in reports and not stopped:
-                known.append(_told(reports[rank], code, reports[rank]["time_ns"]))
+                known.append(_told(reports[rank]))
             else:
                 known.append(
                     RankFailure(rank, code, death, host=socket.gethostname(), pid=failure.pid, stopped=stopped)
@@ -176,11 +176,11 @@ class _Attempt:
         return known
 
 
-def _told(report: Mapping[str, Any], exit_code: int | None, time_ns: float) -> RankFailure:
+def _told(report: Mapping[str, Any]) -> RankFailure:
     return RankFailure(
         rank=report["rank"],
-        exit_code=exit_code,
-        time_ns=time_ns,
+        exit_code=report["exit_code"],
+        time_ns=report["time_ns"],
         type=report["type"],
         message=report["text"],
         traceback=report["py_callstack"],

@@ -73,6 +73,8 @@ class _Reporter:
                 "type": name,
                 "text": text,
                 "where": where,
+                # Interpreters with a live process group sometimes abort on their way out: this is what was meant.
+                "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
                 "rank": int(os.environ.get("RANK", "0")),
                 "host": socket.gethostname(),
                 "pid": self.pid,
