@@ -108,6 +108,10 @@ def test_exits(code: str, reported: bool) -> None:
         assert (_report()["type"], _report()["exit_code"]) == ("SystemExit", 3)
 
 
+def test_a_negative_code_is_what_the_system_makes_of_it() -> None:
+    assert _rank(_script("import sys; sys.exit(-1)")).returncode == _report()["exit_code"] == 255
+
+
 def test_an_interrupt_is_no_error() -> None:
     ran = _rank(_script("raise KeyboardInterrupt"))
     assert ran.stderr == ""

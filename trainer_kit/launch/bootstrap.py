@@ -74,7 +74,7 @@ class _Reporter:
                 "text": text,
                 "where": where,
                 # Interpreters with a live process group sometimes abort on their way out: this is what was meant.
-                "exit_code": error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
+                "exit_code": error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
                 "rank": int(os.environ.get("RANK", "0")),
                 "host": socket.gethostname(),
                 "pid": self.pid,
