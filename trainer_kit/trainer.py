@@ -302,7 +302,8 @@ class Trainer(Session):
             run = verb.compose_evaluation(ckpt_path)
             reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
-            results = [reduced.by_loader.get(index, {}) for index in range(len(run.feeds))]
+            shared = reduced.by_loader.get(None, {})
+            results = [{**reduced.by_loader.get(index, {}), **shared} for index in range(len(run.feeds))]
         if verbose:
             show_results(self, stage, results)
         return results
@@ -332,7 +333,7 @@ class Trainer(Session):
         """
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.set_callbacks([*self.callbacks, CALLBACKS.get("function")(event, function, every)])
+            self.set_callbacks([*self._given, CALLBACKS.get("function")(event, function, every)])
             return function
 
         return register

@@ -80,7 +80,7 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
         move=move,
         # Tensors made under inference_mode cannot be used in training, and gloo cannot send them.
         inference_mode=settings.inference_mode and trainer.state_verb != "fit" and strategy.world.size == 1,
-        publish=lambda reduced: trainer.log_metrics(reduced.logger, trainer.progress.step),
+        publish=lambda reduced, batch: trainer.sanity_checking or trainer.log_metrics(reduced.logger, batch),
     )
 
 
@@ -139,7 +139,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         publish=trainer.log_metrics,
         collect=trainer.collect_state,
         run_dir=lambda: trainer.run_dir,
-        checkpoints=trainer.checkpoint_callback is not None,
+        checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         announce=trainer.announce_checkpoint,
         say=trainer.print,
     )

@@ -37,6 +37,13 @@ CLOSED_HOOKS: Final = frozenset(
         "on_exception",
         "on_save_checkpoint",
         "on_load_checkpoint",
+        "predict_step",
+        "on_predict_start",
+        "on_predict_end",
+        "on_predict_epoch_start",
+        "on_predict_epoch_end",
+        "on_predict_batch_start",
+        "on_predict_batch_end",
     }
 )
 
@@ -46,6 +53,7 @@ class Entry:
     """One logged name in one hook: its options, and what was recorded since the last flush."""
 
     __slots__ = (
+        "base",
         "hook",
         "last",
         "last_weight",
@@ -55,6 +63,7 @@ class Entry:
         "on_epoch",
         "on_step",
         "options",
+        "place",
         "prog_bar",
         "rank_zero",
         "reduce",
@@ -70,12 +79,19 @@ class Entry:
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = options
         self.hook, self.loader = hook, loader
         self.options: tuple[Any, ...] | None = options
-        self.name = name if loader is None or not add_loader else f"{name}/dataloader_idx_{loader}"
+        self.base, self.place = name, "" if loader is None or not add_loader else f"/dataloader_idx_{loader}"
+        self.name = name + self.place
         by_batch = hook in BATCH_HOOKS
         self.on_step: bool = by_batch if on_step is None else on_step
         self.on_epoch: bool = not by_batch if on_epoch is None else on_epoch
         if on_step and not by_batch and not hook.endswith(("_step", "_batch_start", "_batch_end")):
             raise LogError(f"{name!r} has no steps in {hook}", found="on_step=True", fix="log it with on_epoch=True")
+        if not self.on_step and not self.on_epoch:
+            raise LogError(
+                f"{name!r} would never be seen",
+                found=f"neither on_step nor on_epoch in {hook}",
+                fix="pass one of them as True",
+            )
         self.prog_bar: bool = prog_bar
         self.to_logger: bool = logger is not False
         self.reduce: Any = "mean" if reduce_fx in ("mean", "avg", torch.mean) else _NAMED.get(reduce_fx, reduce_fx)
@@ -92,8 +108,27 @@ class Entry:
 
     @property
     def recorded(self) -> bool:
-        """Whether there is a number since the last `clear`."""
-        return self.metric is None and (bool(self.values) or self.sums is not None)
+        """Whether anything was logged since the last `clear`."""
+        return bool(self.values) or self.sums is not None or self.metric is not None
+
+    def forked(self, kind: str) -> str:
+        """The name under which the value of a ``"step"`` or of the ``"epoch"`` is handed on."""
+        return f"{self.base}_{kind}{self.place}" if self.on_step and self.on_epoch else self.name
+
+    def now(self) -> dict[str, Tensor]:
+        """What stands under this name between two flushes: the latest value, or the reduction so far."""
+        if self.on_step:
+            last = self.last if self.metric is None else getattr(self.metric, "_forward_cache", None)
+            if last is None:
+                return {}
+            value = torch.as_tensor(last)
+            return {self.name: value, self.forked("step"): value}
+        if self.metric is not None or callable(self.reduce):
+            return {}
+        self.fold()
+        assert self.sums is not None
+        value = self.sums[0] / self.sums[1] if self.reduce == "mean" else self.sums[0]
+        return {self.name: value.to(torch.get_default_dtype())}
 
     def fold(self) -> None:
         """Reduce what is in the list into the running sums."""
@@ -119,7 +154,11 @@ class Entry:
         """Forget what was recorded."""
         self.values.clear()
         self.weights.clear()
-        self.sums = None
+        self.sums = self.last = None
+        self.turn = -1
+        if self.metric is not None:
+            self.metric.reset()
+            self.metric = None
 
 
 _NAMED: Final[dict[Any, str]] = {
@@ -139,7 +178,15 @@ class Reduced(dict[str, float]):
         super().__init__()
         self.logger: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
-        self.by_loader: dict[int, dict[str, float]] = {}
+        self.by_loader: dict[int | None, dict[str, float]] = {}
+
+    def add(self, later: Reduced) -> None:
+        """Take over what a later flush of the same round brought."""
+        self.update(later)
+        self.logger.update(later.logger)
+        self.progress_bar.update(later.progress_bar)
+        for loader, values in later.by_loader.items():
+            self.by_loader.setdefault(loader, {}).update(values)
 
 
 def _stacked(values: Sequence[Any]) -> Tensor:

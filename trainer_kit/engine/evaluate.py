@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -38,7 +38,8 @@ class Evaluation:
         group: the ranks over which loaders are split.
         move: batch → batch on the device; None where there is nothing to do.
         inference_mode: torch's, instead of ``no_grad``.
-        publish: is handed each flush of single steps.
+        publish: is handed the values of single batches that were asked for, and how many of that loader's came before.
+        seen: batches of each loader so far, over all rounds.
     """
 
     stage: str
@@ -51,7 +52,8 @@ class Evaluation:
     group: Group
     move: Callable[[Any, int], Any] | None
     inference_mode: bool
-    publish: Callable[[Reduced], None]
+    publish: Callable[[Reduced, int], None]
+    seen: dict[int, int] = field(default_factory=dict)
 
     def listeners(self, moment: str) -> Listeners:
         """Who hears ``on_<stage>_<moment>``."""
@@ -71,9 +73,11 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
             run.metrics.loader = index if len(run.feeds) > 1 else None
             ran = _batches(run, index, epoch, None) or ran
         run.metrics.loader = None
-        for hook in run.listeners("epoch_end"):
-            hook()
-        reduced = run.metrics.flush_epoch(ran)
+        reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
+        if run.listeners("epoch_end"):
+            for hook in run.listeners("epoch_end"):
+                hook()
+            reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
         for hook in run.listeners("end"):
             hook()
     return reduced
@@ -108,7 +112,6 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
     size: Callable[[Any], int] | None = None
-    by_step = False
     for index, batch in enumerate(islice(run.feeds[loader].epoch(epoch), run.limits[loader])):
         if batch is EMPTY:  # the other ranks have more samples
             if kept is not None:
@@ -131,10 +134,9 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
             hook(output, batch, index, loader)
         if kept is not None:
             kept.append(output)
-        if index == 0:
-            by_step = any(entry.on_step for entry in metrics.table.values())
-        if by_step:
-            run.publish(metrics.flush_evaluation_step())
+        if metrics.by_batch:
+            seen = run.seen[loader] = run.seen.get(loader, 0) + 1
+            run.publish(metrics.flush_evaluation_step(), seen)
     return size is not None
 
 

@@ -6,7 +6,7 @@ import time
 
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.settle import save_requested, settle_epoch, settle_step
+from trainer_kit.engine.settle import continues, save_requested, settle_epoch, settle_step
 
 __all__ = ["fit"]
 
@@ -16,7 +16,7 @@ def fit(run: Fit) -> None:
     bus, progress, strategy, micro, stepper = run.bus, run.progress, run.strategy, run.micro, run.stepper
     for hook in bus.on_train_start:
         hook()
-    goes_on = run.schedule.finished(progress) is None
+    goes_on = continues(run)
     while goes_on:
         _begin_epoch(run)
         for hook in bus.on_train_epoch_start:
@@ -44,9 +44,10 @@ def fit(run: Fit) -> None:
 
 
 def _begin_epoch(run: Fit) -> None:
-    run.ran = False
+    run.micro.index = -1
     run.since = time.monotonic()
     run.schedule.start_epoch(run.progress)
     steps = run.schedule.steps_left(run.progress)
     run.windows.budget = None if steps is None else steps * run.windows.length
-    run.due = run.schedule.due(run.progress, run.windows.length)
+    # What was asked for between the epochs is looked at after the first step.
+    run.due = 0 if any(run.requests.pending) else run.schedule.due(run.progress, run.windows.length)

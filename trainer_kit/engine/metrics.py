@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Final, final
 
 import torch
@@ -30,11 +31,13 @@ class Metrics:
         hook: the hook being called; a value belongs to it.
         loader: the evaluation loader, where there are several.
         weight: what the current batch weighs in a mean.
+        by_batch: whether values of single batches were asked for in this evaluation.
     """
 
     __slots__ = (
         "_flushed",
         "_tables",
+        "by_batch",
         "callback",
         "group",
         "hook",
@@ -51,6 +54,7 @@ class Metrics:
         self.hook = ""
         self.loader: int | None = None
         self.weight = 1.0
+        self.by_batch = False
         self._flushed = -1
         self.group: Group | None = None
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
@@ -100,7 +104,14 @@ class Metrics:
                 entry.metric = value
                 entry.turn = self.progress.step
                 return
-            value = float(value)  # numpy scalars and the like: on the host already, not a sync point
+            try:
+                value = float(value)  # numpy scalars and the like: on the host already, not a sync point
+            except (TypeError, ValueError):
+                raise LogError(
+                    f"{name!r} is not a number",
+                    found=type(value).__name__,
+                    fix="log one number a name, or use log_dict",
+                ) from None
         weight = self.weight if batch_size is None else batch_size
         entry.last, entry.last_weight, entry.turn = value, weight, self.progress.step
         entry.values.append(value)
@@ -117,13 +128,24 @@ class Metrics:
         if not isinstance(name, str):
             raise LogError("a metric's name is a string", found=repr(name))
         entry = Entry(self.hook, name, self.loader, options)
+        if self.loader is not None and not entry.place:
+            others = [
+                e for e in self.table.values() if (e.hook, e.name) == (self.hook, name) and e.loader != self.loader
+            ]
+            if others:
+                raise LogError(
+                    f"{name!r} comes from several loaders",
+                    found=f"add_dataloader_idx=False for loaders {others[0].loader} and {self.loader}",
+                    fix="leave add_dataloader_idx out, or use another name for each loader",
+                )
         self.table[(self.hook, name, self.loader)] = entry
+        self.by_batch = self.by_batch or entry.on_step
         return entry
 
     def enter(self, stage: str) -> None:
         """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
         self._tables[stage] = self.table = {}
-        self.loader = None
+        self.loader, self.by_batch = None, False
 
     @property
     def evaluating(self) -> bool:
@@ -151,22 +173,23 @@ class Metrics:
 
     def flush_evaluation_step(self) -> Reduced:
         """The values of one evaluation batch that asked for ``on_step``, of this rank."""
-        entries = [e for e in self.table.values() if e.on_step and e.values]
         result = Reduced()
-        for entry in entries:
-            value = float(entry.last)  # sync point: somebody asked for every batch's value
-            self._deliver(result, entry, value, step=True)
+        for entry in self.table.values():
+            if entry.on_step and entry.turn >= 0:
+                entry.turn = -1  # delivered
+                for value in entry.now().values():
+                    self._deliver(result, entry, float(value), step=True)  # sync point: every batch was asked for
+        self._keep(result)
         return result
 
     def flush_epoch(self, ran: bool = True) -> Reduced:
-        """The values of the epoch, over all ranks, and start anew. One sync point."""
-        entries = [e for e in self.table.values() if e.on_epoch]
-        result = self._publish(entries, step=False, ran=ran)
+        """The values that were logged for the epoch since the last flush of one, over all ranks. One sync point."""
+        entries = [e for e in self.table.values() if e.recorded]
         if not self.evaluating and self._flushed != self.progress.step:
             # Between the steps that are logged there are values too, and whoever monitors them looks now.
-            single = [e for e in self.table.values() if e.on_step and not e.on_epoch and e.recorded]
-            self._publish(single, step=True, ran=ran, log=False)
-        for entry in self.table.values():
+            self._publish([e for e in entries if e.on_step], step=True, ran=ran, log=False)
+        result = self._publish([e for e in entries if e.on_epoch], step=False, ran=ran)
+        for entry in entries:
             entry.clear()
         return result
 
@@ -182,37 +205,31 @@ class Metrics:
         own = [] if alone else [e for e in entries if e.rank_zero or not e.sync]
         for entry, value in zip(own, reduced(own, step, None), strict=True):
             self._deliver(result, entry, value, step)
+        self._keep(result, log)
+        return result
+
+    def _keep(self, result: Reduced, log: bool = True) -> None:
         self.callback.update(result)
         if log:
             self.logged.update(result.logger)
         self.progress_bar.update(result.progress_bar)
-        return result
 
     def _deliver(self, result: Reduced, entry: Entry, value: float, step: bool) -> None:
-        forked = f"{entry.name}_{'step' if step else 'epoch'}" if entry.on_step and entry.on_epoch else entry.name
+        forked = entry.forked("step" if step else "epoch")
         result[entry.name] = result[forked] = value
         if entry.to_logger:
             result.logger[forked] = value
         if entry.prog_bar:
             result.progress_bar[forked] = value
-        result.by_loader.setdefault(entry.loader or 0, {})[forked] = value
+        result.by_loader.setdefault(entry.loader, {})[forked] = value
 
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest of everything: reduced values, and on top what this rank logged since."""
         values: dict[str, Tensor] = {name: torch.tensor(value) for name, value in self.callback.items()}
-        for entry in self.table.values():
-            if not entry.recorded:
-                continue
-            if entry.on_step:
-                latest = torch.as_tensor(entry.last)
-                values[entry.name] = latest
-                if entry.on_epoch:
-                    values[f"{entry.name}_step"] = latest
-            elif not callable(entry.reduce):
-                entry.fold()
-                assert entry.sums is not None
-                mean = entry.sums[0] / entry.sums[1] if entry.reduce == "mean" else entry.sums[0]
-                values[entry.name] = mean.to(torch.get_default_dtype())
+        tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
+        for entry in chain.from_iterable(table.values() for table in tables):
+            if entry.recorded:
+                values.update(entry.now())
         return values
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,10 +20,9 @@ def agreed(entries: list[Entry], group: Group, ran: bool, step: bool) -> list[En
     names = [f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}" for e in entries]
     digest = zlib.crc32("\n".join(names).encode())
     rows = group.agree([float(ran), float(len(names)), float(digest)])
-    real = [row for row in rows if row[0]]
-    if len(real) == len(rows) and all(row == rows[0] for row in rows):
+    if all(row == rows[0] for row in rows):
         return entries
-    everyone = group.all_gather_object([(e.hook, e.name, e.loader, e.options) for e in entries])
+    everyone = group.all_gather_object([(e.hook, e.base, e.loader, e.options) for e in entries])
     told = [names for names, row in zip(everyone, rows, strict=True) if row[0]] or [[]]
     if any(names != told[0] for names in told):
         lines = "; ".join(
@@ -34,14 +33,7 @@ def agreed(entries: list[Entry], group: Group, ran: bool, step: bool) -> list[En
             found=lines,
             fix="log the same names on every rank, or pass rank_zero_only=True or sync_dist=False",
         )
-    if ran:
-        return entries
-    ghosts = []
-    for hook, name, loader, options in told[0]:
-        ghost = Entry(hook, name, None, options)
-        ghost.name, ghost.loader = Entry(hook, name, loader, options).name, loader
-        ghosts.append(ghost)
-    return ghosts
+    return entries if ran else [Entry(*part) for part in told[0]]
 
 
 def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float]:
@@ -98,6 +90,4 @@ def _computed(entry: Entry, step: bool) -> float:
     if step:
         cached = getattr(metric, "_forward_cache", None)
         return math.nan if cached is None else float(cached)  # sync point: the flush
-    value = float(metric.compute())  # sync point: the flush; torchmetrics reduces over the ranks by itself
-    metric.reset()
-    return value
+    return float(metric.compute())  # sync point: the flush; torchmetrics reduces over the ranks by itself

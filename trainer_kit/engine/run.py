@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,6 @@ class Fit:
     validated: int = -1
     since: float = 0.0
     finite: int = 0
-    ran: bool = field(default=False)
 
     def wake(self) -> None:
         """Settle at the end of this step."""

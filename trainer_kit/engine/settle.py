@@ -11,10 +11,12 @@ from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.core.errors import CheckpointError, NonFiniteError, RankError
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.evaluate import evaluate
+from trainer_kit.engine.requests import ended_by
 from trainer_kit.engine.run import Fit
 
-__all__ = ["check_finite", "save_requested", "save_to", "settle_epoch", "settle_step", "validate"]
+__all__ = ["check_finite", "continues", "save_requested", "save_to", "settle_epoch", "settle_step", "validate"]
 
 _OVERFLOWS: Final = 20
 """Steps without one finite loss that gradient scaling is given."""
@@ -23,7 +25,6 @@ _OVERFLOWS: Final = 20
 def settle_step(run: Fit) -> bool:
     """What is due after this step. Returns whether the epoch is to be left."""
     progress, schedule, requests = run.progress, run.schedule, run.requests
-    run.ran = True
     _pass_time(run)
     agrees = schedule.agrees(progress)
     if agrees:
@@ -36,14 +37,16 @@ def settle_step(run: Fit) -> bool:
         validate(run)
         _unite(run)
         agrees = True
-    leaves = schedule.finished(progress) is not None or (agrees and _stops(run))
+    over = schedule.epoch_is_over(progress)
+    # At the end of an epoch a stop waits until it is counted: it may be the last of the minimum.
+    leaves = schedule.finished(progress) is not None or (agrees and not over and _stops(run))
     # A request that brings its path was made by progress alone, at this step on every rank: no agreement is needed.
     # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers.
-    if (agrees or requests.named) and not leaves and not schedule.epoch_is_over(progress):
+    if (agrees or requests.named) and not leaves and not over:
         save_requested(run)
+    run.due = schedule.due(progress, run.windows.length)  # ahead of the look at signals: the next one wakes
     if agrees and requests.signal:
         _leave_on_signal(run)
-    run.due = schedule.due(progress, run.windows.length)
     return leaves
 
 
@@ -54,20 +57,35 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     check_finite(run)
     if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
         validate(run)
-    for hook in bus.on_train_epoch_end:
-        hook()
-    run.publish(run.metrics.flush_epoch(run.ran).logger, progress.step)
-    for hook in bus.on_train_epoch_end_late:
-        hook()
+    ran = run.micro.index >= 0
+    reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values, and what they log is reduced after them
+    for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
+        if listeners:
+            for hook in listeners:
+                hook()
+            reduced.add(run.metrics.flush_epoch(ran))
+        run.publish(reduced.logger, progress.step)
+        reduced = Reduced()
     if completed:
         run.stepper.end_epoch(progress.epoch + 1)
         progress.epoch += 1
         progress.epoch_batch = 0
     _unite(run)
+    if run.requests.validation is not None:  # asked for by a hook of the epoch
+        if run.validation is not None and run.validated != progress.step:
+            validate(run)
+            _unite(run)
+        run.requests.validation = None
     save_requested(run)
     if run.requests.signal:
         _leave_on_signal(run)
     return schedule.finished(progress) is None and not _stops(run)
+
+
+def continues(run: Fit) -> bool:
+    """Whether there is anything to train: no limit is reached, and nobody asked to stop before it began."""
+    _unite(run)
+    return run.schedule.finished(run.progress) is None and not _stops(run)
 
 
 def validate(run: Fit) -> None:
@@ -85,7 +103,7 @@ def validate(run: Fit) -> None:
 def check_finite(run: Fit) -> None:
     """Look at the losses since the last look, on every rank at once; the run ends where one is NaN or infinite."""
     first, step, world = run.finite + 1, run.progress.step, run.strategy.world
-    if run.precision.scales and step - run.finite < _OVERFLOWS:
+    if step == run.finite or (run.precision.scales and step - run.finite < _OVERFLOWS):
         return  # overflowed steps in a row are skipped, and the scale finds its way: too early to judge
     run.finite = step
     finite = run.micro.is_finite()
@@ -194,6 +212,4 @@ def _leave_on_signal(run: Fit) -> None:
         saved = f"saved step {step} in {time.monotonic() - began:.1f} s"
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
     run.say(f"{name}: {saved}, {leaving}")
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    raise ended_by(number)

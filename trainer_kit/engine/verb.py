@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, final
 
@@ -21,10 +22,11 @@ from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
+from trainer_kit.engine.requests import terminable
 from trainer_kit.engine.resume import find_checkpoint, load_weights, read_state
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.settle import save_requested
-from trainer_kit.engine.state import plain_hparams, restore
+from trainer_kit.engine.state import collect, plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
 from trainer_kit.launch import report_errors
 
@@ -56,6 +58,8 @@ class Verb:
         check_module(self.module, stage)
         self.unwinding = Unwinding()
         self.bus: Bus
+        self._before = trainer.callbacks
+        self._not_terminable: Callable[[BaseException | None], None]
 
     def __enter__(self) -> Verb:
         try:
@@ -77,63 +81,82 @@ class Verb:
         if trainer.environment.launched:
             report_errors(where=lambda: f"step {trainer.progress.step}")
         trainer.strategy.start()
+        self._not_terminable = terminable(trainer.requests)
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
-        self.unwinding.cleanup.append(self._leave)
+        self._attach()
         trainer.metrics.group = trainer.strategy.data
+        trainer.requests.clear()
         if stage == "fit":
             trainer.begin_fit()
         else:
-            trainer.metrics.progress_bar.clear()  # the bar of a test shows nothing of training
+            trainer.metrics.forget()  # neither the bar nor the monitors of a test see anything of training
         trainer.agree_on_run()
         trainer.datamodule = self.datamodule
         module.trainer = trainer
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
         self._add_callbacks()
-        self.bus = Bus(trainer, module, trainer.callbacks, self.datamodule, trainer.metrics)
-        for hook in self.bus.on_exception:
-            self.unwinding.failed.append(hook)
-        self._plan_teardown()
         prepare_data(trainer, module, self.datamodule, stage)
         self._call_configure_model()
 
     def _add_callbacks(self) -> None:
-        """Callbacks that belong to the module replace the Trainer's of the same class."""
+        """Callbacks that belong to the module replace the Trainer's of the same class.
+
+        After a fit they stay, with what they learned (the best checkpoint); after an evaluation the fit's are back.
+        """
+        trainer = self.trainer
         own = self.module.configure_callbacks()
         own = list(own) if isinstance(own, (list, tuple)) else [own]
-        if own:
-            kinds = {type(callback) for callback in own}
-            before = self.trainer.callbacks
-            self.trainer._callbacks = sorted_callbacks([*(c for c in before if type(c) not in kinds), *own])
-            self.unwinding.cleanup.append(lambda error: setattr(self.trainer, "_callbacks", before))
+        if not own and trainer.callbacks is trainer._given:
+            return
+        kinds = {type(callback) for callback in own}
+        given = [callback for callback in trainer._given if type(callback) not in kinds]
+        trainer._callbacks = sorted_callbacks([*given, *own]) if own else trainer._given
+        self._attach()
 
-    def _plan_teardown(self) -> None:
+    def _attach(self) -> None:
+        """Who listens, is told of an exception and is torn down, from here on."""
         trainer, module, stage, datamodule = self.trainer, self.module, self.stage, self.datamodule
+        self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
+        self.unwinding.failed[:] = self.bus.on_exception
         calls: list[Callable[[], Any]] = []
         if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
             calls.append(lambda: datamodule.teardown(stage))
         calls += [_teardown(callback, trainer, module, stage) for callback in trainer.callbacks]
         if is_overridden("teardown", module, DataHooks):
             calls.append(lambda: module.teardown(stage))
-        # Ahead of `_leave`: teardown hooks still see the trainer at work.
-        self.unwinding.cleanup[:0] = [_ignoring_error(call) for call in calls]
+        # Teardown hooks still see the trainer at work.
+        ends = [self._leave, self._stop, self._finalize, self._not_terminable]
+        self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
 
     def _leave(self, error: BaseException | None) -> None:
         trainer = self.trainer
-        status = "success" if error is None else "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         trainer.state_verb = ""
         trainer.metrics.leave()
         trainer.metrics.hook = ""
         trainer.sanity_checking = False
+        trainer.requests.wake = _nobody
+        if self.stage != "fit":
+            trainer._callbacks = self._before
+        self.module.untoggle_optimizer(None)
+        if error is not None:
+            trainer.precision_plugin.abandon_step()
+
+    def _stop(self, error: BaseException | None) -> None:
         if self.stage == "fit":
-            trainer.strategy.stop()
-            if trainer.run is not None:
-                trainer.run.requests.wake = _nobody
-        if trainer.is_global_zero:
-            for logger in trainer.every_logger:
-                if hasattr(logger, "finalize"):
-                    logger.finalize(status)
+            self.trainer.strategy.stop()
+
+    def _finalize(self, error: BaseException | None) -> None:
+        trainer = self.trainer
+        interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
+        status = "success" if error is None else "interrupted" if interrupted else "failed"
+        ending = Unwinding()
+        for logger in trainer.every_logger if trainer.is_global_zero else ():
+            if hasattr(logger, "finalize"):
+                ending.cleanup.append(_ignoring_error(partial(logger.finalize, status)))
+        with ending:
+            pass
 
     def _call_configure_model(self) -> None:
         with self.trainer.precision_plugin.init_context(), torch.device(self.trainer.strategy.device):
@@ -142,7 +165,7 @@ class Verb:
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
         trainer, module = self.trainer, self.module
-        path = find_checkpoint(trainer, ckpt_path)
+        path = find_checkpoint(trainer, ckpt_path, trainer.checkpoint_callbacks)
         state = None if path is None else read_state(path, weights_only)
         if state is not None and trainer.seed is None:
             trainer.data_seed = state.get("seed", trainer.data_seed)
@@ -160,7 +183,7 @@ class Verb:
             restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict)
             trainer.print(f"resuming from step {trainer.progress.step} ({path})")
         if run.checkpoints:
-            _dry_run(trainer)
+            _dry_run(trainer, run)
         run.requests.wake = run.wake
         self.unwinding.failed.append(self._save_after)
         asleep = trainable_in_eval(module)
@@ -186,13 +209,15 @@ class Verb:
         """Training ended by itself."""
         for hook in self.bus.on_fit_end:
             hook()
+        save_requested(self.trainer.run)
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
         """Build the evaluation, with the weights that are asked for."""
         trainer, module = self.trainer, self.module
-        if ckpt_path is None and self.fitted and trainer.checkpoint_callback is not None:
-            ckpt_path = "best" if trainer.checkpoint_callback.best_model_path else None
-        path = find_checkpoint(trainer, ckpt_path)
+        keepers = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
+        if ckpt_path is None and self.fitted and keepers and keepers[0].best_model_path:
+            ckpt_path = "best"
+        path = find_checkpoint(trainer, ckpt_path, keepers)
         trainer.precision_plugin.convert_module(module)
         if path is not None:
             load_weights(module, path, self.bus)
@@ -230,6 +255,8 @@ class Verb:
         if steps > 0:
             run.validation.limits = [steps if limit is None else min(limit, steps) for limit in full]
         trainer.num_sanity_val_batches = _counts(run.validation)
+        requests = run.requests
+        before = requests.stop, requests.validation, list(requests.checkpoints)
         trainer.sanity_checking = True
         with preserved_rng(trainer.strategy.device):
             for hook in self.bus.on_sanity_check_start:
@@ -239,10 +266,16 @@ class Verb:
                 hook()
         trainer.sanity_checking = False
         run.validation.limits = full
+        run.validation.seen.clear()
         trainer.metrics.forget()
-        wake, run.requests.wake = run.requests.wake, _nobody
-        run.requests.clear()
-        run.requests.wake = wake
+        requests.stop, requests.validation, requests.checkpoints[:] = before
+
+
+def _has_state(owner: Any) -> bool:
+    try:
+        return bool(owner is not None and owner.state_dict())
+    except Exception:  # it arrives when the state is asked for in earnest
+        return False
 
 
 def _counts(run: Evaluation) -> list[int | float]:
@@ -291,9 +324,14 @@ def _sync_batchnorm(module: nn.Module, strategy: Any) -> Any:
     return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
-def _dry_run(trainer: Any) -> None:
-    """Find what a checkpoint cannot hold before the first step, not at the first save."""
-    state = trainer.collect_state(False)
+def _dry_run(trainer: Any, run: Fit) -> None:
+    """Find what a checkpoint cannot hold before the first step, not at the first save.
+
+    ``on_save_checkpoint`` is not called, and a state that only training makes is not looked at: nothing is saved yet.
+    """
+    ready = [callback for callback in trainer.callbacks if _has_state(callback)]
+    datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
+    state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
     encode(state, {}, copy=False)
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
