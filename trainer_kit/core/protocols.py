@@ -163,6 +163,9 @@ class Precision(Protocol):
     def end_step(self) -> None:
         """Every optimizer of the step has been stepped."""
 
+    def abandon_step(self) -> None:
+        """An exception ended the step; the next one starts anew."""
+
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 

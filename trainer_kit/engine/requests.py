@@ -10,7 +10,7 @@ from typing import Any, final
 
 from trainer_kit.core.protocols import CheckpointRequest
 
-__all__ = ["Requests", "listening"]
+__all__ = ["Requests", "ended_by", "listening", "terminable"]
 
 
 @final
@@ -84,9 +84,7 @@ def listening(requests: Requests) -> Iterator[None]:
     def on_signal(number: int, frame: Any) -> None:
         if requests.signal:  # asked twice
             signal.signal(number, before[number])
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            raise SystemExit(128 + number)
+            raise ended_by(number)
         requests.signal = number
         requests.wake()
 
@@ -100,3 +98,32 @@ def listening(requests: Requests) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+    if requests.signal:  # it came after the last step
+        raise ended_by(requests.signal)
+
+
+def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
+    """From here on SIGTERM ends a verb also where no step is running, but not without its teardown.
+
+    Returns:
+        What ends this. A handler of the user's own is left alone.
+    """
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    def on_signal(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)  # the second one kills
+        requests.signal = number
+        raise ended_by(number)
+
+    def end(error: BaseException | None) -> None:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    if mine:
+        signal.signal(signal.SIGTERM, on_signal)
+    return end
+
+
+def ended_by(number: int) -> BaseException:
+    """The exception that a signal becomes: KeyboardInterrupt for Ctrl-C, else exit code 128 + number."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(128 + number)

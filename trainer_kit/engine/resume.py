@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +15,25 @@ from trainer_kit.engine.bus import Bus
 __all__ = ["find_checkpoint", "load_weights", "read_state"]
 
 
-def find_checkpoint(trainer: Any, ckpt_path: Any) -> Path | None:
-    """The path behind ``ckpt_path``; None for None."""
+def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Path | None:
+    """The path behind ``ckpt_path``; None for None. ``keepers`` are the callbacks that keep checkpoints."""
     if ckpt_path is None:
         return None
     if ckpt_path == "best":
-        for callback in trainer.checkpoint_callbacks:
+        for callback in keepers:
             if callback.best_model_path:
                 return Path(callback.best_model_path)
         raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
     if ckpt_path == "last":
-        return _newest(trainer)
+        return _newest(trainer, keepers)
     path = Path(ckpt_path)
     if not path.exists():
         raise CheckpointError(path, None, "does not exist")
     return path
 
 
-def _newest(trainer: Any) -> Path:
-    named = [Path(callback.dirpath) for callback in trainer.checkpoint_callbacks if callback.dirpath]
+def _newest(trainer: Any, keepers: Sequence[Any]) -> Path:
+    named = [Path(callback.dirpath) for callback in keepers if callback.dirpath]
     places = [*named, trainer.run_dir / "checkpoints"]
     for place in places:
         found = lookup(place, "last") if place.is_dir() else None

@@ -75,6 +75,7 @@ class Session(Position):
         self.run: Fit | None = None
         self.journal: Any = None
         self._callbacks: list[Callback] = []
+        self._given: list[Callback] = self._callbacks  # without those that the module brings
         self._run_dir: str | None = None
 
     # -- requests ------------------------------------------------------------------------------------------------
@@ -85,7 +86,8 @@ class Session(Position):
 
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
         """Ask for a checkpoint once everything of this step is done."""
-        self.requests.ask_checkpoint(reason, request)
+        if not self.settings.fast:  # fast_dev_run writes nothing
+            self.requests.ask_checkpoint(reason, request)
 
     def request_validation(self, reason: str) -> None:
         """Ask for validation after this step."""
@@ -121,7 +123,7 @@ class Session(Position):
         """Replace the callbacks; they are put into order."""
         if self.state_verb:
             raise ConfigurationError("callbacks cannot change while a verb runs", found=self.state_verb)
-        self._callbacks = sorted_callbacks(callbacks)
+        self._given = self._callbacks = sorted_callbacks(callbacks)
 
     def first_callback(self, attribute: str) -> Any:
         """The first callback that has ``attribute``, or None."""

@@ -42,7 +42,9 @@ def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
     return plain, refused
 
 
-def collect(run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_only: bool) -> dict[str, Any]:
+def collect(
+    run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_only: bool, hooks: bool = True
+) -> dict[str, Any]:
     """The state after the step that was just finished. Every rank must call it.
 
     Args:
@@ -51,6 +53,7 @@ def collect(run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_
         datamodule: whose ``state_dict`` is kept, or None.
         seed: of the order of the data.
         weights_only: leave out everything but weights and hyperparameters.
+        hooks: whether ``on_save_checkpoint`` is called.
     """
     progress = run.progress
     state = module_state(run.module, progress.epoch, progress.step)
@@ -61,14 +64,14 @@ def collect(run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
         state["progress"] = progress.state_dict()
-        state["callbacks"] = {c.state_key: dict(c.state_dict()) for c in callbacks if c.state_dict()}
+        state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
         state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
         state["seed"] = seed
         own = (rng_state(run.strategy.device), run.metrics.state_dict())
         everyone = run.strategy.world.all_gather_object(own)
         state["rng"] = [rng for rng, _ in everyone]
         state["metrics"] = [metrics for _, metrics in everyone]
-    for hook in run.bus.on_save_checkpoint:
+    for hook in run.bus.on_save_checkpoint if hooks else ():
         hook(state)
     return state
 

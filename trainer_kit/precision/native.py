@@ -92,6 +92,9 @@ class TruePrecision:
     def end_step(self) -> None:
         """Nothing to update."""
 
+    def abandon_step(self) -> None:
+        """Nothing was begun."""
+
     def state_dict(self) -> dict[str, Any]:
         """Nothing to keep."""
         return {}
@@ -181,6 +184,14 @@ class MixedPrecision:
             self.scaler.update()
         self._stepped.clear()
         self._unscaled.clear()
+
+    def abandon_step(self) -> None:
+        """Forget what was unscaled and not stepped; the scale stays what it is."""
+        if self._unscaled and self.scaler is not None and self._seen:
+            self.scaler.update(self.scaler.get_scale())  # sync point: the run has failed
+        self._stepped.clear()
+        self._unscaled.clear()
+        self._seen.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
