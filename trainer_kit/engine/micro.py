@@ -62,6 +62,7 @@ class Micro:
         "_scale",
         "_several",
         "_step",
+        "always_unusual",
         "batch",
         "batches",
         "contributed",
@@ -116,7 +117,8 @@ class Micro:
         self.outputs: Any = None
         self.loss: Tensor | None = None
         self.loss_sum: Tensor | None = None
-        self.unusual = manual or several is not None or precision.scales
+        self.always_unusual = manual or several is not None or precision.scales
+        self.unusual = True  # the first loss is looked at closely
         self.drops: list[Any] = []
         self.contributed = False
         self.fresh = True
@@ -223,6 +225,9 @@ class Micro:
             return named or None
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self._several is None:
+            if self.unusual:
+                _check_loss(loss)
+                self.unusual = self.always_unusual
             return self._weighed(loss, output, index)
         raise ConfigurationError(
             "training_step returned no loss",
@@ -306,6 +311,19 @@ class Micro:
 
 def _backward(loss: Tensor, **options: Any) -> None:
     loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def _check_loss(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            "the loss is not a single number", found=f"shape {tuple(loss.shape)}", fix="return its .mean()"
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "the loss depends on no parameter that requires a gradient",
+            found="a tensor without a graph",
+            fix="compute it from the module's output, without .detach(), .item() or torch.no_grad()",
+        )
 
 
 def _device_of(batch: Any) -> torch.device | None:
