@@ -1,0 +1,109 @@
+"""Every example runs as a user would run it, from another directory, warnings as errors, and says what it should."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(example: str, *flags: str) -> str:
+    """What an example prints on stdout; it writes into the working directory."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    ran = subprocess.run(
+        [sys.executable, "-W", "error", str(ROOT / "examples" / f"{example}.py"), *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+    )
+    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def number(pattern: str, text: str) -> float:
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return float(found[1])
+
+
+def accuracy(text: str) -> float:
+    return number(r"test accuracy ([\d.]+)", text)
+
+
+@pytest.mark.parametrize("flags", [(), ("--devices", "2")])
+def test_digits_says_where_to_look(flags: tuple[str, ...], tmp_path: Path) -> None:
+    said = run("digits", "--fast", "--accelerator", "cpu", *flags)
+    assert 0.0 <= accuracy(said) <= 1.0
+    checkpoint, logs = re.findall(r"(?:best checkpoint: |--logdir )(.+)", said)
+    assert (tmp_path / checkpoint / "model.safetensors").is_file()
+    assert list((tmp_path / logs).glob("events.out.tfevents.*"))
+    assert [entry.name for entry in tmp_path.iterdir()] == ["runs"]
+
+
+@pytest.mark.slow
+def test_digits_are_learned_alike_on_one_and_on_two_processes() -> None:
+    alone, together = (accuracy(run("digits", "--accelerator", "cpu", "--devices", n)) for n in "12")
+    assert alone >= 0.97
+    assert together == pytest.approx(alone, abs=2 / 270)  # two of the 270 test images: AdamW in float32
+
+
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("--devices", "2", "--precision", "bf16-mixed"), marks=pytest.mark.slow)]
+)
+def test_char_transformer_trains_and_writes(flags: tuple[str, ...]) -> None:
+    said = run("char_transformer", "--steps", "3", "--width", "16", "--letters", "40", *flags)
+    assert number(r"characters seen: (\d+)", said) > 3 * 16 * 40
+    assert 3 < number(r"validation loss: ([\d.]+)", said) < 6
+    assert len(said.partition("a sample:\n")[2].removesuffix("\n")) == len("The ") + 40
+
+
+@pytest.mark.slow
+def test_char_transformer_learns() -> None:
+    assert number(r"validation loss: ([\d.]+)", run("char_transformer", "--steps", "300")) < 2.45
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(("--devices", "2"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
+def test_gan_runs(example: str, flags: tuple[str, ...]) -> None:
+    assert 0 <= number(r"centres reached: (\d) of 8", run(example, "--steps", "20", *flags)) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
+def test_gan_learns_the_ring(example: str) -> None:
+    said = run(example)
+    assert number(r"centres reached: (\d) of 8", said) == 8
+    assert number(r"nearest: ([\d.]+)", said) < 0.4
+
+
+def test_custom_callback_averages_weights() -> None:
+    said = run("custom_callback", "--epochs", "5")
+    assert re.findall(r"^step (\d+)$", said, re.M) == ["200", "400"]
+    averaged, last = re.findall(r"(?:averaged weights|last ones) ([\d.]+)", said)
+    assert float(averaged) < float(last)
+
+
+def test_custom_callback_stops_the_run() -> None:
+    said = run("custom_callback", "--good-enough", "100")
+    assert "stopping after step 96: val_loss" in said
+    assert not re.findall(r"^step \d+$", said, re.M)
+
+
+def test_custom_logger_has_every_value() -> None:
+    said = run("custom_logger", "--epochs", "2", "--database", "here.sqlite")
+    assert 'run 1: success, {"lr": 0.5}' in said
+    assert number(r"loss: (\d+) rows", said) == 2 * 16 / 4
+    assert number(r"accuracy: 2 rows, ([\d.]+) at step 32", said) > 0.5
+
+
+def test_no_example_is_forgotten() -> None:
+    tested = {"char_transformer", "custom_callback", "custom_logger", "digits", "gan_manual", "gan_named"}
+    assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested
