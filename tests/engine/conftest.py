@@ -118,17 +118,8 @@ class PlainData(DataModule):
         return batch.to(device)
 
 
-def _defaults(module_hook):
-    """What overriding these replaces."""
-    if module_hook.endswith("_model_eval"):
-        return lambda self: self.eval()
-    if module_hook.endswith("_model_train"):
-        return lambda self: (self.train(), self.asleep.eval())
-    return None
-
-
 def _noting(who, log, name, base):
-    inherited = _defaults(name) or getattr(base, name)
+    inherited = getattr(base, name)
 
     def method(self, *given, **options):
         log.note(who, name)

@@ -1,15 +1,16 @@
 """The hook specification: which hooks exist, what they are given, when they are called.
 
 `Callback` is what people subclass; `ModuleHooks` and `DataHooks` hold the same moments as seen by a module and by a
-datamodule. All bodies are empty: the bus calls only what somebody overrode. The order is DESIGN's loop, and
+datamodule. Bodies are empty but for modes: the bus calls only what somebody overrode. The order is DESIGN's loop, and
 ``tests/engine/test_hook_order.py`` holds it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
+from trainer_kit.core.modes import restore_modes
 from trainer_kit.core.signatures import check_hooks
 
 if TYPE_CHECKING:
@@ -212,8 +213,7 @@ class ModuleHooks:
 
     Example:
         >>> class Net(ModuleHooks):
-        ...     def on_train_start(self):
-        ...         print("go")
+        ...     def on_train_start(self): print("go")
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -328,23 +328,32 @@ class ModuleHooks:
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A state is about to be restored."""
 
+    def on_validation_model_zero_grad(self) -> None:
+        """Before validation inside fit: gradients may be dropped here; by default they stay until the next step."""
+
     def on_validation_model_eval(self) -> None:
         """Put the module into evaluation mode; overriding replaces the default."""
+        cast(Any, self).eval()
 
     def on_validation_model_train(self) -> None:
         """Put the module back into the modes it had; overriding replaces the default."""
+        restore_modes(self)
 
     def on_test_model_eval(self) -> None:
         """Put the module into evaluation mode; overriding replaces the default."""
+        cast(Any, self).eval()
 
     def on_test_model_train(self) -> None:
         """Put the module back into the modes it had; overriding replaces the default."""
+        restore_modes(self)
 
     def on_predict_model_eval(self) -> None:
         """Put the module into evaluation mode; overriding replaces the default."""
+        cast(Any, self).eval()
 
     def on_predict_model_train(self) -> None:
         """Put the module back into the modes it had; overriding replaces the default."""
+        restore_modes(self)
 
 
 class DataHooks:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from types import TracebackType
+from typing import Any, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 
-from trainer_kit.core.hooks import ModuleHooks
+from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
 from trainer_kit.core.protocols import Group, Precision
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import EMPTY, Feed, size_reader
@@ -63,7 +63,7 @@ class Evaluation:
 
 def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
     """Run every loader once and return the reduced values of all ranks."""
-    with _evaluating(run):
+    with _Evaluating(run):
         for hook in run.listeners("start"):
             hook()
         for hook in run.listeners("epoch_start"):
@@ -86,7 +86,7 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
 def predict(run: Evaluation, keep: bool = True) -> list[list[Any]]:
     """Run every loader once and return what ``predict_step`` returned: a list for each loader, in dataset order."""
     outputs: list[list[Any]] = []
-    with _evaluating(run):
+    with _Evaluating(run):
         for hook in run.listeners("start"):
             hook()
         for hook in run.listeners("epoch_start"):
@@ -163,35 +163,44 @@ def _in_order(mine: list[Any], group: Group) -> list[Any]:
     return [part[index] for index in range(count) for part in everyone if index in part]
 
 
-@contextmanager
-def _evaluating(run: Evaluation) -> Iterator[None]:
-    """Evaluation mode, no gradients, a table of its own; everything as before afterwards."""
-    module, metrics = run.module, run.metrics
-    kind = _HOOKS[run.stage]
-    modes = [(part, part.training) for part in module.modules()]
-    hook, at = metrics.hook, metrics.weight
-    ending = Unwinding()
-    # A hook of the user's that fails leaves the modes as they were, and hides no exception of the evaluation.
-    if is_overridden(f"on_{kind}_model_train", module, ModuleHooks):
-        ending.cleanup.append(lambda error: getattr(module, f"on_{kind}_model_train")())
-        ending.failed.append(lambda error: _set_modes(modes))
-    else:
-        ending.cleanup.append(lambda error: _set_modes(modes))
-    with ending:
-        if is_overridden(f"on_{kind}_model_eval", module, ModuleHooks):
-            getattr(module, f"on_{kind}_model_eval")()
-        else:
-            module.eval()
-        metrics.enter(run.stage)
+@final
+class _Evaluating:
+    """Evaluation mode, no gradients, a table of its own; everything as before afterwards.
+
+    A class, and not a generator: from a generator a user's StopIteration would not arrive as what it is.
+    """
+
+    def __init__(self, run: Evaluation) -> None:
+        self._run, self._kind = run, _HOOKS[run.stage]
+        self._gradients = torch.inference_mode() if run.inference_mode else torch.no_grad()
+        self._ending = Unwinding()
+
+    def __enter__(self) -> None:
+        module, metrics, ending = self._run.module, self._run.metrics, self._ending
+        hook, weight = metrics.hook, metrics.weight
+        keep_modes(module)
+        # A hook of the user's that fails leaves the modes as they were, and hides no exception of the evaluation.
+        ending.failed.append(lambda error: restore_modes(module))
+        ending.cleanup += [
+            lambda error: self._gradients.__exit__(None, None, None),
+            lambda error: self._leave_table(hook, weight),
+            lambda error: getattr(module, f"on_{self._kind}_model_train")(),
+            lambda error: forget_modes(module),
+        ]
+        metrics.enter(self._run.stage)
+        self._gradients.__enter__()
         try:
-            with torch.inference_mode() if run.inference_mode else torch.no_grad():
-                yield
-        finally:
-            metrics.leave()
-            metrics.hook, metrics.weight = hook, at
+            getattr(module, f"on_{self._kind}_model_eval")()
+        except BaseException:
+            ending.__exit__(*sys.exc_info())
+            raise
 
+    def _leave_table(self, hook: str, weight: float) -> None:
+        metrics = self._run.metrics
+        metrics.leave()
+        metrics.hook, metrics.weight = hook, weight
 
-def _set_modes(modes: list[tuple[Any, bool]]) -> None:
-    for part, training in modes:
-        # nn.Module's own attribute write is 20 times slower, and train() would wake what the user froze.
-        part.__dict__["training"] = training
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ending.__exit__(kind, error, traceback)

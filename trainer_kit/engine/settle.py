@@ -93,6 +93,7 @@ def validate(run: Fit) -> None:
     assert run.validation is not None
     run.requests.validation = None
     run.validated = run.progress.step
+    run.module.on_validation_model_zero_grad()
     with preserved_rng(run.strategy.device):
         run.strategy.sync_buffers(run.module)
         reduced = evaluate(run.validation, run.progress.epoch)

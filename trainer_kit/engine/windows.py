@@ -64,7 +64,7 @@ class Windows:
         if self.limit is not None:
             batches = islice(batches, self.limit - start)
         if self.ahead is not None:
-            batches = self._ahead(map(self._sized, batches))
+            batches = self._ahead(self._sized(batch) for batch in batches)
         if self.group.size > 1:
             return self._together(batches, start)
         if self.ahead is not None or self.loss_weight is not None:
@@ -99,7 +99,8 @@ class Windows:
     def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
         """One rank, with the user's weights or batches that moved ahead of time."""
         micro = self.micro
-        items = batches if self.ahead is not None else map(self._sized, batches)
+        # Not map(): a StopIteration of the user's loss_weight would look like the end of the batches.
+        items = batches if self.ahead is not None else (self._sized(batch) for batch in batches)
         while window := list(islice(items, self.length)):
             self._load([item[2] for item in window], [item[0] for item in window], [item[1] for item in window])
             micro.first = start
