@@ -116,4 +116,4 @@ DurationLike = Duration | str | int | float | timedelta
 
 
 def _whole(number: float, unit: str) -> int | float:
-    return int(number) if unit not in ("s", "dur") and number == int(number) else number
+    return int(number) if unit not in ("s", "dur") and number % 1 == 0 else number

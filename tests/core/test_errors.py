@@ -1,0 +1,80 @@
+"""Errors say problem, found and fix, keep that across processes, and stand in one tree."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from trainer_kit.core import errors
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    RegistryError,
+    TrainerKitError,
+    add_note,
+    did_you_mean,
+)
+
+CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TrainerKitError)]
+
+
+def test_all_three_parts_are_in_the_text_and_on_the_error():
+    error = ConfigurationError("too many", found="9", fix="take 3")
+    assert str(error) == "too many\n  found: 9\n  fix:   take 3"
+    assert (error.problem, error.found, error.fix) == ("too many", "9", "take 3")
+
+
+def test_parts_that_are_not_given_leave_no_line():
+    assert str(TrainerKitError("too many")) == "too many"
+    assert str(TrainerKitError("too many", fix="take 3")) == "too many\n  fix:   take 3"
+
+
+def test_a_wrong_call_is_a_value_error():
+    with pytest.raises(ValueError, match="too many"):
+        raise RegistryError("too many")
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_every_error_is_in_the_tree_of_the_docstring_and_in_all(cls):
+    assert cls.__name__ in (errors.__doc__ or "")
+    assert cls.__name__ in errors.__all__
+
+
+@pytest.mark.parametrize("cls", [c for c in CLASSES if c is not CheckpointError])
+def test_every_error_survives_pickling(cls):
+    error = pickle.loads(pickle.dumps(cls("problem", found="this", fix="that")))
+    assert type(error) is cls
+    assert str(error) == "problem\n  found: this\n  fix:   that"
+    assert (error.problem, error.found, error.fix) == ("problem", "this", "that")
+
+
+def test_a_checkpoint_error_names_file_key_and_reason_and_survives_pickling():
+    error = pickle.loads(pickle.dumps(CheckpointError("model.safetensors", "layer.weight", "checksum differs")))
+    assert str(error) == "model.safetensors: checksum differs\n  found: key 'layer.weight'"
+    assert (error.file, error.key, error.reason) == ("model.safetensors", "layer.weight", "checksum differs")
+
+
+def test_the_nearest_name_is_suggested():
+    assert did_you_mean("dpp", ["ddp", "fsdp"]) == "did you mean 'ddp'?"
+
+
+def test_without_a_near_name_all_are_listed_in_order():
+    assert did_you_mean("xyz", iter(["fsdp", "ddp"])) == "use one of: ddp, fsdp"
+
+
+def test_notes_stack_on_an_exception():
+    error = KeyError("a")
+    add_note(error, "first")
+    add_note(error, "second")
+    assert error.__notes__ == ["first", "second"]
+
+
+def test_notes_work_without_support_of_the_interpreter():
+    class Old(Exception):
+        add_note = property()  # hasattr says no, as on Python 3.10
+
+    error = Old()
+    add_note(error, "first")
+    add_note(error, "second")
+    assert error.__notes__ == ["first", "second"]

@@ -1,0 +1,146 @@
+"""Hyperparameters: what constructors were called with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from trainer_kit import DataModule, TrainModule
+from trainer_kit.core.hparams import HParams
+
+
+def test_keys_are_attributes():
+    hparams = HParams(lr=0.1)
+    hparams.width = 3
+    assert (hparams.lr, hparams["lr"], hparams["width"], dict(hparams)) == (0.1, 0.1, 3, {"lr": 0.1, "width": 3})
+
+
+def test_a_missing_one_is_an_attribute_error_that_lists_the_others():
+    with pytest.raises(AttributeError, match=r"'rate'; there are: lr"):
+        _ = HParams(lr=0.1).rate
+    assert not hasattr(HParams(), "rate")
+
+
+def test_all_arguments_are_kept_with_their_defaults():
+    class Net(TrainModule):
+        def __init__(self, width, depth=2, *, lr=0.1, **rest):
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert Net(8, lr=0.5, act="relu").hparams == {"width": 8, "depth": 2, "lr": 0.5, "act": "relu"}
+
+
+def test_some_arguments_by_name():
+    class Net(TrainModule):
+        def __init__(self, width, depth=2):
+            super().__init__()
+            self.save_hyperparameters("depth")
+
+    assert Net(8).hparams == {"depth": 2}
+
+
+@pytest.mark.parametrize("ignore", ["backbone", ["backbone"]])
+def test_some_arguments_are_left_out(ignore):
+    class Net(TrainModule):
+        def __init__(self, backbone, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters(ignore=ignore)
+
+    assert Net(object()).hparams == {"lr": 0.1}
+
+
+def test_a_subclass_keeps_what_it_was_called_with():
+    class Base(TrainModule):
+        def __init__(self, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Net(Base):
+        def __init__(self, width, lr=0.2):
+            super().__init__(lr * 10)
+
+    assert Net(4).hparams == {"width": 4, "lr": 0.2}
+
+
+def test_a_mapping_is_kept_as_it_is():
+    class Net(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    assert Net({"lr": 0.1, "width": 2}).hparams == {"lr": 0.1, "width": 2}
+
+
+def test_the_fields_of_an_object_are_kept():
+    @dataclass
+    class Config:
+        lr: float = 0.1
+
+    class Net(TrainModule):
+        def __init__(self, config):
+            super().__init__()
+            self.save_hyperparameters(config)
+
+    assert Net(Config()).hparams == {"lr": 0.1}
+
+
+def test_a_second_call_adds():
+    class Net(TrainModule):
+        def __init__(self, lr):
+            super().__init__()
+            self.save_hyperparameters()
+            self.save_hyperparameters({"width": 3})
+
+    assert Net(0.1).hparams == {"lr": 0.1, "width": 3}
+
+
+def test_another_object_under_construction_around_it_is_not_collected():
+    class Net(TrainModule):
+        def __init__(self, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    class Experiment:
+        def __init__(self, name):
+            self.net = Net()
+
+    assert Experiment("first").net.hparams == {"lr": 0.1}
+
+
+def test_an_unknown_name_is_an_error_that_names_it():
+    class Net(TrainModule):
+        def __init__(self, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters("rate")
+
+    with pytest.raises((KeyError, ValueError), match="rate"):
+        Net()
+
+
+def test_without_a_call_there_are_none():
+    assert TrainModule().hparams == {}
+
+
+def test_two_modules_do_not_share_them():
+    first, second = TrainModule(), TrainModule()
+    first.hparams["lr"] = 1
+    assert second.hparams == {}
+
+
+def test_datamodules_have_them_too():
+    class Data(DataModule):
+        def __init__(self, batch_size=4):
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert Data(8).hparams.batch_size == 8
+
+
+def test_they_are_not_parameters_of_the_module():
+    class Net(TrainModule):
+        def __init__(self, lr=0.1):
+            super().__init__()
+            self.save_hyperparameters()
+
+    assert list(Net().state_dict()) == []

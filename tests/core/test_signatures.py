@@ -1,0 +1,124 @@
+"""Hooks are checked when the class is created: by name, and by how many positional arguments they take."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer_kit import Callback, DataModule, TrainModule
+from trainer_kit.core.errors import HookError
+from trainer_kit.core.hooks import DataHooks, ModuleHooks
+from trainer_kit.core.signatures import takes
+
+
+def test_an_unknown_hook_of_a_callback_is_refused_with_the_nearest():
+    with pytest.raises(HookError, match=r"(?s)Misspelt.on_train_epoch_ends is not a hook.*'on_train_epoch_end'"):
+
+        class Misspelt(Callback):
+            def on_train_epoch_ends(self, trainer, module): ...
+
+
+def test_an_unknown_hook_of_a_module_is_refused():
+    with pytest.raises(HookError, match="'on_train_start'"):
+
+        class Misspelt(TrainModule):
+            def on_training_start(self): ...
+
+
+def test_an_unknown_hook_of_a_datamodule_is_refused():
+    with pytest.raises(HookError, match="on_exception"):
+
+        class Misspelt(DataModule):
+            def on_exceptions(self, exception): ...
+
+
+def test_too_few_parameters_are_refused_with_the_right_ones():
+    with pytest.raises(
+        HookError, match=r"(?s)found: def on_train_start\(self\).*on_train_start\(self, trainer, module\)"
+    ):
+
+        class Short(Callback):
+            def on_train_start(self): ...
+
+
+def test_too_many_parameters_are_refused():
+    with pytest.raises(HookError, match="cannot take"):
+
+        class Long(TrainModule):
+            def on_train_batch_end(self, outputs, batch, batch_idx, dataloader_idx): ...
+
+
+def test_keyword_only_parameters_are_refused():
+    with pytest.raises(HookError, match="cannot take"):
+
+        class ByName(Callback):
+            def on_train_start(self, *, trainer, module): ...
+
+
+def test_names_of_parameters_are_free():
+    class FromLightning(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, i): ...
+
+
+def test_star_arguments_and_defaults_fit_every_hook():
+    class Loose(Callback):
+        def on_train_batch_end(self, *args, **kwargs): ...
+        def on_train_start(self, trainer, module, extra=None): ...
+
+
+def test_an_optional_last_parameter_may_be_left_out():
+    class Loaders(Callback):
+        def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx): ...
+
+    class One(TrainModule):
+        def on_validation_batch_start(self, batch, batch_idx): ...
+
+
+def test_methods_with_other_names_are_nobodys_business():
+    class Free(Callback):
+        def one_epoch(self): ...
+        def _on_something(self): ...
+
+
+def test_attributes_that_are_no_functions_are_not_hooks():
+    class Free(TrainModule):
+        on_device = True
+
+
+def test_only_the_new_class_is_checked():
+    class Base(Callback):
+        def on_train_start(self, trainer, module): ...
+
+    class Derived(Base):
+        pass
+
+
+def test_a_method_of_a_protocol_that_is_no_hook_is_checked_too():
+    with pytest.raises(HookError, match="setup"):
+
+        class Old(DataModule):
+            def setup(self): ...
+
+
+def test_takes_counts_positional_arguments():
+    def two(a, b): ...
+    def optional(a, b=0): ...
+
+    assert [takes(two, n) for n in (1, 2, 3)] == [False, True, False]
+    assert [takes(optional, n) for n in (0, 1, 2, 3)] == [False, True, True, False]
+    assert takes(lambda *a: None, 9)
+
+
+def test_modules_and_callbacks_know_the_same_moments():
+    """But for modes and gradients around an evaluation, which only a module has, and the sanity check."""
+    of_callbacks = {name for name in vars(Callback) if name.startswith("on_")}
+    of_modules = {name for name in {**vars(ModuleHooks), **vars(DataHooks)} if name.startswith("on_")}
+    modes = {f"on_{kind}_model_{to}" for kind in ("validation", "test", "predict") for to in ("eval", "train")}
+    modes |= {"on_validation_model_zero_grad"}
+    assert of_modules - of_callbacks == modes | {"on_before_batch_transfer", "on_after_batch_transfer"}
+    assert of_callbacks - of_modules == {"on_sanity_check_start", "on_sanity_check_end"}
+
+
+@pytest.mark.parametrize("cls", [Callback, ModuleHooks, DataHooks])
+def test_every_hook_says_when_it_is_called(cls):
+    hooks = [value for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
+    assert [hook.__name__ for hook in hooks if not hook.__doc__ and hook.__name__ not in ("state_dict",)] == []
