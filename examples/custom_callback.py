@@ -61,7 +61,6 @@ class StopWhenGoodEnough(tk.Callback):
     def on_validation_end(self, trainer: tk.Trainer, module: tk.TrainModule) -> None:
         if not trainer.sanity_checking and (reached := trainer.callback_metrics["val_loss"]) < self.val_loss:
             trainer.stop(f"val_loss {reached:.4f} is below {self.val_loss}")
-            trainer.print(f"stopping after step {trainer.global_step}: val_loss {reached:.4f}")
 
 
 class Regression(tk.TrainModule):

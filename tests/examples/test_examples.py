@@ -93,7 +93,7 @@ def test_custom_callback_averages_weights() -> None:
 
 def test_custom_callback_stops_the_run() -> None:
     said = run("custom_callback", "--good-enough", "100")
-    assert "stopping after step 96: val_loss" in said
+    assert "stopped after step 96: val_loss" in said
     assert not re.findall(r"^step \d+$", said, re.M)
 
 

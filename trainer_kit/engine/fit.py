@@ -38,6 +38,8 @@ def fit(run: Fit) -> None:
         except EndOfEpoch:
             pass
         goes_on = settle_epoch(run, completed)
+    if run.requests.stop is not None:
+        run.say(f"stopped after step {progress.step}: {run.requests.stop}")
     for hook in bus.on_train_end:
         hook()
     save_requested(run)

@@ -16,7 +16,13 @@ __all__ = ["find_checkpoint", "load_weights", "read_state"]
 
 
 def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Path | None:
-    """The path behind ``ckpt_path``; None for None. ``keepers`` are the callbacks that keep checkpoints."""
+    """The path behind ``ckpt_path``; None for None, and for ``"last"`` ahead of the first checkpoint of a fit.
+
+    Args:
+        trainer: its directories are searched.
+        ckpt_path: as the user gave it.
+        keepers: the callbacks that keep checkpoints.
+    """
     if ckpt_path is None:
         return None
     if ckpt_path == "best":
@@ -25,14 +31,19 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Pat
                 return Path(callback.best_model_path)
         raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
     if ckpt_path == "last":
-        return _newest(trainer, keepers)
+        newest = _newest(trainer, keepers)
+        if newest is None and trainer.state_verb != "fit":
+            raise CheckpointError("last", None, f"no checkpoint below {trainer.default_root_dir}")
+        if newest is None:  # the same command starts a run and goes on with it
+            trainer.print(f"no checkpoint below {trainer.default_root_dir} yet: this run starts from the beginning")
+        return newest
     path = Path(ckpt_path)
     if not path.exists():
         raise CheckpointError(path, None, "does not exist")
     return path
 
 
-def _newest(trainer: Any, keepers: Sequence[Any]) -> Path:
+def _newest(trainer: Any, keepers: Sequence[Any]) -> Path | None:
     named = [Path(callback.dirpath) for callback in keepers if callback.dirpath]
     places = [*named, trainer.run_dir / "checkpoints"]
     for place in places:
@@ -41,9 +52,7 @@ def _newest(trainer: Any, keepers: Sequence[Any]) -> Path:
             return found
     # A new process has a new run directory: look at the runs before it.
     earlier = [record for d in Path(trainer.default_root_dir).glob("**/checkpoints") for record in checkpoints(d)]
-    if not earlier:
-        raise CheckpointError("last", None, f"no checkpoint below {trainer.default_root_dir}")
-    return max(earlier, key=lambda record: record.created).path
+    return max(earlier, key=lambda record: record.created).path if earlier else None
 
 
 def read_state(path: Path, weights_only: bool) -> dict[str, Any]:

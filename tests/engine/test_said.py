@@ -1,0 +1,56 @@
+"""What a run says by itself: why it was stopped, and that there was nothing to go on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer_kit import Trainer
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.testing import TinyModule
+
+BATCHES = [torch.ones(2, 32)] * 3
+
+
+def quiet(**settings: Any) -> Trainer:
+    return Trainer(accelerator="cpu", barebones=True, **settings)
+
+
+def test_the_reason_of_a_stop_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(max_epochs=5)
+
+    @trainer.on("train_step_end")
+    def stop(trainer: Any, module: Any) -> None:
+        if trainer.global_step >= 2:
+            trainer.stop("it is good enough")
+
+    trainer.fit(TinyModule(), BATCHES)
+    assert capsys.readouterr().out == "stopped after step 2: it is good enough\n"
+
+
+def test_a_limit_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet(max_epochs=1).fit(TinyModule(), BATCHES)
+    assert capsys.readouterr().out == ""
+
+
+def test_last_starts_from_the_beginning_where_there_is_no_checkpoint_yet(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(TinyModule(), BATCHES, ckpt_path="last")
+    assert trainer.global_step == 3
+    assert capsys.readouterr().out == f"no checkpoint below {tmp_path} yet: this run starts from the beginning\n"
+
+
+def test_last_is_an_error_where_weights_are_to_be_tested(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint below"):
+        quiet(default_root_dir=tmp_path).test(TinyModule(), BATCHES, ckpt_path="last")
+
+
+def test_a_log_outside_a_trainer_warns_where_it_stands() -> None:
+    with pytest.warns(UserWarning, match=r"log\('x'\) outside a Trainer") as caught:
+        TinyModule().log("x", 1.0)
+    assert caught[0].filename == __file__
