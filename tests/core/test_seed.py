@@ -72,9 +72,14 @@ def test_state_is_put_back_after_an_exception():
     seed_everything(1)
     first = draw()
     seed_everything(1)
-    with pytest.raises(KeyError), preserved_rng():
-        draw()
-        raise KeyError
+
+    def fails():
+        with preserved_rng():
+            draw()
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fails()
     assert draw() == first
 
 

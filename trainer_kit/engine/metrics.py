@@ -92,13 +92,15 @@ class Metrics:
                     fix="use the same options, or another name",
                 )
         if value.__class__ is Tensor or isinstance(value, Tensor):
+            # What no operation just made (a parameter, a buffer) may change in place before anybody looks.
+            owned = value.grad_fn is not None and not value._is_view()
+            value = value.detach() if owned else value.detach().clone()
             if value.dim():
                 if value.numel() != 1:
                     raise LogError(
                         f"{name!r} is not a single number", found=f"shape {tuple(value.shape)}", fix="log its .mean()"
                     )
                 value = value.reshape(())
-            value = value.detach()
         elif not isinstance(value, (int, float)):
             if hasattr(value, "compute"):
                 entry.metric = value
