@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainer_kit as tk
+from trainer_kit.core.errors import add_note
 
 Batch = tuple[Tensor, Tensor]
 
@@ -67,6 +69,27 @@ def train(module: tk.TrainModule, batches: Any, val: Any = None, **options: Any)
     trainer = tk.Trainer(**options)
     trainer.fit(module, batches, val)
     return trainer
+
+
+def ddp(module: tk.TrainModule, data: Any, val: Any = None, **options: Any) -> tk.Trainer:
+    """One fit on the ranks of this test; all of them end with the same weights."""
+    options = {"strategy": "ddp", "devices": dist.get_world_size(), **options}
+    trainer = train(module, data, val, **options)
+    assert trainer.world_size == dist.get_world_size()
+    for name, value in module.state_dict().items():
+        theirs = trainer.strategy.world.all_gather(value)
+        assert all(torch.equal(theirs[0], other) for other in theirs), f"{name} differs from rank to rank"
+    return trainer
+
+
+@contextmanager
+def case(**values: Any) -> Iterator[None]:
+    """One of several cases of a test: starting ranks for each would take most of the time."""
+    try:
+        yield
+    except BaseException as error:
+        add_note(error, f"case: {values}")
+        raise
 
 
 def plain_loop(

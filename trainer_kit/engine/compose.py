@@ -173,6 +173,8 @@ def _micro(
     micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
     stepper.window = micro
+    if manual:
+        micro.absent = stepper.absent
     move, ahead = mover(module, datamodule, trainer.strategy, trainer.precision_plugin)
     if move is not None and not ahead:
         micro.move = lambda batch: move(batch, 0)

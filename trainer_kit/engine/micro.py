@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, DataError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Precision
 from trainer_kit.core.seed import restore_rng, rng_state
@@ -50,6 +50,8 @@ class Micro:
         skipped: how many times the step returned None.
         contributed: whether any micro-batch of the window added a gradient.
         fresh: whether the gradients of the window before are still there.
+        earlier: the last batch before those that this rank does not have.
+        absent: is called for a micro-batch that this rank does not have.
         zero: drops them; where that is all there is to it, they are ``drops``.
     """
 
@@ -62,12 +64,14 @@ class Micro:
         "_scale",
         "_several",
         "_step",
+        "absent",
         "always_unusual",
         "batch",
         "batches",
         "contributed",
         "count",
         "drops",
+        "earlier",
         "factors",
         "first",
         "fresh",
@@ -107,6 +111,7 @@ class Micro:
         self.wants_outputs = bool(bus.on_train_batch_end)
         self.move: Callable[[Any], Any] | None = None
         self.zero: Callable[[], None] = _nothing
+        self.absent: Callable[[], None] = _nothing
         self.batches: list[Any] = []
         self.factors: list[float] | None = None
         self.weights: Sequence[float] = [1.0]
@@ -114,6 +119,7 @@ class Micro:
         self.tokens = 0
         self.count = self.first = self.index = self.skipped = 0
         self.batch: Any = None
+        self.earlier: Any = None
         self.outputs: Any = None
         self.loss: Tensor | None = None
         self.loss_sum: Tensor | None = None
@@ -133,6 +139,7 @@ class Micro:
             self._noise = rng_state(_device_of(batch))
             self.parts = []
         if batch is None:  # another rank's data ends later
+            self.earlier = self.earlier if self.batch is None else self.batch
             self.batch = self.outputs = None
             return
         if self.move is not None:
@@ -152,6 +159,7 @@ class Micro:
         if batch is None:
             self.contributed = True
             self._add_nothing()
+            self.absent()
             return None
         self._metrics.hook = "training_step"
         if self._autocast is None:
@@ -272,7 +280,7 @@ class Micro:
 
     def remember(self) -> None:
         """Be ready for `again`."""
-        self.remembers = self.unusual = True
+        self.remembers = self.unusual = self.always_unusual = True
 
     @property
     def window_loss(self) -> Tensor | None:
@@ -291,6 +299,22 @@ class Micro:
         finally:
             self._bus, metrics.table, self.remembers = bus, table, True
 
+    def take_part(self) -> None:
+        """Manual optimization: the step on an earlier batch, with weight 0 and unheard, for the exchanges in it."""
+        if self.earlier is None:
+            raise DataError(
+                "this rank has no data, and manual optimization needs every rank",
+                fix="use fewer processes, smaller batches, or automatic optimization",
+            )
+        metrics, factors, seen = self._metrics, self.factors, (self.loss, self.loss_sum)
+        table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
+        self.factors = [0.0]
+        try:
+            with self._autocast or nullcontext():
+                self._step(self.earlier, self.first)
+        finally:
+            metrics.table, self.factors, (self.loss, self.loss_sum) = table, factors, seen
+
     def _add_nothing(self) -> None:
         if self.fresh:
             self.fresh = False
@@ -304,7 +328,7 @@ class Micro:
         progress.samples += self.sizes[index]
         if index + 1 == self.count:
             progress.tokens += self.tokens
-        else:
+        elif self.batch is not None:
             for hook in self._bus.on_train_batch_end:
                 hook(self.outputs, self.batch, self.index)
 

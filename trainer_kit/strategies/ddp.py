@@ -73,6 +73,7 @@ class DDPStrategy:
         self.backend, self.timeout = process_group_backend, timeout
         self._step = _Step(nn.Module())
         self._ddp: DistributedDataParallel | None = None
+        self._learns_graph = False
         self._backward: Literal["one", "several", "manual"] = "one"
 
     @property
@@ -110,7 +111,8 @@ class DDPStrategy:
         if manual and not options["static_graph"]:
             # Each backward reaches the parameters of its own optimizer only.
             options["find_unused_parameters"] = True
-        self._step = _Step(module)
+        self._step = _Step(module, options["find_unused_parameters"])
+        self._learns_graph = options["static_graph"]
         self._ddp = DistributedDataParallel(self._step, **options)
         if self.comm_hook is not None:
             _register_comm_hook(self._ddp, self.comm_hook, self.comm_state)
@@ -141,7 +143,8 @@ class DDPStrategy:
         for index in range(micro.count):
             micro.begin(index)
             if self._backward == "one" and self._ddp is not None:
-                if index == last:
+                # A static graph is learned in the first window, and only from exchanges; more of them change no sum.
+                if index == last or self._learns_graph:
                     self._with_exchange(micro, index)
                 else:
                     with self._ddp.no_sync():
@@ -151,6 +154,9 @@ class DDPStrategy:
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
             micro.end(index)
+        if self._learns_graph:
+            self._learns_graph = False
+            self._step.reached = [p for p in self._step.parameters() if p.grad is not None]
 
     def _with_exchange(self, micro: MicroSteps, index: int) -> None:
         loss = micro.forward(index)
@@ -197,11 +203,23 @@ def _without_exchange(micro: MicroSteps, index: int) -> None:
 
 
 class _Step(nn.Module):
-    """What DDP wraps: the module, with ``training_step`` where DDP looks for ``forward``."""
+    """What DDP wraps: the module, with ``training_step`` where DDP looks for ``forward``.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the user's.
+        partial: whether steps may leave parameters out. A rank without data must then not make all of them look used,
+            for momentum would move them: it uses a parameter of its own.
+
+    Attributes:
+        reached: what a rank without data gives zeros to; all parameters where it is empty.
+    """
+
+    def __init__(self, module: nn.Module, partial: bool = False) -> None:
         super().__init__()
         self.module = module
+        if partial:
+            self.nothing = nn.Parameter(torch.zeros((), device=next(module.parameters()).device))
+        self.reached: list[nn.Parameter] = [self.nothing] if partial else []
 
     def redirect(self, method: Callable[..., Any]) -> None:
         # Into __dict__, so that DDP's call lands in the user's method without a frame of ours between.
@@ -212,14 +230,14 @@ class _Step(nn.Module):
 
 
 class _AddingNothing:
-    """The forward is, for a moment, one that reaches every parameter and gives each a gradient of zeros."""
+    """The forward is, for a moment, one that gives every parameter that others reach a gradient of zeros."""
 
     def __init__(self, step: _Step) -> None:
         self.step = step
 
     def __enter__(self) -> None:
         self.method = self.step.__dict__.get("forward")
-        parameters = [p for p in self.step.parameters() if p.requires_grad]
+        parameters = self.step.reached or [p for p in self.step.parameters() if p.requires_grad]
         # The sum of no elements: exact zeros, whatever the weights are.
         self.step.__dict__["forward"] = lambda: sum(p.reshape(-1)[:0].sum() for p in parameters)
 
@@ -230,14 +248,24 @@ class _AddingNothing:
 def _register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if hook == "fp16":
-        ddp.register_comm_hook(state, default_hooks.fp16_compress_hook)
-    elif hook == "bf16":
-        ddp.register_comm_hook(state, _bf16_hook)
-    elif hook == "powersgd":
-        ddp.register_comm_hook(state or powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    chosen: Callable[..., Any]
+    if hook == "powersgd":
+        state = state or powerSGD_hook.PowerSGDState(None)
+    if callable(hook):
+        chosen = hook
     else:
-        ddp.register_comm_hook(state, hook)  # type: ignore[arg-type]
+        named: dict[str, Callable[..., Any]] = {
+            "fp16": default_hooks.fp16_compress_hook,
+            "bf16": _bf16_hook,
+            "powersgd": powerSGD_hook.powerSGD_hook,
+        }
+        chosen = named[hook]
+
+    def unannotated(state, bucket):  # type: ignore[no-untyped-def]
+        # torch compares annotations by identity, so those of `from __future__ import annotations` are refused.
+        return chosen(state, bucket)
+
+    ddp.register_comm_hook(state, unannotated)
 
 
 def _bf16_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
