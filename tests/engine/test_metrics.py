@@ -1,4 +1,4 @@
-"""`self.log`: which values appear where, when, under which name; the expectations are Lightning's unless a test says so."""
+"""`self.log`: which values appear where, when and under which name; Lightning's semantics unless a test says so."""
 
 from __future__ import annotations
 
