@@ -37,6 +37,7 @@ MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 12
 LONG_FUNCTIONS = {"trainer.Trainer.__init__": "the Trainer's constructor"}
 WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",
+    "Fit": "a record: everything of one run, composed in one place",
     "ModelCheckpoint": "the reference library's full signature",
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "connector"}

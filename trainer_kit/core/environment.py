@@ -22,7 +22,7 @@ __all__ = [
     "pick_device",
 ]
 
-Source = Literal["plain", "torchrun", "slurm", "mpi"]
+_Source = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
 try:
@@ -68,7 +68,7 @@ class Environment:
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = _DEFAULT_PORT
-    source: Source = "plain"
+    source: _Source = "plain"
     restart_count: int = 0
 
     @property

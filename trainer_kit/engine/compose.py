@@ -28,7 +28,7 @@ from trainer_kit.engine.settings import Settings
 from trainer_kit.engine.state import configured
 from trainer_kit.engine.windows import Windows
 
-__all__ = ["check_module", "compose_evaluation", "compose_fit", "prepare_data"]
+__all__ = ["check_module", "compose_evaluation", "compose_fit", "prepare_data", "trainable_in_eval"]
 
 
 def check_module(module: Any, stage: str) -> None:
@@ -91,12 +91,8 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     trainer.num_training_batches = float("inf") if limit is None else limit
     trainer.train_batch_samples = feed.samples(0)
     manual = not module.automatic_optimization
-    if manual and (settings.clip is not None or trainer.accumulation != 1):
-        raise ConfigurationError(
-            "manual optimization clips and accumulates by itself",
-            found=f"gradient_clip_val={settings.clip and settings.clip[0]}, accumulate={trainer.accumulation}",
-            fix="call self.clip_gradients(...) and step every n batches in training_step",
-        )
+    if manual:
+        _check_manual(trainer)
     precision.convert_module(module)
     made, step = _wrap(trainer, module, manual)
     for optimizer in made.optimizers:
@@ -147,6 +143,16 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
         micro.remember()
     return run
+
+
+def _check_manual(trainer: Any) -> None:
+    clip = trainer.settings.clip
+    if clip is not None or trainer.accumulation != 1:
+        raise ConfigurationError(
+            "manual optimization clips and accumulates by itself",
+            found=f"gradient_clip_val={clip and clip[0]}, accumulate={trainer.accumulation}",
+            fix="call self.clip_gradients(...) and step every n batches in training_step",
+        )
 
 
 def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable[..., Any]]:

@@ -16,7 +16,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Precision, Strategy
 from trainer_kit.engine.bus import Bus
 
-__all__ = ["LRSchedulerConfig", "Optimizers", "Stepper", "configure_optimizers"]
+__all__ = ["LRSchedulerConfig", "Optimizers", "Stepper", "configure_optimizers", "parameters_of"]
 
 _SCHEDULER_KEYS: Final = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 

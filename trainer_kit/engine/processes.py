@@ -31,7 +31,7 @@ def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> An
         module = trainer.module
         return {
             "result": result,
-            "weights": {name: tensor.cpu() for name, tensor in module.state_dict().items()},
+            "weights": {name: tensor.cpu() for name, tensor in module.state_dict().items()},  # sync point: at the end
             "progress": trainer.progress.state_dict(),
             "metrics": (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
             "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],

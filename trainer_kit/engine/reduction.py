@@ -19,7 +19,7 @@ def agreed(entries: list[Entry], group: Group, ran: bool, step: bool) -> list[En
     """The same entries on every rank; a rank that ran no batch takes the others' names."""
     names = [f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}" for e in entries]
     digest = zlib.crc32("\n".join(names).encode())
-    rows = group.agree([float(ran), float(len(names)), float(digest)])
+    rows = group.agree([ran, len(names), digest])
     if all(row == rows[0] for row in rows):
         return entries
     everyone = group.all_gather_object([(e.hook, e.base, e.loader, e.options) for e in entries])
@@ -48,7 +48,8 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
             lists = [[float(v) for v in entry.values]]  # sync point: a function of all values
             if not alone and group is not None:
                 lists = group.all_gather_object(lists[0])
-            values[index] = float(entry.reduce(torch.tensor([v for part in lists for v in part])))
+            everyone = torch.tensor([v for part in lists for v in part])
+            values[index] = float(entry.reduce(everyone))  # no sync point: on the host already
         else:
             packed.append((index, entry))
     if packed:

@@ -65,7 +65,7 @@ class Requests:
         return [
             float(self.stop is not None),
             float(self.validation is not None),
-            float(self.signal),
+            self.signal,
             len(self.checkpoints),
         ]
 

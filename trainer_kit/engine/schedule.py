@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer_kit.core.duration import Duration
 from trainer_kit.core.progress import Progress
@@ -41,7 +41,7 @@ class Schedule:
     validates: bool
     log_every: int
     agree_every: int
-    checked: float = 0
+    checked: float = field(default=0, init=False)
 
     def finished(self, progress: Progress) -> str | None:
         """Why the run is over, by its limits; None while it is not."""
@@ -84,7 +84,8 @@ class Schedule:
         assert self.validate_every is not None
         if self.validate_every.unit == "ba" and not self.across_epochs:
             return progress.epoch_batch
-        return float(getattr(progress, self.validate_every.counter))
+        position: float = getattr(progress, self.validate_every.counter)
+        return position
 
     def _intervals(self, progress: Progress) -> int:
         return 0 if self.validate_every is None else int(self._position(progress) // self.validate_every.value)

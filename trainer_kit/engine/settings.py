@@ -61,32 +61,22 @@ def make_settings(
 ) -> Settings:
     """Check every argument; `ConfigurationError` names the one that is wrong."""
     fast = int(fast_dev_run)
-    if fast < 0:
-        raise ConfigurationError("fast_dev_run is False, True or a number of batches", found=repr(fast_dev_run))
-    _at_least("max_epochs", max_epochs, -1)
-    _at_least("max_steps", max_steps, -1)
-    _at_least("min_epochs", min_epochs, 0)
-    _at_least("min_steps", min_steps, 0)
-    _at_least("log_every_n_steps", log_every_n_steps, 0)
-    _at_least("check_val_every_n_epoch", check_val_every_n_epoch, 1)
-    _at_least("num_sanity_val_steps", num_sanity_val_steps, -1)
+    for name, value, least in (
+        ("fast_dev_run", fast, 0),
+        ("max_epochs", max_epochs, -1),
+        ("max_steps", max_steps, -1),
+        ("min_epochs", min_epochs, 0),
+        ("min_steps", min_steps, 0),
+        ("log_every_n_steps", log_every_n_steps, 0),
+        ("check_val_every_n_epoch", check_val_every_n_epoch, 1),
+        ("num_sanity_val_steps", num_sanity_val_steps, -1),
+    ):
+        _at_least(name, value, least)
     chosen = {name: _fraction(f"limit_{name}_batches", 1.0 if v is None else v) for name, v in limits.items()}
-    duration = None if max_duration is None else Duration.parse(max_duration)
-    if duration is not None and duration.unit == "dur":
-        raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
-    if duration is not None and duration.unit == "ep":
-        max_epochs, duration = int(duration.value), None
-    bounded = max_steps >= 0 or duration is not None or max_time is not None
-    epochs = None if max_epochs == -1 else max_epochs
-    if max_epochs is None and not bounded:
-        epochs = 1000
+    epochs, duration = _length(max_epochs, max_duration, bounded=max_steps >= 0 or max_time is not None)
     if fast:
         epochs, max_steps, duration = 1, fast, None
         chosen = dict.fromkeys(chosen, fast)
-    if clip_val is not None and not (isinstance(clip_val, (int, float)) and clip_val >= 0 and math.isfinite(clip_val)):
-        raise ConfigurationError("gradient_clip_val is a number from 0", found=repr(clip_val))
-    if clip_algorithm not in (None, "norm", "value"):
-        raise ConfigurationError("unknown gradient_clip_algorithm", found=repr(clip_algorithm), fix="use norm or value")
     every = _interval(1.0 if val_check_interval is None else val_check_interval)
     if check_val_every_n_epoch is None and isinstance(every, float):
         raise ConfigurationError(
@@ -105,11 +95,33 @@ def make_settings(
         validate_epochs=1 if fast else check_val_every_n_epoch,
         sanity_steps=0 if fast else 2 if num_sanity_val_steps is None else num_sanity_val_steps,
         log_every=(50 if log_every_n_steps is None else log_every_n_steps) or 2**62,
-        clip=None if not clip_val else (float(clip_val), clip_algorithm or "norm"),
+        clip=_clip(clip_val, clip_algorithm),
         overfit=0 if fast else _fraction("overfit_batches", overfit_batches),
         fast=fast,
         **switches,
     )
+
+
+def _length(
+    max_epochs: int | None, max_duration: DurationLike | None, bounded: bool
+) -> tuple[int | None, Duration | None]:
+    """Epochs, and a limit in another unit; 1000 epochs where there is no limit at all."""
+    duration = None if max_duration is None else Duration.parse(max_duration)
+    if duration is not None and duration.unit == "dur":
+        raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
+    if duration is not None and duration.unit == "ep":
+        return int(duration.value), None
+    if max_epochs is None and duration is None and not bounded:
+        return 1000, None
+    return None if max_epochs == -1 else max_epochs, duration
+
+
+def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | None:
+    if value is not None and not (isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)):
+        raise ConfigurationError("gradient_clip_val is a number from 0", found=repr(value))
+    if algorithm not in (None, "norm", "value"):
+        raise ConfigurationError("unknown gradient_clip_algorithm", found=repr(algorithm), fix="use norm or value")
+    return (value, algorithm or "norm") if value else None
 
 
 def _at_least(name: str, value: Any, least: int) -> None:

@@ -109,7 +109,7 @@ def check_finite(run: Fit) -> None:
     run.finite = step
     finite = run.micro.is_finite()
     if world.size > 1:
-        finite = all(row[0] for row in world.agree([float(finite)]))
+        finite = all(row[0] for row in world.agree([finite]))
     if not finite:
         raise NonFiniteError(
             f"the loss is not finite between steps {first} and {run.progress.step}",
@@ -130,7 +130,7 @@ def _unite(run: Fit) -> None:
     world, requests = run.strategy.world, run.requests
     if world.size == 1:
         return
-    rows = world.agree([*requests.pending, float(run.micro.skipped)])
+    rows = world.agree([*requests.pending, run.micro.skipped])
     stops, validations, signals, saves, skipped = (list(column) for column in zip(*rows, strict=True))
     if len(set(skipped)) > 1:
         raise RankError(

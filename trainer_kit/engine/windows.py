@@ -176,7 +176,7 @@ class Windows:
 
     def _weigh(self, batch: Any, size: int) -> float:
         # On the host batch, before it moves: reading a tensor here waits for nothing.
-        return float(size if self.loss_weight is None else self.loss_weight(batch))
+        return float(size if self.loss_weight is None else self.loss_weight(batch))  # no sync point
 
     def _window_size(self, batch: Any) -> int:
         if self._size is None:

@@ -18,10 +18,10 @@ from trainer_kit.launch.processes import Ranks, local_environment
 __all__ = ["run_forked"]
 
 _Result = TypeVar("_Result")
-StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
+_StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 
 
-def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: StartMethod = "auto") -> _Result:
+def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMethod = "auto") -> _Result:
     """Run ``fn(rank)`` on ``nproc`` processes of this machine, with the rank environment set, and wait for them.
 
     Forked ranks see everything of this process, closures and notebook cells included, and compute with one thread:
