@@ -60,7 +60,7 @@ def make_settings(
     **switches: Any,
 ) -> Settings:
     """Check every argument; `ConfigurationError` names the one that is wrong."""
-    fast = int(fast_dev_run)
+    fast = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
     for name, value, least in (
         ("fast_dev_run", fast, 0),
         ("max_epochs", max_epochs, -1),
@@ -110,7 +110,8 @@ def _length(
     if duration is not None and duration.unit == "dur":
         raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
     if duration is not None and duration.unit == "ep":
-        return int(duration.value), None
+        epochs = int(duration.value)
+        return epochs if max_epochs in (None, -1) else min(epochs, max_epochs), None
     if max_epochs is None and duration is None and not bounded:
         return 1000, None
     return None if max_epochs == -1 else max_epochs, duration
@@ -149,7 +150,8 @@ def _interval(value: DurationLike) -> int | float | Duration:
                 "val_check_interval cannot be this", found=str(interval), fix="use batches, steps, samples or time"
             )
         return interval
-    if isinstance(value, bool) or value <= 0 or (isinstance(value, float) and value > 1.0):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or value <= 0 or (isinstance(value, float) and value > 1.0):
         raise ConfigurationError(
             "val_check_interval is a number of batches or a fraction of the epoch", found=repr(value)
         )
