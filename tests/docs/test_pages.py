@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md")])
 BLOCK = re.compile(r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```", re.M | re.S)
 
 
