@@ -257,9 +257,10 @@ class Micro:
                 self.zero()
         if self._several is not None:
             for name, parameters in self._several.items():
-                if name in loss:
+                thawed = [parameter for parameter in parameters if parameter.requires_grad]
+                if name in loss and thawed:
                     # Only into its own optimizer's parameters; the graph stays for the next name's backward.
-                    self._one_backward(loss[name], inputs=parameters, retain_graph=True)
+                    self._one_backward(loss[name], inputs=thawed, retain_graph=True)
             return
         bus = self._bus
         for hook in bus.on_before_backward:
