@@ -35,7 +35,8 @@ class Fit:
         announce: tells the loggers of a checkpoint.
         say: prints.
         validated: the step at which validation ran last.
-        since: monotonic seconds at which ``progress.seconds`` was brought up to date.
+        since: monotonic seconds up to which time was taken.
+        elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
     """
 
@@ -60,6 +61,7 @@ class Fit:
     due: int = 0
     validated: int = -1
     since: float = 0.0
+    elapsed: float = 0.0
     finite: int = 0
 
     def wake(self) -> None:

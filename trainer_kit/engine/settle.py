@@ -94,8 +94,7 @@ def validate(run: Fit) -> None:
     run.requests.validation = None
     run.validated = run.progress.step
     run.module.on_validation_model_zero_grad()
-    with preserved_rng(run.strategy.device):
-        run.strategy.sync_buffers(run.module)
+    with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
         reduced = evaluate(run.validation, run.progress.epoch)
     run.publish(reduced.logger, run.progress.step)
     _pass_time(run, count=False)
@@ -121,17 +120,25 @@ def check_finite(run: Fit) -> None:
 def _pass_time(run: Fit, count: bool = True) -> None:
     now = time.monotonic()
     if count:
-        run.progress.seconds += now - run.since
+        run.elapsed += now - run.since
+        if run.strategy.world.size == 1:
+            _count_time(run, run.elapsed)
     run.since = now
 
 
+def _count_time(run: Fit, seconds: float) -> None:
+    run.progress.seconds += seconds
+    run.elapsed = 0.0
+
+
 def _unite(run: Fit) -> None:
-    """Give every rank the requests of all of them."""
+    """Give every rank the requests of all of them, and the same time: limits and intervals are held against it."""
     world, requests = run.strategy.world, run.requests
     if world.size == 1:
         return
-    rows = world.agree([*requests.pending, run.micro.skipped])
-    stops, validations, signals, saves, skipped = (list(column) for column in zip(*rows, strict=True))
+    rows = world.agree([*requests.pending, run.micro.skipped, run.elapsed])
+    stops, validations, signals, saves, skipped, elapsed = (list(column) for column in zip(*rows, strict=True))
+    _count_time(run, max(elapsed))
     if len(set(skipped)) > 1:
         raise RankError(
             "training_step returned None on some ranks only",
