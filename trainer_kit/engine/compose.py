@@ -18,7 +18,7 @@ from trainer_kit.core.signatures import takes
 from trainer_kit.data import Ahead
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.evaluate import Evaluation
-from trainer_kit.engine.loaders import evaluation_feeds, find_loaders, mover, training_feed
+from trainer_kit.engine.loaders import NAMES, evaluation_feeds, find_loaders, mover, training_feed
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers, parameters_of
@@ -66,6 +66,7 @@ def prepare_data(trainer: Any, module: Any, datamodule: Any, stage: str) -> None
 def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus) -> Evaluation:
     """Everything that validation, test or prediction needs."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
     feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
     move, _ = mover(module, datamodule, strategy, precision)
     return Evaluation(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence, Sized
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -16,16 +16,17 @@ from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.data import Feed, limit_batches, move_to_device
 from trainer_kit.engine.settings import Settings
 
-__all__ = ["evaluation_feeds", "find_loaders", "mover", "training_feed"]
+__all__ = ["NAMES", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
 
-_NAMES = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""What a verb's loaders and limits are called."""
 
 
 def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
     """What was passed, else the datamodule's, else the module's own; None where there is none."""
     if given is not None:
         return given
-    name = f"{_NAMES[stage]}_dataloader"
+    name = f"{NAMES[stage]}_dataloader"
     for source in (datamodule, module):
         if source is not None and (name in vars(source) or is_overridden(name, source, DataHooks)):
             return getattr(source, name)()
@@ -66,7 +67,7 @@ def evaluation_feeds(
     several = list(loaders) if _is_several(loaders) else [loaders]
     if isinstance(loaders, Mapping):
         several = list(loaders.values())
-    name = _NAMES[stage]
+    name = NAMES[stage]
     limit = settings.limits[name]
     if settings.overfit and stage == "validate":
         limit = settings.overfit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
+from typing import Any
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.progress import Progress
@@ -22,7 +23,9 @@ class Position(ABC):
     strategy: Strategy
     environment: Environment
     metrics: Metrics
+    run: Any
     state_verb: str
+    sanity_checking: bool
     processes: int
     accumulation: int
     num_training_batches: int | float
@@ -79,8 +82,10 @@ class Position(ABC):
 
     @property
     def validating(self) -> bool:
-        """Whether `validate` is running."""
-        return self.state_verb == "validate"
+        """Whether validation is running, by itself or inside `fit`; the sanity check is none."""
+        return self.state_verb == "validate" or (
+            self.state_verb == "fit" and self.evaluating and not self.sanity_checking
+        )
 
     @property
     def testing(self) -> bool:
@@ -91,6 +96,21 @@ class Position(ABC):
     def predicting(self) -> bool:
         """Whether `predict` is running."""
         return self.state_verb == "predict"
+
+    @property
+    def is_last_batch(self) -> bool:
+        """Whether the batch that is trained on is the last of its epoch, as far as its length is known."""
+        return self.run is not None and self.run.micro.index + 1 >= self.num_training_batches
+
+    @property
+    def min_epochs(self) -> int:
+        """Epochs before a stop request is granted."""
+        return self.settings.min_epochs
+
+    @property
+    def min_steps(self) -> int:
+        """Steps before a stop request is granted."""
+        return self.settings.min_steps
 
     @property
     def max_epochs(self) -> int | None:

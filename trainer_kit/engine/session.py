@@ -67,6 +67,9 @@ class Session(Position):
         self.module: Any = None
         self.datamodule: Any = None
         self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self.test_dataloaders: Any = None
+        self.predict_dataloaders: Any = None
         self.num_training_batches: int | float = 0
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
@@ -178,6 +181,11 @@ class Session(Position):
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
         """The schedulers of the running fit, with when they advance."""
         return [] if self.run is None else self.run.stepper.made.schedulers
+
+    @property
+    def precision(self) -> str:
+        """The precision, by name."""
+        return str(self.precision_plugin.name)
 
     @property
     def lightning_module(self) -> Any:
