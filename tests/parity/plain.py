@@ -72,11 +72,11 @@ def train(module: tk.TrainModule, batches: Any, val: Any = None, **options: Any)
 
 
 def ddp(module: tk.TrainModule, data: Any, val: Any = None, **options: Any) -> tk.Trainer:
-    """One fit on the ranks of this test; all of them end with the same weights."""
+    """One fit on the ranks of this test; all of them end with the same weights (not the same running statistics)."""
     options = {"strategy": "ddp", "devices": dist.get_world_size(), **options}
     trainer = train(module, data, val, **options)
     assert trainer.world_size == dist.get_world_size()
-    for name, value in module.state_dict().items():
+    for name, value in module.named_parameters():
         theirs = trainer.strategy.world.all_gather(value)
         assert all(torch.equal(theirs[0], other) for other in theirs), f"{name} differs from rank to rank"
     return trainer

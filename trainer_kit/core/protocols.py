@@ -122,8 +122,8 @@ class Strategy(Protocol):
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clip unscaled gradients, over all shards; ``algorithm`` is norm or value."""
 
-    def sync_buffers(self, module: nn.Module) -> None:
-        """Make every data rank's buffers those of data rank 0."""
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, every data rank has the buffers of data rank 0; afterwards its own again."""
 
     def describe(self) -> str:
         """One line for ``explain()``."""

@@ -71,7 +71,10 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
         ran = False
         for index in range(len(run.feeds)):
             run.metrics.loader = index if len(run.feeds) > 1 else None
-            ran = _batches(run, index, epoch, None) or ran
+            if _batches(run, index, epoch, None):
+                ran = True
+            else:
+                run.metrics.absent.add(run.metrics.loader)
         run.metrics.loader = None
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
         if run.listeners("epoch_end"):

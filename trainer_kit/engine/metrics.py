@@ -30,6 +30,7 @@ class Metrics:
     Attributes:
         hook: the hook being called; a value belongs to it.
         loader: the evaluation loader, where there are several.
+        absent: of several loaders those that this rank has no batch of.
         weight: what the current batch weighs in a mean.
         by_batch: whether values of single batches were asked for in this evaluation.
     """
@@ -37,6 +38,7 @@ class Metrics:
     __slots__ = (
         "_flushed",
         "_tables",
+        "absent",
         "by_batch",
         "callback",
         "group",
@@ -53,6 +55,7 @@ class Metrics:
         self.progress = progress
         self.hook = ""
         self.loader: int | None = None
+        self.absent: set[int | None] = set()
         self.weight = 1.0
         self.by_batch = False
         self._flushed = -1
@@ -158,6 +161,7 @@ class Metrics:
         """Back to training."""
         self.table = self._tables["train"]
         self.loader = None
+        self.absent.clear()
 
     def forget(self) -> None:
         """A new run: nothing recorded, nothing reduced."""
@@ -200,7 +204,7 @@ class Metrics:
         alone = group is None or group.size == 1
         shared = [e for e in entries if not e.rank_zero and (e.sync or alone)]
         if not alone and group is not None:
-            shared = agreed(shared, group, ran, step)
+            shared = agreed(sorted(shared, key=_by_name), group, ran, step, self.absent)
         result = Reduced()
         for entry, value in zip(shared, reduced(shared, step, group), strict=True):
             self._deliver(result, entry, value, step)
@@ -257,3 +261,8 @@ class Metrics:
         entry = self._new(name, None, options)
         entry.sums, entry.values, entry.weights = restored.sums, restored.values, restored.weights
         return entry
+
+
+def _by_name(entry: Entry) -> tuple[str, str, int]:
+    # Ranks may log the same names in another order.
+    return entry.hook, entry.base, -1 if entry.loader is None else entry.loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -15,25 +16,54 @@ from trainer_kit.engine.entry import Entry
 __all__ = ["agreed", "reduced"]
 
 
-def agreed(entries: list[Entry], group: Group, ran: bool, step: bool) -> list[Entry]:
-    """The same entries on every rank; a rank that ran no batch takes the others' names."""
+def agreed(
+    entries: list[Entry], group: Group, ran: bool, step: bool, absent: Collection[int | None] = ()
+) -> list[Entry]:
+    """The same entries on every rank; what a rank ran no batch of, it takes from the others.
+
+    Args:
+        entries: this rank's, sorted alike on every rank.
+        group: the ranks.
+        ran: whether this rank ran any batch.
+        step: whether these are the values of one step.
+        absent: of several loaders those that this rank has no batch of.
+    """
     names = [f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}" for e in entries]
     digest = zlib.crc32("\n".join(names).encode())
     rows = group.agree([ran, len(names), digest])
     if all(row == rows[0] for row in rows):
         return entries
-    everyone = group.all_gather_object([(e.hook, e.base, e.loader, e.options) for e in entries])
-    told = [names for names, row in zip(everyone, rows, strict=True) if row[0]] or [[]]
-    if any(names != told[0] for names in told):
-        lines = "; ".join(
-            f"rank {r}: {', '.join(n[1] for n in names) or 'nothing'}" for r, names in enumerate(everyone)
-        )
-        raise LogError(
-            "the ranks logged different names",
-            found=lines,
-            fix="log the same names on every rank, or pass rank_zero_only=True or sync_dist=False",
-        )
-    return entries if ran else [Entry(*part) for part in told[0]]
+    everyone: list[_Told] = group.all_gather_object(
+        (ran, list(absent), [(e.hook, e.base, e.loader, e.options) for e in entries])
+    )
+    whole: list[_Name] = []
+    for loader in sorted({name[2] for _, _, told in everyone for name in told}, key=_loader_first):
+        told = [[n for n in names if n[2] == loader] for ran_, lacks, names in everyone if ran_ and loader not in lacks]
+        if any(names != told[0] for names in told):
+            raise _different(everyone)
+        whole += told[0] if told else []
+    known = {(e.hook, e.base, e.loader): e for e in entries if ran and e.loader not in absent}
+    return [known.get(name[:3]) or Entry(*name) for name in whole]
+
+
+_Name = tuple[str, str, int | None, Any]
+_Told = tuple[bool, list[int | None], list[_Name]]
+
+
+def _loader_first(loader: int | None) -> int:
+    return -1 if loader is None else loader
+
+
+def _different(everyone: list[_Told]) -> LogError:
+    lines = "; ".join(
+        f"rank {rank}: {', '.join(name[1] for name in names) or 'nothing'}"
+        for rank, (_, _, names) in enumerate(everyone)
+    )
+    return LogError(
+        "the ranks logged different names",
+        found=lines,
+        fix="log the same names on every rank, or pass rank_zero_only=True or sync_dist=False",
+    )
 
 
 def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal, final
 
@@ -16,7 +17,13 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.strategies.gradients import clip_gradients
-from trainer_kit.strategies.process_group import ProcessGroup, average_gradients, broadcast_buffers, join_world
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    average_gradients,
+    borrowed_buffers,
+    broadcast_buffers,
+    join_world,
+)
 
 __all__ = ["DDPStrategy"]
 
@@ -177,9 +184,9 @@ class DDPStrategy:
         """Clip by norm or by value: every rank has the whole gradients."""
         clip_gradients(parameters, value, algorithm)
 
-    def sync_buffers(self, module: nn.Module) -> None:
-        """Running statistics follow rank 0's, as in its checkpoints."""
-        broadcast_buffers(module, self.world)
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, running statistics are those of rank 0, as in its checkpoints."""
+        return borrowed_buffers(module, self.world)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 
-__all__ = ["ProcessGroup", "average_gradients", "broadcast_buffers", "join_world"]
+__all__ = ["ProcessGroup", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
 
 
 def join_world(device: torch.device, backend: str | None, timeout: timedelta) -> ProcessGroup:
@@ -136,3 +137,21 @@ def broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
         flat = group.broadcast(torch.cat([b.detach().reshape(-1) for b in same]))
         for buffer, part in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
             buffer.detach().copy_(part.view_as(buffer))
+
+
+@contextmanager
+def borrowed_buffers(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
+    """Inside, every rank has the buffers of rank 0; afterwards its own again, unless they were written to inside."""
+    own = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    broadcast_buffers(module, group)
+    lent = [
+        (buffer, before, buffer.detach().clone())
+        for buffer, before in own
+        if not torch.equal(buffer.detach(), before)  # sync point: an evaluation begins
+    ]
+    try:
+        yield
+    finally:
+        for buffer, before, borrowed in lent:
+            if torch.equal(buffer.detach(), borrowed):  # sync point: an evaluation ends
+                buffer.detach().copy_(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -106,8 +107,9 @@ class SingleDeviceStrategy:
         """Clip by norm or by value."""
         clip_gradients(parameters, value, algorithm)
 
-    def sync_buffers(self, module: nn.Module) -> None:
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """There is one copy."""
+        return nullcontext()
 
     def barrier(self, name: str | None = None) -> None:
         """Nobody to wait for."""
