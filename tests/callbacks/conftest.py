@@ -43,10 +43,15 @@ class FakeTrainer:
         self.optimizers, self.lr_scheduler_configs = [], []
         self.module = SimpleNamespace(automatic_optimization=True)
         self.stops, self.requests, self.logged, self.accumulation = [], [], [], []
+        self.printed = []
         vars(self).update(attributes)
 
     current_epoch = property(lambda self: self.progress.epoch)
     global_step = property(lambda self: self.progress.step)
+
+    def print(self, *values, **options):
+        if self.is_global_zero:
+            self.printed.append(" ".join(map(str, values)))
 
     def stop(self, reason):
         self.stops.append(reason)

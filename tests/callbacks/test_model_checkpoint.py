@@ -1,4 +1,3 @@
-import logging
 import math
 from datetime import timedelta
 
@@ -533,12 +532,11 @@ def test_reasons(make_trainer):
     ]
 
 
-def test_verbose(make_trainer, caplog):
-    caplog.set_level(logging.INFO, "trainer_kit")
+def test_verbose(make_trainer):
     trainer = make_trainer(ModelCheckpoint(monitor="m", verbose=True), val_batches=[1]).begin()
     trainer.epoch(val={"m": 1.0})
     trainer.epoch(val={"m": 2.0})
-    saved, rejected = (record.getMessage() for record in caplog.records)
+    saved, rejected = trainer.printed
     assert saved.endswith("step-00000004 (epoch 0 ended, m = 1)")
     assert rejected == "no checkpoint of step 8: not among the best 1 (epoch 1 ended, m = 2)"
 

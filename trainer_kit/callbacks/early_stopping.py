@@ -37,7 +37,7 @@ class EarlyStopping(Callback):
         monitor: the logged value to watch.
         min_delta: by more than this it must improve to count.
         patience: checks in a row without improvement before the stop.
-        verbose: log every improvement and the stop.
+        verbose: print every improvement and the stop.
         mode: ``"min"`` when lower is better, else ``"max"``.
         strict: a value that nobody logged is an error; False skips the check.
         check_finite: stop at once at NaN or infinity.
@@ -46,7 +46,7 @@ class EarlyStopping(Callback):
         check_on_train_epoch_end: True checks at the end of training epochs, False after validation; None after
             validation where there is any. After a validation at an epoch's last step, None waits for the end of that
             epoch, so that its training values can be watched too.
-        log_rank_zero_only: log only on rank 0.
+        log_rank_zero_only: accepted for Lightning's sake; values agree on all ranks, and rank 0 prints.
 
     Attributes:
         best_score: the best value so far, a scalar tensor on the CPU.
@@ -162,7 +162,7 @@ class EarlyStopping(Callback):
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
             trainer.stop(message)
-        if message and self.verbose and (trainer.is_global_zero or not self.log_rank_zero_only):
+        if message and self.verbose:
             trainer.print(message)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import re
 from collections.abc import Mapping
@@ -17,7 +16,6 @@ from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["Timer"]
 
-_log = logging.getLogger(__name__)
 _CLOCK: Final = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 _STAGES: Final = ("train", "validate", "test", "predict")
 
@@ -31,7 +29,7 @@ class Timer(Callback):
     Args:
         duration: ``"DD:HH:MM:SS"``, ``"2h"``, a ``timedelta``, or its arguments as a dict; None only measures.
         interval: ``"step"`` looks at the end of each optimizer step, ``"epoch"`` at the end of each epoch.
-        verbose: log the stop.
+        verbose: print the stop.
 
     Raises:
         ConfigurationError: for a duration or interval that cannot be read.
@@ -143,7 +141,7 @@ class Timer(Callback):
         trainer.stop(reason)  # again at each look: a run that has a minimum to reach goes on for now
         if self.verbose and not self._said and trainer.is_global_zero:
             self._said = True
-            _log.info("time is up: %s", reason)
+            trainer.print(f"time is up: {reason}")
 
 
 def _stage(name: str) -> str:
