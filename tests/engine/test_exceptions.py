@@ -473,3 +473,46 @@ def test_save_on_exception_saves_the_completed_steps(tmp_path):
         fit(Fails(), 3, keeper, enable_checkpointing=True)
     assert notes(caught.value) == []
     assert [path.name for path in (tmp_path / "kept").glob("step-*")] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("hook", ["training_step", "on_after_backward", "on_before_optimizer_step"])
+def test_a_window_that_failed_runs_again_after_a_resume(tmp_path, hook):
+    from trainer_kit.callbacks import ModelCheckpoint
+
+    class Fails(Tiny):
+        """Fails once, in the second half of the second window."""
+
+        def __init__(self):
+            super().__init__()
+            nn.init.ones_(self.layer.weight)
+            nn.init.ones_(self.layer.bias)
+            self.fails, self.seen = False, []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch_idx)
+            self.fail("training_step")
+            return super().training_step(batch, batch_idx)
+
+        def on_after_backward(self):
+            self.fail("on_after_backward")
+
+        def on_before_optimizer_step(self, optimizer):
+            self.fail("on_before_optimizer_step")
+
+        def fail(self, where):
+            if self.fails and where == hook and len(self.seen) == 4:
+                raise Boom("once")
+
+    data = list(torch.arange(20.0).reshape(5, 2, 2) / 20)
+    options = {"max_epochs": 1, "logger": False, "accumulate_grad_batches": 2, **QUIET}
+    whole, broken, resumed = Fails(), Fails(), Fails()
+    Trainer(**options).fit(whole, data)
+    broken.fails = True
+    with pytest.raises(Boom):
+        Trainer(
+            callbacks=ModelCheckpoint(dirpath=tmp_path / "kept", save_on_exception=True),
+            **{**options, "enable_checkpointing": True},
+        ).fit(broken, data)
+    Trainer(**options).fit(resumed, data, ckpt_path=tmp_path / "kept" / "step-00000001")
+    assert resumed.seen == [2, 3, 4]
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)

@@ -255,6 +255,35 @@ def test_a_request_with_a_path_is_told_when_it_is_saved(tmp_path):
     assert request.told == (tmp_path / "mine",)
 
 
+def test_a_checkpoint_inside_a_window_runs_that_window_again(tmp_path):
+    class Sees(Tiny):
+        def __init__(self):
+            super().__init__()
+            torch.nn.init.ones_(self.layer.weight)
+            torch.nn.init.ones_(self.layer.bias)
+            self.seen = []
+
+        def training_step(self, batch, batch_idx):
+            self.seen.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    data = list(torch.arange(20.0).reshape(5, 2, 2) / 20)
+    options = {**QUIET, "max_epochs": 1, "accumulate_grad_batches": 2}
+
+    def save(trainer):
+        trainer.save_checkpoint(tmp_path / f"batch-{trainer.progress.batch}")
+
+    whole = Sees()
+    Trainer(callbacks=acting("on_train_batch_end", save), **options).fit(whole, data)
+    for batch, first in ((1, 0), (2, 2), (3, 2), (4, 4)):
+        again = Sees()
+        trainer = Trainer(**options)
+        trainer.fit(again, data, ckpt_path=tmp_path / f"batch-{batch}")
+        assert again.seen == list(range(first, 5)), batch
+        assert torch.equal(again.layer.weight, whole.layer.weight), batch
+        assert (trainer.global_step, trainer.progress.batch, trainer.progress.samples) == (3, 5, 10)
+
+
 def test_save_checkpoint_before_any_fit_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="nothing to save"):
         Trainer(**QUIET).save_checkpoint(tmp_path / "nothing")

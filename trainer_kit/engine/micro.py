@@ -48,6 +48,7 @@ class Micro:
         loss: the last one, detached.
         loss_sum: of the losses since `is_finite` was asked; NaN and infinities stay in it.
         skipped: how many times the step returned None.
+        started: the count of steps when the window was loaded.
         contributed: whether any micro-batch of the window added a gradient.
         fresh: whether the gradients of the window before are still there.
         earlier: the last batch before those that this rank does not have.
@@ -86,6 +87,7 @@ class Micro:
         "remembers",
         "sizes",
         "skipped",
+        "started",
         "tokens",
         "unusual",
         "wants_outputs",
@@ -118,6 +120,7 @@ class Micro:
         self.sizes: list[int] = [0]
         self.tokens = 0
         self.count = self.first = self.index = self.skipped = 0
+        self.started = -1
         self.batch: Any = None
         self.earlier: Any = None
         self.outputs: Any = None

@@ -63,7 +63,7 @@ def collect(
         state["optimizer_states"] = [optimizer_state(o, names) for o in made.optimizers]
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
-        state["progress"] = progress.state_dict()
+        state["progress"] = _finished(run)
         state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
         state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
         state["seed"] = seed
@@ -73,6 +73,19 @@ def collect(
         state["metrics"] = [metrics for _, metrics in everyone]
     for hook in run.bus.on_save_checkpoint if hooks else ():
         hook(state)
+    return state
+
+
+def _finished(run: Fit) -> dict[str, int | float]:
+    """Progress up to the last finished window: one that is under way runs again, none of its batches is skipped."""
+    progress, micro = run.progress, run.micro
+    state = progress.state_dict()
+    if micro.started == progress.step:
+        done = progress.epoch_batch - micro.first
+        state["epoch_batch"] -= done
+        state["batch"] -= done
+        state["samples"] -= sum(micro.sizes[:done])
+        state["tokens"] -= micro.tokens if done == micro.count else 0
     return state
 
 

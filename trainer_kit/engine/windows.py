@@ -85,7 +85,7 @@ class Windows:
             else:
                 window = [batch, *islice(batches, self.length - 1)]
                 self._load(window, [self._window_size(b) for b in window])
-            micro.first = start
+            micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
             yield micro
@@ -103,7 +103,7 @@ class Windows:
         items = batches if self.ahead is not None else (self._sized(batch) for batch in batches)
         while window := list(islice(items, self.length)):
             self._load([item[2] for item in window], [item[0] for item in window], [item[1] for item in window])
-            micro.first = start
+            micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
             yield micro
@@ -113,7 +113,7 @@ class Windows:
         micro = self.micro
         self._by_samples = self.feed.even and (self.loss_weight is None or not self.weighting)
         while self._load_together(list(islice(batches, self.length)), start):
-            micro.first = start
+            micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
             yield micro
