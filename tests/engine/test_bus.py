@@ -182,6 +182,14 @@ def test_what_is_no_callback_is_refused():
         Trainer(callbacks=LambdaCallback)
 
 
+def test_an_unknown_order_is_refused():
+    class Last(Callback):
+        order = "lates"
+
+    with pytest.raises(ConfigurationError, match="did you mean 'late'"):
+        Trainer(callbacks=Last())
+
+
 def test_two_states_under_one_key_are_refused_before_anything_runs():
     class Keeps(Callback):
         def state_dict(self):

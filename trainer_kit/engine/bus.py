@@ -8,7 +8,7 @@ from typing import Any, Protocol, final
 
 from lightning_utilities.core.overrides import is_overridden
 
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.signatures import takes
 
@@ -29,6 +29,12 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
         if not isinstance(callback, Callback):
             raise ConfigurationError(
                 "not a callback", found=repr(callback), fix="subclass trainer_kit.Callback, or use trainer.on(...)"
+            )
+        if callback.order not in _ORDER:
+            raise ConfigurationError(
+                f"{type(callback).__name__}.order is unknown",
+                found=repr(callback.order),
+                fix=did_you_mean(str(callback.order), _ORDER),
             )
     keys = [callback.state_key for callback in chosen if is_overridden("state_dict", callback, Callback)]
     for key in keys:
