@@ -19,12 +19,14 @@ from torch import Tensor
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.checkpoint.files import safetensors_bytes, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import Hidden, hidden_path
+from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import DOCUMENT, FILE_NAME, MANIFEST, dump_manifest, is_ours, new_manifest
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["Snapshot", "clean_incomplete", "remove_checkpoint", "take_snapshot", "write_checkpoint", "write_snapshot"]
 
 _SHARD: Final = ".safetensors"
+_SINGLE_FILES: Final = ("index.json", LOCK)
 
 
 @final
@@ -175,7 +177,7 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
         if hidden is None or not hidden.stale or entry.is_symlink():
             continue
         with suppress(FileNotFoundError):  # another rank cleans too
-            if entry.is_file() and hidden.target == "index.json":
+            if entry.is_file() and hidden.target in _SINGLE_FILES:
                 entry.unlink()
                 count += 1
             elif entry.is_dir() and all(_may_be_ours(file) for file in entry.iterdir()):

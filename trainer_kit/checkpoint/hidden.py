@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-__all__ = ["Hidden", "hidden_path"]
+__all__ = ["Hidden", "Process", "hidden_path"]
 
 _PATTERN: Final = re.compile(r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL)
 
@@ -51,6 +51,32 @@ class Hidden:
         target, pid, host, start, suffix = match.groups()
         here = host == _short(socket.gethostname())
         return cls(target, suffix, here and not _lives(int(pid), start))
+
+
+@final
+@dataclass(frozen=True)
+class Process:
+    """A process by more than its number, which may be given to another one.
+
+    Attributes:
+        host: the name of its machine.
+        pid: its number there.
+        start: when it began, as the system counts (Linux: clock ticks since boot); empty where that is unknown.
+    """
+
+    host: str
+    pid: int
+    start: str
+
+    @classmethod
+    def this(cls) -> Process:
+        """The process that asks."""
+        return cls(socket.gethostname(), os.getpid(), _start(os.getpid()) or "")
+
+    @property
+    def dead(self) -> bool:
+        """It ran on this host and is gone. Other hosts' processes cannot be seen: theirs is never dead."""
+        return self.host == socket.gethostname() and not _lives(self.pid, _short(self.start))
 
 
 def _short(text: str) -> str:

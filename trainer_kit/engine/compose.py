@@ -17,6 +17,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import Ahead
 from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
 from trainer_kit.engine.loaders import NAMES, evaluation_feeds, find_loaders, mover, training_feed
 from trainer_kit.engine.manual import ManualStepper
@@ -91,6 +92,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
     trainer.num_training_batches = float("inf") if limit is None else limit
     trainer.train_batch_samples = feed.samples(0)
+    _check_tokens(settings, module)
     manual = not module.automatic_optimization
     if manual:
         _check_manual(trainer)
@@ -135,7 +137,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         validation=validation,
         publish=trainer.log_metrics,
         collect=trainer.collect_state,
-        run_dir=lambda: trainer.run_dir,
+        directory=lambda: checkpoint_directories(trainer)[0],
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         announce=trainer.announce_checkpoint,
         say=trainer.print,
@@ -166,6 +168,8 @@ def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable
         method = _first_argument(method)
     if trainer.compile_options is not None:
         method = torch.compile(method, **trainer.compile_options)
+        # Values go where no graph can follow; `Verb` takes this off again.
+        module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
     return made, strategy.bind(method, made.names is not None and not manual)
 
 
@@ -211,6 +215,17 @@ def _validation(trainer: Any, module: Any, datamodule: Any, given: Any, bus: Bus
         return None
     run = compose_evaluation(trainer, "validate", module, datamodule, loaders, bus)
     return run if any(limit != 0 for limit in run.limits) else None
+
+
+def _check_tokens(settings: Settings, module: Any) -> None:
+    for name, length in (("max_duration", settings.max_duration), ("val_check_interval", settings.validate_every)):
+        counts = is_overridden("loss_weight", module, TrainModule) and settings.loss_weighting
+        if isinstance(length, Duration) and length.unit == "tok" and not counts:
+            raise ConfigurationError(
+                "nobody counts the tokens",
+                found=f"{name}={str(length)!r}, and {type(module).__name__} has no loss_weight",
+                fix="def loss_weight(self, batch): return the number of tokens in batch",
+            )
 
 
 def _schedule(settings: Settings, batches: int | None, validation: Evaluation | None, world: int) -> Schedule:

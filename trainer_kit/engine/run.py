@@ -30,7 +30,7 @@ class Fit:
         due: the step at which `settle_step` has something to do; the loop compares one integer.
         publish: hands values to the loggers, with the step they belong to.
         collect: the whole state of the run, or of the weights alone.
-        run_dir: where checkpoints go that nobody gave a path; asked for when one is due.
+        directory: where checkpoints go that nobody gave a path; asked for when one is due.
         checkpoints: whether this run writes checkpoints at all.
         announce: tells the loggers of a checkpoint.
         say: prints.
@@ -54,7 +54,7 @@ class Fit:
     validation: Evaluation | None
     publish: Callable[[Mapping[str, float], int], None]
     collect: Callable[[bool], dict[str, Any]]
-    run_dir: Callable[[], Path]
+    directory: Callable[[], Path]
     checkpoints: bool
     announce: Callable[[Path], None]
     say: Callable[[str], None]

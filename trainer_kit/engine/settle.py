@@ -58,6 +58,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
         validate(run)
     ran = run.micro.index >= 0
+    empty = completed and not ran and progress.epoch_batch == 0  # the next epoch would be as empty, and the next
     reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values, and what they log is reduced after them
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         if listeners:
@@ -79,13 +80,18 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     save_requested(run)
     if run.requests.signal:
         _leave_on_signal(run)
-    return schedule.finished(progress) is None and not _stops(run)
+    if empty:
+        run.say("the training loader gave no batch: training ends here")
+    return schedule.finished(progress) is None and not _stops(run) and not empty
 
 
 def continues(run: Fit) -> bool:
     """Whether there is anything to train: no limit is reached, and nobody asked to stop before it began."""
     _unite(run)
-    return run.schedule.finished(run.progress) is None and not _stops(run)
+    reached = run.schedule.finished(run.progress)
+    if reached is not None:
+        run.say(f"nothing to train: {reached}")
+    return reached is None and not _stops(run)
 
 
 def validate(run: Fit) -> None:
@@ -188,7 +194,7 @@ def save_requested(run: Fit) -> None:
 def _path(run: Fit, request: CheckpointRequest | None) -> Path:
     if request is not None:
         return Path(request.path)
-    return run.run_dir() / "checkpoints" / f"step-{run.progress.step:08d}"
+    return run.directory() / f"step-{run.progress.step:08d}"
 
 
 def save_to(run: Fit, path: Path, state: dict[str, object]) -> None:

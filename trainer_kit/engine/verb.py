@@ -20,10 +20,11 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
+from trainer_kit.engine.directories import take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.requests import terminable
-from trainer_kit.engine.resume import find_checkpoint, load_weights, read_state
+from trainer_kit.engine.resume import find_checkpoint, holds_weights, load_weights, read_state
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.settle import save_requested
 from trainer_kit.engine.state import collect, plain_hparams, restore
@@ -60,6 +61,7 @@ class Verb:
         self.bus: Bus
         self._before = trainer.callbacks
         self._not_terminable: Callable[[BaseException | None], None]
+        self._switch_back: Callable[[BaseException | None], None]
 
     def __enter__(self) -> Verb:
         try:
@@ -82,6 +84,7 @@ class Verb:
             report_errors(where=lambda: f"step {trainer.progress.step}")
         trainer.strategy.start()
         self._not_terminable = terminable(trainer.requests)
+        self._switch_back = _switched(trainer.switches)
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
         self._attach()
@@ -127,7 +130,7 @@ class Verb:
         if is_overridden("teardown", module, DataHooks):
             calls.append(lambda: module.teardown(stage))
         # Teardown hooks still see the trainer at work.
-        ends = [self._leave, self._stop, self._finalize, self._not_terminable]
+        ends = [self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
         self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
 
     def _leave(self, error: BaseException | None) -> None:
@@ -140,6 +143,7 @@ class Verb:
         if self.stage != "fit":
             trainer._callbacks = self._before
         self.module.untoggle_optimizer(None)
+        self.module.__dict__.pop("log", None)  # see `compose_fit`, under compile
         if error is not None:
             trainer.precision_plugin.abandon_step()
 
@@ -165,15 +169,17 @@ class Verb:
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
         trainer, module = self.trainer, self.module
+        take_directories(trainer, self.unwinding.cleanup)
         path = find_checkpoint(trainer, ckpt_path, trainer.checkpoint_callbacks)
         state = None if path is None else read_state(path, weights_only)
+        if state is not None and not weights_only and "optimizer_states" not in state:
+            raise holds_weights(path)
         if state is not None and trainer.seed is None:
             trainer.data_seed = state.get("seed", trainer.data_seed)
         loaders = find_loaders("fit", self.loaders, module, self.datamodule)
         if loaders is None:
             raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
         trainer.train_dataloader = loaders
-        self.unwinding.cleanup.append(_switched(trainer.switches))
         if trainer.switches["sync_batchnorm"]:
             self.module = module = _sync_batchnorm(module, trainer.strategy)
         run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
@@ -295,7 +301,7 @@ def _nobody() -> None:
 
 
 def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None]:
-    """Set torch's global switches for this fit; returns what puts them back."""
+    """Set torch's global switches for this verb; returns what puts them back."""
     deterministic, warn = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

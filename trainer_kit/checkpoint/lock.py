@@ -1,0 +1,191 @@
+"""One writer a directory: a file says which process it is, and that it may write there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainer_kit.checkpoint.files import write_file
+from trainer_kit.checkpoint.hidden import Process, hidden_path
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["LOCK", "DirectoryLock", "Owner", "owner_of"]
+
+LOCK: Final = ".lock"
+_ATTEMPTS: Final = 20
+_DENIED: Final = "choose a directory that this process may write to (dirpath=, default_root_dir=)"
+
+
+@final
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock.
+
+    Attributes:
+        process: the process.
+        since: when it took the lock (UTC), for people.
+    """
+
+    process: Process
+    since: str
+
+    def __str__(self) -> str:
+        return f"pid {self.process.pid} on host {self.process.host} since {self.since}"
+
+
+@final
+class DirectoryLock:
+    """The right to write into one directory; the directory is made, and writing into it is tried.
+
+    It is held from its making to `release`. A lock whose owner is dead is taken over. A process that is forked from
+    this one does not hold it.
+
+    Args:
+        directory: of checkpoints. It is made, and removed again by `release` if nothing was put there.
+
+    Raises:
+        CheckpointError: another process holds the lock, or the directory cannot be made or written to.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     lock = DirectoryLock(directory)
+        ...     owner_of(directory).process.pid == os.getpid()
+        ...     lock.release()
+        ...     owner_of(directory) is None
+        True
+        True
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        self.owner = Owner(Process.this(), datetime.now(timezone.utc).isoformat(" ", "seconds"))
+        self._file = self.directory / LOCK
+        self._made: list[Path] = []
+        try:
+            self._make_directory()
+            self._acquire()
+        except BaseException as error:
+            self._remove_directory()
+            if isinstance(error, OSError):
+                reason = f"no checkpoint can be written here: {error.strerror or error}"
+                raise CheckpointError(self.directory, None, reason, fix=_DENIED) from error
+            raise
+
+    def release(self) -> None:
+        """Let go; a second time, in a forked process, or once somebody else holds the lock, nothing happens."""
+        if self.owner.process.pid != os.getpid():
+            return
+        with suppress(OSError):
+            if _read(self._file) == self.owner:
+                self._file.unlink()
+        self._remove_directory()
+
+    def _make_directory(self) -> None:
+        missing = []
+        for path in (self.directory, *self.directory.parents):
+            if os.path.lexists(path):
+                break
+            missing.append(path)
+        for path in reversed(missing):
+            path.mkdir(exist_ok=True)
+            self._made.append(path)
+
+    def _remove_directory(self) -> None:
+        while self._made:
+            with suppress(OSError):  # it is in use by now
+                self._made.pop().rmdir()
+
+    def _acquire(self) -> None:
+        work = hidden_path(self._file, "tmp")
+        content = {**asdict(self.owner.process), "since": self.owner.since}
+        try:
+            write_file(work, [(json.dumps(content) + "\n").encode()])
+            with _alone(self.directory):
+                for _ in range(_ATTEMPTS):
+                    if _put(work, self._file):
+                        return
+                    self._judge()
+        finally:
+            work.unlink(missing_ok=True)
+        raise self._refusal("others that take the lock at the same time")
+
+    def _judge(self) -> None:
+        """Refuse while the owner lives; take a dead one's lock away."""
+        owner = _read(self._file)
+        if owner is not None and not owner.process.dead:
+            raise self._refusal(str(owner))
+        aside = hidden_path(self._file, "tmp")
+        try:
+            os.rename(self._file, aside)
+        except FileNotFoundError:  # released meanwhile
+            return
+        # Where two processes take over at once and the file system knows no flock, the second may have moved the
+        # lock of the first: it is put back.
+        if _read(aside) != owner:
+            _put(aside, self._file)
+        aside.unlink(missing_ok=True)
+
+    def _refusal(self, by: str) -> CheckpointError:
+        return CheckpointError(
+            self.directory,
+            None,
+            f"locked by {by}: two runs cannot write checkpoints to one directory",
+            fix=f"give this run a directory of its own, or wait; if that run is dead, delete {self._file}",
+        )
+
+
+def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
+    """Who writes here now; None for nobody, or for somebody who is dead."""
+    with suppress(OSError):
+        owner = _read(Path(directory) / LOCK)
+        return None if owner is None or owner.process.dead else owner
+    return None
+
+
+def _read(file: Path) -> Owner | None:
+    """None where there is no lock, or a file that no process wrote to its end: nobody is hindered by that."""
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        process = Process(str(content["host"]), int(content["pid"]), str(content["start"]))
+        return Owner(process, str(content["since"]))
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _put(work: Path, file: Path) -> bool:
+    """Give ``work`` the name ``file``, whole, unless that is taken."""
+    try:
+        os.link(work, file)
+    except FileExistsError:
+        return False
+    except OSError:  # a file system without hard links
+        try:
+            with open(file, "xb") as stream:
+                stream.write(work.read_bytes())
+        except FileExistsError:
+            return False
+    return True
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process at a time, for as long as a takeover lasts, where the file system can."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # without it, `_judge` puts right what two of them do
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
