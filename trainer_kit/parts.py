@@ -23,6 +23,7 @@ STRATEGIES.register("single_device", "trainer_kit.strategies.single:SingleDevice
 for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
     LOGGERS.register(_word, f"trainer_kit.loggers:{_name}")
 LOGGERS.register("jsonl", "trainer_kit.loggers:JSONLLogger")
+LOGGERS.register("dummy", "trainer_kit.loggers:DummyLogger")
 for _word, _name in (
     ("accumulation", "GradientAccumulation"),
     ("checkpoint", "ModelCheckpoint"),
@@ -35,6 +36,7 @@ for _word, _name in (
 READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
 
 _FORKED = ("ddp_notebook", "ddp_fork")
+_LAUNCHED = ("ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "ddp_static_graph")
 
 
 def choose_strategy(
@@ -68,15 +70,22 @@ def choose_strategy(
             found=f"num_nodes={num_nodes} in a process without a rank",
             fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
         )
-    word = strategy if isinstance(strategy, str) else type(strategy).__name__
+    word = strategy if isinstance(strategy, str) else getattr(strategy, "name", "")
+    alone = world == 1 and (local or not environment.launched)
     if strategy == "auto":
         word = "ddp" if world > 1 else "single_device"
-    elif strategy in ("single_device", None) and world > 1:
+    elif alone and word in _LAUNCHED:
+        strategy = word = "single_device"  # nobody to exchange gradients with
+    elif word == "single_device" and world > 1:
         raise StrategyError(
             "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
         )
     device = pick_device(accelerator, environment.local_rank, devices)
-    made = strategy if not isinstance(strategy, str) and strategy is not None else _make_strategy(word, device)
+    made = _make_strategy(word, device) if isinstance(strategy, str) else strategy
+    if not hasattr(made, "forward_backward"):
+        raise StrategyError(
+            "this is no strategy", found=f"strategy={strategy!r}", fix="pass a word such as 'ddp', or a strategy object"
+        )
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start

@@ -1,0 +1,218 @@
+"""Collectives of a group, gradients that are averaged, buffers that follow."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy
+from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    average_gradients,
+    borrowed_buffers,
+    broadcast_buffers,
+    join_world,
+)
+from trainer_kit.strategies.single import Alone
+from trainer_kit.testing import run_distributed
+
+CPU = torch.device("cpu")
+
+
+def test_a_group_of_one_is_what_a_group_of_many_would_be() -> None:
+    group, tensor = Alone(), torch.tensor([1.0, 2.0])
+    for op in ("sum", "mean", "min", "max"):
+        assert group.all_reduce(tensor.clone(), op).tolist() == [1.0, 2.0]
+    assert group.all_gather(tensor).shape == (1, 2)
+    assert group.all_gather_object({"a": 1}) == [{"a": 1}]
+    assert group.broadcast("x") == "x"
+    assert group.agree([1.0, 2.0]) == [[1.0, 2.0]]
+    group.barrier()
+
+
+@pytest.mark.world_size(3)
+def test_collectives() -> None:
+    group = ProcessGroup(CPU)
+    rank = group.rank
+    assert (rank, group.size) == (dist.get_rank(), 3)
+    for op, expected in (("sum", 6.0), ("mean", 2.0), ("avg", 2.0), ("min", 1.0), ("max", 3.0)):
+        value = torch.tensor([rank + 1.0])
+        reduced = group.all_reduce(value, op)
+        assert reduced.tolist() == [expected], op
+        assert value.tolist() == [expected], "in place"
+    assert group.all_gather(torch.tensor([rank, 7])).tolist() == [[0, 7], [1, 7], [2, 7]]
+    assert group.all_gather_object({"rank": rank}) == [{"rank": r} for r in range(3)]
+    for source in range(3):
+        assert group.broadcast(f"from {rank}", source) == f"from {source}"
+        value = torch.full((2,), float(rank))
+        assert group.broadcast(value, source) is value
+        assert value.tolist() == [float(source)] * 2
+    assert group.agree([float(rank), 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
+    assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
+    group.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_layouts_that_differ_from_rank_to_rank() -> None:
+    group = ProcessGroup(CPU)
+    plain = torch.arange(6.0).reshape(2, 3)
+    mine = plain.clone() if group.rank == 0 else plain.t().contiguous().t()
+    assert torch.equal(group.all_reduce(mine), 2 * plain)
+    other = plain.clone() if group.rank == 0 else torch.zeros(3, 2).t()
+    assert torch.equal(group.broadcast(other), plain)
+    strided = torch.zeros(4, 6)[:, ::2]
+    strided += group.rank + 1
+    assert torch.equal(group.all_reduce(strided), torch.full((4, 3), 3.0))
+    assert torch.equal(group.all_gather(mine.t())[1], 2 * plain.t())
+
+
+@pytest.mark.world_size(2)
+def test_the_mean_of_whole_numbers_is_no_whole_number() -> None:
+    group = ProcessGroup(CPU)
+    assert group.all_reduce(torch.tensor([group.rank]), "mean").tolist() == [0.5]
+
+
+@pytest.mark.world_size(2)
+def test_an_unknown_reduction_is_refused_on_every_rank() -> None:
+    with pytest.raises(ConfigurationError, match="unknown reduction 'product'\n  fix:   use one of: sum, mean"):
+        ProcessGroup(CPU).all_reduce(torch.ones(1), "product")
+    dist.barrier()
+
+
+@pytest.mark.world_size(2)
+def test_gradients_are_averaged() -> None:
+    group = ProcessGroup(CPU)
+    one, two, three = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    wide = nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
+    one.grad = torch.tensor([1.0, 3.0]) * (1 + group.rank)
+    if group.rank == 1:
+        two.grad = torch.tensor([4.0, 8.0])
+    wide.grad = torch.arange(4.0, dtype=torch.float64).reshape(2, 2).t() + group.rank
+    average_gradients([one, two, three, wide, frozen], group)
+    assert one.grad.tolist() == [1.5, 4.5]
+    assert two.grad.tolist() == [2.0, 4.0], "absent counts as zero"
+    assert three.grad is None, "nobody has one"
+    assert wide.grad.tolist() == [[0.5, 2.5], [1.5, 3.5]]
+    assert frozen.grad is None
+    average_gradients([three], group)
+    assert three.grad is None
+    average_gradients([], group)
+
+
+class Buffered(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((2, 3), value).t())
+        self.register_buffer("count", torch.tensor(int(value)))
+        self.register_buffer("seen", torch.tensor([value > 0]))
+        self.register_buffer("passing", torch.full((2,), value), persistent=False)
+
+    def values(self) -> list[float]:
+        return [float(buffer.double().sum()) for buffer in self.buffers()]
+
+
+@pytest.mark.world_size(2)
+def test_buffers_follow_rank_0() -> None:
+    group = ProcessGroup(CPU)
+    module = Buffered(3.0 - 3 * group.rank)
+    broadcast_buffers(module, group)
+    assert module.values() == [18.0, 3.0, 1.0, 6.0]
+    broadcast_buffers(nn.Linear(2, 2), group)
+
+
+@pytest.mark.world_size(2)
+def test_borrowed_buffers_are_given_back_unless_they_were_written_to() -> None:
+    group = ProcessGroup(CPU)
+    module = Buffered(3.0 - 3 * group.rank)
+    with borrowed_buffers(module, group):
+        assert module.values() == [18.0, 3.0, 1.0, 6.0]
+        module.count += 5
+    assert module.values() == ([18.0, 8.0, 1.0, 6.0] if group.rank == 0 else [0.0, 8.0, 0.0, 0.0])
+    with pytest.raises(KeyError), borrowed_buffers(module, group):
+        raise KeyError
+    assert module.passing.sum() == (6.0 if group.rank == 0 else 0.0)
+
+
+@pytest.mark.world_size(2)
+def test_placing_a_module_gives_every_rank_the_same() -> None:
+    torch.manual_seed(dist.get_rank())
+    module = nn.Sequential(nn.Linear(2, 2), Buffered(float(dist.get_rank())))
+    strategy = DDPStrategy()
+    strategy.start()
+    strategy.place_module(module)
+    torch.manual_seed(0)
+    assert torch.equal(module[0].weight, nn.Linear(2, 2).weight)
+    assert module[1].values()[0] == 0.0
+    assert strategy.broadcast("x" if dist.get_rank() == 0 else None) == "x"
+    strategy.barrier()
+    assert "over 2 ranks" in strategy.describe()
+
+
+@pytest.mark.world_size(2)
+def test_a_module_without_anything_to_train_is_not_wrapped() -> None:
+    module = nn.Linear(2, 2).requires_grad_(False)
+    strategy = DDPStrategy()
+    strategy.start()
+    strategy.prepare_module(module, manual=False)
+    step = strategy.bind(lambda batch, index: 7, several=False)
+    assert step(None, 0) == 7
+    strategy.stop()
+
+
+@pytest.mark.world_size(2)
+def test_a_later_strategy_reuses_the_group() -> None:
+    before = dist.group.WORLD
+    for _ in range(2):
+        strategy = DDPStrategy()
+        strategy.start()
+        assert (strategy.world.size, strategy.gradient_divisor) == (2, 2)
+        strategy.stop()
+    assert dist.group.WORLD is before
+
+
+def join_and_see() -> tuple[int, int, str]:
+    group = join_world(CPU, None, timedelta(seconds=30))
+    return group.rank, group.size, dist.get_backend()
+
+
+def test_a_rank_without_a_group_makes_it() -> None:
+    assert run_distributed(join_and_see, 2, process_group=False) == [(0, 2, "gloo"), (1, 2, "gloo")]
+
+
+def test_a_process_without_a_rank_cannot_join() -> None:
+    with pytest.raises(StrategyError, match=r"this process has no rank(.|\n)*torchrun"):
+        join_world(CPU, None, timedelta(seconds=5))
+
+
+def test_clipping() -> None:
+    def parameters() -> list[nn.Parameter]:
+        made = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        made[0].grad, made[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, -4.0])
+        return made
+
+    by_norm = parameters()
+    clip_gradients(by_norm, 1.0, "norm")
+    assert torch.cat([p.grad for p in by_norm[:2]]).tolist() == pytest.approx([0.6, 0.0, 0.0, -0.8], rel=1e-5)
+    by_value = parameters()
+    clip_gradients(by_value, 3.5, "value")
+    assert torch.cat([p.grad for p in by_value[:2]]).tolist() == [3.0, 0.0, 0.0, -3.5]
+    assert by_value[2].grad is None
+    with pytest.raises(ConfigurationError, match="unknown way to clip gradients\n  found: 'max'"):
+        clip_gradients(parameters(), 1.0, "max")
+
+
+def test_a_single_device_moves_and_leaves_alone() -> None:
+    strategy, module = SingleDeviceStrategy("meta"), nn.Linear(2, 2)
+    strategy.prepare_module(module, manual=False)
+    assert module.weight.device.type == "meta"
+    with strategy.shared_buffers(module):
+        pass
+    step = object()
+    assert strategy.bind(step, several=True) is step
