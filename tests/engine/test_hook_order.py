@@ -140,6 +140,21 @@ def test_fast_dev_run_is_one_batch_of_everything_without_sanity_check(make_cast,
     assert list(tmp_path.iterdir()) == []
 
 
+def test_code_that_uses_its_logger_runs_in_fast_dev_run(tmp_path):
+    class Draws(Tiny):
+        def training_step(self, batch, batch_idx):
+            self.logger.experiment.add_histogram("weights", self.layer.weight, self.global_step)
+            self.logger.log_hyperparams({"a": 1})
+            self.logger.log_metrics({"b": 2.0}, step=1)
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(fast_dev_run=True, enable_progress_bar=False)
+    trainer.fit(Draws(), [torch.ones(2, 2)])
+    assert trainer.global_step == 1
+    assert trainer.loggers == []
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_fast_dev_run_writes_nothing_even_when_asked(tmp_path):
     class Asks(Callback):
         def on_train_step_end(self, trainer, module):

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_kit.core.protocols import Logger
     from trainer_kit.loggers.csv_logs import CSVLogger
+    from trainer_kit.loggers.dummy import DummyLogger
     from trainer_kit.loggers.journal import JSONLLogger, read_journal
     from trainer_kit.loggers.tensorboard import TensorBoardLogger
     from trainer_kit.loggers.wandb import WandbLogger
 
-__all__ = ["CSVLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger", "read_journal"]
+__all__ = ["CSVLogger", "DummyLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger", "read_journal"]
 
 _MODULES = {
     "CSVLogger": "trainer_kit.loggers.csv_logs",
+    "DummyLogger": "trainer_kit.loggers.dummy",
     "JSONLLogger": "trainer_kit.loggers.journal",
     "Logger": "trainer_kit.core.protocols",
     "TensorBoardLogger": "trainer_kit.loggers.tensorboard",
