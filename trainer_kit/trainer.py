@@ -18,7 +18,7 @@ from trainer_kit.engine.fit import fit
 from trainer_kit.engine.processes import run_on_processes
 from trainer_kit.engine.requests import listening
 from trainer_kit.engine.session import Session
-from trainer_kit.engine.settings import make_settings
+from trainer_kit.engine.settings import check_switches, make_settings
 from trainer_kit.engine.verb import Verb
 from trainer_kit.parts import choose_loggers, choose_precision, choose_strategy
 
@@ -170,6 +170,7 @@ class Trainer(Session):
             loss_weighting=loss_weighting,
             global_batch_size=global_batch_size,
         )
+        check_switches(deterministic, compile, seed, num_nodes)
         environment = Environment.detect()
         chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
         quiet = bool(barebones or self.settings.fast)

@@ -345,6 +345,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         if hparams_file is not None:
             raise ConfigurationError("hparams_file is not read", fix="pass the values as keyword arguments")
         weights, hparams = READERS.get("module")(checkpoint_path)
+        told = [k for k, v in hparams.items() if _is_repr(v) and k not in kwargs and _takes(cls, k)]
+        if told:
+            raise ConfigurationError(
+                f"the checkpoint holds only what these looked like: {', '.join(told)}",
+                found=", ".join(f"{name}={hparams[name]['repr']}" for name in told),
+                fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in told)})",
+            )
         module = cls(**{**{k: v for k, v in hparams.items() if _takes(cls, k)}, **kwargs})
         module.configure_model()
         module.load_state_dict(weights, strict=module.strict_loading if strict is None else strict)
@@ -367,7 +374,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_trainer"] = None  # a copy of the module is not a copy of the run
+        state.pop("log", None)  # what a compiled run puts over the method
         return state
+
+
+def _is_repr(value: Any) -> bool:
+    """Whether this stands for a hyperparameter that could not be stored."""
+    return isinstance(value, dict) and value.keys() == {"repr"}
 
 
 def _takes(cls: type, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC
+from abc import ABC, abstractmethod
 from typing import Any
 
 from trainer_kit.core.environment import Environment
@@ -29,6 +29,10 @@ class Position(ABC):
     processes: int
     accumulation: int
     num_training_batches: int | float
+
+    @abstractmethod
+    def first_callback(self, attribute: str) -> Any:
+        """The first callback that has ``attribute``, or None."""
 
     @property
     def current_epoch(self) -> int:
@@ -137,12 +141,20 @@ class Position(ABC):
         """Optimizer steps of the whole fit, as far as anybody knows; infinite without a limit."""
         limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
         duration = self.settings.max_duration
+        batches = self.num_training_batches
         if duration is not None and duration.unit == "st":
             limits.append(duration.value)
+        elif duration is not None and duration.unit == "ba":
+            epochs, rest = divmod(duration.value, batches) if batches else (0, 0)
+            limits.append(int(epochs) * self._steps(batches) + self._steps(rest))
         if self.max_epochs is not None:
-            limits.append(
-                math.ceil(self.num_training_batches / self.accumulation) * self.max_epochs
-                if self.num_training_batches != math.inf
-                else math.inf
-            )
+            counting = self.first_callback("get_accumulate_grad_batches")
+            if counting is None or batches in (0, math.inf):
+                limits.append(self._steps(batches) * self.max_epochs if self.max_epochs else 0)
+            else:
+                lengths = map(counting.get_accumulate_grad_batches, range(self.max_epochs))
+                limits.append(sum(math.ceil(batches / length) for length in lengths))
         return min(limits, default=math.inf)
+
+    def _steps(self, batches: float) -> float:
+        return batches if batches == math.inf else math.ceil(batches / self.accumulation)

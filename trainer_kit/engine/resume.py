@@ -12,7 +12,7 @@ from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine.bus import Bus
 
-__all__ = ["find_checkpoint", "load_weights", "read_state"]
+__all__ = ["find_checkpoint", "holds_weights", "load_weights", "read_state"]
 
 
 def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Path | None:
@@ -62,10 +62,15 @@ def read_state(path: Path, weights_only: bool) -> dict[str, Any]:
         state["state_dict"] = state.pop("model")
         return state
     if not path.is_dir() and not weights_only:
-        raise CheckpointError(
-            path, None, "holds weights, not a run", fix="pass weights_only=True to start a new run from them"
-        )
+        raise holds_weights(path)
     return {"state_dict": read_weights(path)}
+
+
+def holds_weights(path: Path | None) -> CheckpointError:
+    """The error for a run that is to go on from weights alone."""
+    return CheckpointError(
+        path, None, "holds weights, not a run", fix="pass weights_only=True to start a new run from them"
+    )
 
 
 def load_weights(module: Any, path: Path, bus: Bus) -> None:

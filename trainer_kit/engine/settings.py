@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from trainer_kit.core.duration import Duration, DurationLike
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["Settings", "make_settings"]
+__all__ = ["Settings", "check_switches", "make_settings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +71,7 @@ def make_settings(
         ("log_every_n_steps", log_every_n_steps, 0),
         ("check_val_every_n_epoch", check_val_every_n_epoch, 1),
         ("num_sanity_val_steps", num_sanity_val_steps, -1),
+        ("global_batch_size", switches["global_batch_size"], 1),
     ):
         _at_least(name, value, least)
     chosen = {name: _fraction(f"limit_{name}_batches", 1.0 if v is None else v) for name, v in limits.items()}
@@ -100,6 +102,20 @@ def make_settings(
         fast=fast,
         **switches,
     )
+
+
+def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) -> None:
+    """Refuse what the parts that these go to would misread."""
+    _at_least("seed", seed, 0)
+    _at_least("num_nodes", num_nodes, 1)
+    if deterministic not in (None, False, True, "warn"):
+        raise ConfigurationError("deterministic is True, False or 'warn'", found=repr(deterministic))
+    if not isinstance(compile, (bool, Mapping)):
+        raise ConfigurationError(
+            "compile is True, False or arguments of torch.compile",
+            found=repr(compile),
+            fix='pass a dict, such as {"mode": "reduce-overhead"}',
+        )
 
 
 def _length(
