@@ -71,6 +71,8 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
     alone = group is None or group.size == 1
     values: dict[int, float] = {}
     packed: list[tuple[int, Entry]] = []
+    if alone and step:
+        return _latest(entries)
     for index, entry in enumerate(entries):
         if entry.metric is not None:
             values[index] = _computed(entry, step)
@@ -88,6 +90,17 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
             pairs = [(row[2 * column], row[2 * column + 1]) for row in rows]
             values[index] = _over_ranks(entry.reduce, [pair for pair in pairs if pair[1]])
     return [values[index] for index in range(len(entries))]
+
+
+def _latest(entries: list[Entry]) -> list[float]:
+    """Nobody to ask, and one value each: what was recorded last."""
+    found = [_computed(entry, True) if entry.metric is not None else entry.last for entry in entries]
+    away = [value for value in found if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
+    if away:  # one read for all of them
+        wide = torch.float32 if away[0].device.type == "mps" else torch.float64
+        read = iter(torch.stack([value.to(wide) for value in away]).tolist())  # sync point: the flush
+        found = [next(read) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v for v in found]
+    return [float(value) for value in found]  # no sync point: on the host
 
 
 def _rows(entries: list[Entry], step: bool, group: Group | None) -> list[list[float]]:

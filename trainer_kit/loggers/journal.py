@@ -52,7 +52,9 @@ class JSONLLogger(DirectoryLogger):
         super().__init__(save_dir, name, version)
         self._prefix = prefix
         self._step = 0
-        self._clean = False
+        self._file: int | None = None
+        self._path: str | None = None
+        self._inode = self._end = 0
 
     @property
     def path(self) -> Path:
@@ -104,18 +106,47 @@ class JSONLLogger(DirectoryLogger):
     def finalize(self, status: str) -> None:
         """Nothing stays open; logging goes on if it is called again."""
         self.save()
+        self._close()
 
     def _append(self, record: dict[str, Any]) -> None:
         line = f"{json.dumps(plain(record), ensure_ascii=False, allow_nan=False)}\n".encode()
+        file = self._open()
+        if os.write(file, line) != len(line):
+            os.ftruncate(file, self._end)
+            raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
+        self._end += len(line)
+
+    def _open(self) -> int:
+        """The file, kept open from line to line; one that was moved away or written by somebody else is opened anew."""
+        path = self._path
+        if self._file is not None and path is not None:
+            try:
+                found = os.stat(path)
+                if (found.st_ino, found.st_size) == (self._inode, self._end):
+                    return self._file
+            except FileNotFoundError:
+                pass
+            self._close()
         self._directory()
-        # Opened for each line: nothing can leak, and a file that was moved away is begun anew.
-        with open(os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600), "r+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END) if self._clean else _cut_torn_line(file)
-            self._clean = False
-            if file.write(line) != len(line):
-                file.truncate(end)
-                raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
-            self._clean = True
+        self._path = os.fspath(self.path)
+        # A bare descriptor: a logger that is never finalized leaves nothing to complain about.
+        self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+        with open(self._file, "r+b", buffering=0, closefd=False) as stream:
+            self._end = _cut_torn_line(stream)
+        self._inode = os.fstat(self._file).st_ino
+        return self._file
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_file": None}
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:
+            self._close()
 
 
 def _cut_torn_line(file: Any) -> int:
