@@ -1,0 +1,98 @@
+"""`tk.__all__` is sorted, complete and frozen; importing the package loads nothing heavy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import trainer_kit as tk
+
+NAMES = [
+    "Callback",
+    "CombinedLoader",
+    "DataModule",
+    "Duration",
+    "LightningDataModule",
+    "LightningModule",
+    "Progress",
+    "TrainModule",
+    "Trainer",
+    "callbacks",
+    "checkpoint",
+    "loggers",
+    "precision",
+    "seed_everything",
+    "strategies",
+]
+HEAVY = [
+    "asyncio",
+    "numpy",
+    "sklearn",
+    "tensorboard",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed",
+    "torch.utils.tensorboard",
+    "torchmetrics",
+    "tqdm",
+    "wandb",
+]
+
+
+def loaded(code):
+    """Which heavy modules are there after ``code``, in a process of its own."""
+    listing = f"{code}\nimport sys\nprint(*[name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=100)
+    return set(done.stdout.split())
+
+
+def test_the_names_are_these():
+    assert tk.__all__ == NAMES
+
+
+def test_the_names_are_sorted_and_dir_lists_them():
+    assert tk.__all__ == sorted(tk.__all__)
+    assert dir(tk) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_is_there(name):
+    assert getattr(tk, name) is not None
+
+
+def test_nothing_public_is_missing_from_the_names():
+    for name in NAMES:
+        getattr(tk, name)
+    rooms = {"core", "data", "engine", "launch", "parts", "testing", "trainer", "commands"}
+    public = {name for name in vars(tk) if not name.startswith("_")} - {
+        "annotations",
+        "importlib",
+        "TYPE_CHECKING",
+        "Any",
+    }
+    assert public - rooms == set(NAMES)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'Trainr'"):
+        _ = tk.Trainr
+
+
+@pytest.mark.parametrize("room", ["callbacks", "loggers", "precision", "strategies"])
+def test_everything_a_room_lists_is_there(room):
+    module = getattr(tk, room)
+    assert list(module.__all__) == sorted(module.__all__)
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    assert loaded("import trainer_kit") == set()
+
+
+def test_importing_the_trainer_loads_nothing_heavy_beyond_torch():
+    of_torch = loaded("import torch")
+    of_data = loaded("import torch, numpy, torch.utils.data")
+    assert loaded("from trainer_kit import Trainer, TrainModule, DataModule, Callback") <= of_torch | of_data
