@@ -226,6 +226,15 @@ def test_the_default_weight_is_the_loss_weight():
     assert float(trainer.callback_metrics["a"]) == pytest.approx((0.5 * 1 + 2.5 * 3 + 4.0 * 5) / 9)
 
 
+def test_the_default_weight_is_the_loss_weight_in_evaluation_too():
+    class Weighted(Net):
+        def loss_weight(self, batch):
+            return float(batch[0]) + 1
+
+    by_samples = fit(Net(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"]
+    assert fit(Weighted(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"] != by_samples
+
+
 @pytest.mark.parametrize("kind", ["mean", "sum", "min", "max"])
 def test_more_values_than_are_kept_at_once_fold_right(kind):
     values = torch.randn(700, dtype=torch.float64)

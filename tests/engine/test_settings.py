@@ -104,6 +104,8 @@ def test_a_length_without_a_unit_is_refused():
         ("min_steps", 0.5),
         ("log_every_n_steps", -1),
         ("log_every_n_steps", 0.5),
+        ("log_every_n_steps", "5ba"),
+        ("check_val_every_n_epoch", "5st"),
         ("check_val_every_n_epoch", 0),
         ("num_sanity_val_steps", -2),
         ("val_check_interval", 0),
@@ -164,3 +166,8 @@ def test_a_fast_run_is_one_epoch_of_so_many_batches():
 def test_settings_cannot_change_later():
     with pytest.raises(AttributeError):
         settings().max_epochs = 3
+
+
+def test_intervals_of_one_unit_take_it_in_words():
+    made = settings(log_every_n_steps="100st", check_val_every_n_epoch="2ep")
+    assert (made.log_every, made.validate_epochs) == (100, 2)

@@ -11,9 +11,11 @@ from typing import Any, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 
 from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group, Precision
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import EMPTY, Feed, size_reader
@@ -114,14 +116,14 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
         step, extra = _first_arguments(step, extra), ()
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
-    size: Callable[[Any], int] | None = None
+    size: Callable[[Any], float] | None = None
     for index, batch in enumerate(islice(run.feeds[loader].epoch(epoch), run.limits[loader])):
         if batch is EMPTY:  # the other ranks have more samples
             if kept is not None:
                 kept.append(EMPTY)
             continue
         if size is None:
-            size = size_reader(batch)
+            size = size_reader(batch) if run.stage == "predict" else _weigher(run.module, batch)
         metrics.weight = size(batch)
         if move is not None:
             batch = move(batch, loader)
@@ -141,6 +143,13 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
             seen = run.seen[loader] = run.seen.get(loader, 0) + 1
             run.publish(metrics.flush_evaluation_step(), seen)
     return size is not None
+
+
+def _weigher(module: Any, batch: Any) -> Callable[[Any], float]:
+    """What a batch weighs in a mean: what it weighs in the loss, by default its number of samples."""
+    if not is_overridden("loss_weight", module, TrainModule):
+        return size_reader(batch)
+    return lambda batch: float(module.loss_weight(batch))  # no sync point: the batch is on the host
 
 
 def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callable[..., Any]:

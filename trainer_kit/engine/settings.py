@@ -52,9 +52,9 @@ def make_settings(
     min_steps: int | None,
     limits: dict[str, int | float | None],
     val_check_interval: DurationLike | None,
-    check_val_every_n_epoch: int | None,
+    check_val_every_n_epoch: DurationLike | None,
     num_sanity_val_steps: int | None,
-    log_every_n_steps: int | None,
+    log_every_n_steps: DurationLike | None,
     clip_val: float | None,
     clip_algorithm: str | None,
     overfit_batches: int | float,
@@ -62,14 +62,16 @@ def make_settings(
 ) -> Settings:
     """Check every argument; `ConfigurationError` names the one that is wrong."""
     fast = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
+    log_every = _in_unit("log_every_n_steps", log_every_n_steps, "st")
+    val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch, "ep")
     for name, value, least in (
         ("fast_dev_run", fast, 0),
         ("max_epochs", max_epochs, -1),
         ("max_steps", max_steps, -1),
         ("min_epochs", min_epochs, 0),
         ("min_steps", min_steps, 0),
-        ("log_every_n_steps", log_every_n_steps, 0),
-        ("check_val_every_n_epoch", check_val_every_n_epoch, 1),
+        ("log_every_n_steps", log_every, 0),
+        ("check_val_every_n_epoch", val_epochs, 1),
         ("num_sanity_val_steps", num_sanity_val_steps, -1),
         ("global_batch_size", switches["global_batch_size"], 1),
     ):
@@ -80,7 +82,7 @@ def make_settings(
         epochs, max_steps, duration = 1, fast, None
         chosen = dict.fromkeys(chosen, fast)
     every = _interval(1.0 if val_check_interval is None else val_check_interval)
-    if check_val_every_n_epoch is None and isinstance(every, float):
+    if val_epochs is None and isinstance(every, float):
         raise ConfigurationError(
             "validation over epoch borders needs an interval in batches",
             found=f"val_check_interval={val_check_interval}, check_val_every_n_epoch=None",
@@ -94,9 +96,9 @@ def make_settings(
         min_steps=min_steps or 0,
         limits=chosen,
         validate_every=1.0 if fast else every,
-        validate_epochs=1 if fast else check_val_every_n_epoch,
+        validate_epochs=1 if fast else val_epochs,
         sanity_steps=0 if fast else 2 if num_sanity_val_steps is None else num_sanity_val_steps,
-        log_every=(50 if log_every_n_steps is None else log_every_n_steps) or 2**62,
+        log_every=(50 if log_every is None else log_every) or 2**62,
         clip=_clip(clip_val, clip_algorithm),
         overfit=0 if fast else _fraction("overfit_batches", overfit_batches),
         fast=fast,
@@ -116,6 +118,16 @@ def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) 
             found=repr(compile),
             fix='pass a dict, such as {"mode": "reduce-overhead"}',
         )
+
+
+def _in_unit(name: str, value: Any, unit: str) -> Any:
+    """A duration string in the one unit that this argument counts; everything else as it is."""
+    if not isinstance(value, (str, Duration)):
+        return value
+    length = Duration.parse(value)
+    if length.unit != unit:
+        raise ConfigurationError(f"{name} counts in {unit!r}", found=str(length), fix=f'write "{length.value}{unit}"')
+    return int(length.value)
 
 
 def _length(
