@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning_utilities.core.overrides import is_overridden
+
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.compose import check_module
 from trainer_kit.engine.loaders import find_loaders, training_feed
@@ -57,7 +62,7 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
         name = line.strip()
         if ("validation" in name or "sanity" in name) and not validates:
             continue
-        if hasattr(Bus, "__annotations__") and name in Bus.__annotations__:
+        if name in Bus.__annotations__:
             who = bus.listeners(name)
             if who:
                 lines.append(f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(who)}")
@@ -68,7 +73,7 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
 
 def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
     """See `Trainer.explain`; prints on rank 0 and returns the text."""
-    settings, strategy = trainer.settings, trainer.strategy
+    strategy = trainer.strategy
     size = max(trainer.world_size, trainer.processes)
     lines = [
         f"strategy     {strategy.describe()}",
@@ -76,24 +81,38 @@ def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
         f"precision    {trainer.precision_plugin.name}",
         f"loggers      {', '.join(type(logger).__name__ for logger in trainer.loggers) or 'none'}",
         f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
-        f"ends         {_limits(settings)}",
+        f"ends         {_limits(trainer)}",
     ]
     if module is not None:
         check_module(module, "fit")
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        _prepare(trainer, module, datamodule)
         found = find_loaders("fit", loaders, module, datamodule)
         if found is not None:
             lines += _data_lines(trainer, found, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
-        validates = find_loaders("validate", None, module, datamodule) is not None or "validation_step" in vars(
-            type(module)
-        )
+        validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
         lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
     text = "\n".join(lines)
     trainer.print(text)
     return text
 
 
-def _limits(settings: Any) -> str:
+def _prepare(trainer: Any, module: Any, datamodule: Any) -> None:
+    """What `fit` does ahead of asking for loaders."""
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    for owner in owners:
+        owner.trainer = trainer
+        if is_overridden("prepare_data", owner, DataHooks) and trainer.local_rank == 0:
+            owner.prepare_data()
+    for owner in owners:
+        if is_overridden("setup", owner, DataHooks):
+            owner.setup("fit")
+
+
+def _limits(trainer: Any) -> str:
+    settings, timer = trainer.settings, trainer.first_callback("time_remaining")
     parts = []
     if settings.max_epochs is not None:
         parts.append(f"{settings.max_epochs} epochs")
@@ -101,6 +120,8 @@ def _limits(settings: Any) -> str:
         parts.append(f"{settings.max_steps} steps")
     if settings.max_duration is not None:
         parts.append(str(settings.max_duration))
+    if timer is not None and timer.time_remaining() is not None:
+        parts.append(f"{timer.time_remaining():g}s")
     return "after " + ", or after ".join(parts) if parts else "when it is stopped"
 
 

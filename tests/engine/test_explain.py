@@ -1,0 +1,155 @@
+"""`trainer.explain()`: the composed run in text, and the loop with who listens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from trainer_kit import Callback, DataModule, Trainer, TrainModule
+from trainer_kit.core.errors import ConfigurationError
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).mean()
+
+    def on_train_start(self): ...
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Validates(Net):
+    def validation_step(self, batch, batch_idx): ...
+
+
+class First(Callback):
+    def on_train_start(self, trainer, module): ...
+    def on_validation_end(self, trainer, module): ...
+
+
+class Second(First):
+    order = "late"
+
+    def on_train_epoch_end(self, trainer, module): ...
+
+
+def loader(count=20, batch_size=2):
+    return DataLoader(torch.zeros(count, 1), batch_size=batch_size)
+
+
+def trainer(**options):
+    return Trainer(accelerator="cpu", **{"barebones": True, "max_epochs": 2, **options})
+
+
+def lines(text):
+    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()}
+
+
+def test_it_returns_and_prints_the_parts(capsys):
+    text = trainer(precision="bf16-mixed").explain()
+    assert capsys.readouterr().out == text + "\n"
+    found = lines(text)
+    assert found["processes"].startswith("1 ")
+    assert found["precision"] == "bf16-mixed"
+    assert (found["loggers"], found["callbacks"], found["ends"]) == ("none", "none", "after 2 epochs")
+    assert "cpu" in found["strategy"]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"max_epochs": -1}, "when it is stopped"),
+        ({"max_epochs": None}, "after 1000 epochs"),
+        ({"max_steps": 7}, "after 2 epochs, or after 7 steps"),
+        ({"max_epochs": None, "max_duration": "100sp"}, "after 100sp"),
+        ({"max_epochs": None, "max_time": "00:01:00:00"}, "after 3600s"),
+    ],
+)
+def test_it_says_when_the_run_ends(options, expected):
+    assert lines(trainer(**options).explain())["ends"] == expected
+
+
+def test_it_says_batches_and_steps_of_an_epoch():
+    found = lines(trainer(accumulate_grad_batches=4).explain(Net(), loader()))
+    assert found["batch"] == "2 a rank, 8 an optimizer step"
+    assert found["steps/epoch"].startswith("3 (10 batches in windows of 4)")
+    assert "DataLoader over Tensor, in order" in found["data"]
+
+
+def test_limits_count():
+    assert lines(trainer(limit_train_batches=5).explain(Net(), loader()))["steps/epoch"].startswith("5 ")
+
+
+def test_what_nobody_knows_is_said():
+    found = lines(trainer().explain(Net(), (batch for batch in loader())))
+    assert (found["batch"], found["steps/epoch"]) == ("unknown", "unknown")
+
+
+def test_several_processes_are_counted_before_they_are_started():
+    found = lines(trainer(devices=2, strategy="ddp").explain(Net(), loader()))
+    assert found["processes"].startswith("2 ")
+    assert "will be started" in found["processes"]
+    assert found["batch"] == "2 a rank, 4 an optimizer step"
+    assert found["steps/epoch"].startswith("5 ")
+
+
+def test_the_loop_names_who_listens_in_order():
+    text = trainer(callbacks=[Second(), First()]).explain(Validates(), loader())
+    found = lines(text)
+    assert found["on_train_start"] == "First, Second, Validates"
+    assert found["on_validation_end"] == "First, Second"
+    assert found["on_train_epoch_end"].endswith("Second")
+    assert text.index("on_train_start") < text.index("training_step") < text.index("on_validation_end")
+
+
+def test_hooks_that_nobody_hears_are_left_out():
+    text = trainer().explain(Net(), loader())
+    assert "on_train_start" in text
+    assert "on_train_end" not in text
+
+
+def test_validation_is_shown_where_there_is_a_step_for_it():
+    assert "validation_step" not in trainer().explain(Net(), loader())
+    assert "validation_step" in trainer().explain(Validates(), loader())
+    assert "validation_step" in trainer().explain(type("Heir", (Validates,), {})(), loader())
+    assert "validation_step" not in trainer(limit_val_batches=0).explain(Validates(), loader())
+
+
+def test_it_says_how_gradients_are_clipped_and_who_steps():
+    found = trainer(gradient_clip_val=0.5).explain(Net(), loader())
+    assert "by norm to 0.5" in found
+    module = Net()
+    module.automatic_optimization = False
+    assert trainer().explain(module, loader()).count("manual") == 2
+
+
+def test_a_datamodule_is_set_up_first():
+    class Data(DataModule):
+        def setup(self, stage):
+            self.data = loader()
+
+        def train_dataloader(self):
+            return self.data
+
+    for given in ({"datamodule": Data()}, {"train_dataloaders": Data()}):
+        assert lines(trainer().explain(Net(), **given))["steps/epoch"].startswith("10 ")
+
+
+def test_what_cannot_run_is_refused_here_too():
+    with pytest.raises(ConfigurationError, match="no TrainModule"):
+        trainer().explain(torch.nn.Linear(1, 1))
+
+
+def test_explaining_runs_nothing():
+    module = Net()
+    made = trainer()
+    made.explain(module, loader())
+    assert made.global_step == 0
+    made.fit(module, loader())
+    assert made.global_step == 20
