@@ -28,7 +28,9 @@ _PRELOAD: Final = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
+    "torch._dynamo",  # DistributedDataParallel imports it
     "torch.utils.data",
+    "trainer_kit.strategies.ddp",
     "trainer_kit.testing.distributed",
     "trainer_kit.trainer",
 ]
