@@ -116,3 +116,31 @@ def test_the_best_that_is_durable():
     assert (held.best, held.durable_best) == ("b", "a")
     held.confirm("b")
     assert held.durable_best == "b"
+
+
+def test_a_failed_save_gives_its_place_back_at_once():
+    held = Retention(1, lower)
+    held.ask("a", 0.5)
+    held.confirm("a")
+    held.ask("b", 0.4)
+    held.fail("b")
+    assert (held.best, held.newest, held.pending, held.displaced) == ("a", "a", [], {})
+    assert held.admits(0.45), "what the failed one would have beaten is kept"
+    held.ask("c", 0.45)
+    assert held.confirm("c") == ["a"]
+    held.ask("d", None)
+    held.fail("d")
+    assert (held.best, held.newest) == ("c", "c")
+    held.fail("d")
+    assert (held.kept, held.pending) == ({"c": 0.45}, [])
+
+
+def test_a_failed_save_of_several_that_were_asked_for():
+    held = Retention(1, lower)
+    held.ask("a", 0.5)
+    held.confirm("a")
+    held.ask("b", 0.4)
+    held.ask("c", 0.3)
+    held.fail("b")
+    assert held.confirm("c") == ["a"]
+    assert (held.best, held.newest) == ("c", "c")

@@ -202,6 +202,7 @@ class ModelCheckpoint(Callback):
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not getattr(trainer, "fast_dev_run", False)
         others = (other._shelf for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
+        self._shelf.next_try = self._next_try
         self._shelf.open(trainer, (shelf for shelf in others if shelf is not self._shelf))
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
@@ -302,6 +303,13 @@ class ModelCheckpoint(Callback):
         # Other ranks may be gone: no collective.
         score = float(trainer.global_step) if self._monitor is None else None
         self._shelf.ask(trainer, f"{type(exception).__name__}: {exception}", score, together=False)
+
+    def _next_try(self) -> str:
+        if self._timed:
+            return f"the first step after {self._every}"
+        if not math.isinf(self._next):
+            return f"{self._counter} {int(self._next)}"
+        return "the next validation" if math.isinf(self._next_epoch) else f"epoch {int(self._next_epoch)}"
 
     def _ask(self, trainer: TrainerLike, reason: str, final: bool = False) -> None:
         """Ask if the value is there; if it is not and this was its last chance, that is an error."""

@@ -44,6 +44,7 @@ class Retention:
         self.pending: list[str] = []
         self.displaced: dict[str, tuple[str, float | None]] = {}
         self.yielding: list[str] = []
+        self._before: tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str]] | None = None
 
     @property
     def best(self) -> str:
@@ -84,6 +85,7 @@ class Retention:
 
     def ask(self, path: str, score: float | None) -> None:
         """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
+        self._before = dict(self.kept), self.newest, dict(self.displaced), list(self.yielding)
         previous, self.newest = self.newest, path
         if path in self.pending:
             self.pending.remove(path)
@@ -102,6 +104,7 @@ class Retention:
 
     def confirm(self, path: str) -> list[str]:
         """Count ``path`` as durable; returns what may be deleted now, and forgets it."""
+        self._before = None
         if path in self.pending:
             at = self.pending.index(path)
             lost, self.pending = self.pending[:at], self.pending[at + 1 :]
@@ -110,6 +113,17 @@ class Retention:
         for other in ready:
             del self.displaced[other]
         return ready
+
+    def fail(self, path: str) -> None:
+        """The save of ``path`` failed: it gives its place back, and nothing is deleted for it."""
+        if path not in self.pending:
+            return
+        self.pending.remove(path)
+        if self._before is not None and path == self.newest:
+            self.kept, self.newest, self.displaced, self.yielding = self._before
+            self._before = None
+        else:  # others were asked for or confirmed since
+            self._lose([path])
 
     def _lose(self, lost: list[str]) -> None:
         # Saves are done one after the other: one that is passed by a later one has failed.

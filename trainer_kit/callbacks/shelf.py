@@ -25,10 +25,17 @@ class _Request:
     reason: str
     path: Path
     weights_only: bool
-    done: Callable[[str], None]
+    shelf: Shelf
+
+    @property
+    def next_try(self) -> str:
+        return self.shelf.next_try()
 
     def saved(self, path: Path) -> None:
-        self.done(str(self.path))
+        self.shelf._saved(str(self.path))
+
+    def failed(self, path: Path) -> None:
+        self.shelf.retention.fail(str(self.path))
 
 
 @final
@@ -42,6 +49,9 @@ class Shelf:
         weights_only: what is asked for.
         versions: append ``-v1``, … to a name in use, instead of overwriting.
         ranked: scores are a monitored value, so the best one may be called ``best``.
+
+    Attributes:
+        next_try: says when the next checkpoint is due; its owner's business.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class Shelf:
     ) -> None:
         self.dirpath, self.name, self.retention = dirpath, name, retention
         self.weights_only, self.versions, self.ranked = weights_only, versions, ranked
+        self.next_try: Callable[[], str] = str
         self.asked_step = 0
         self._default = dirpath is None
         self._taken: list[str] = []  # there before this run began, so not ours to overwrite
@@ -110,7 +121,7 @@ class Shelf:
         path = self._free(name, trainer.global_step)
         self.asked_step = trainer.global_step
         self.retention.ask(path, score)
-        trainer.request_checkpoint(reason, _Request(reason, Path(path), self.weights_only, self._saved))
+        trainer.request_checkpoint(reason, _Request(reason, Path(path), self.weights_only, self))
         return path
 
     def _free(self, name: str, step: int) -> str:
@@ -147,6 +158,7 @@ class Shelf:
                 if os.path.lexists(old) and not any(other.retention.holds(old) for other in self._others):
                     remove_checkpoint(old)
         except (CheckpointError, OSError) as error:
+            self.retention.displaced.update({old: (path, None) for old in ready if os.path.lexists(old)})  # next time
             # The checkpoint itself is safe: its bookkeeping is no reason to end a run.
             warnings.warn(f"after saving {path}: {error}", stacklevel=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import encode
-from trainer_kit.checkpoint.files import safetensors_bytes, sync_directory, write_file
+from trainer_kit.checkpoint.files import in_units, safetensors_bytes, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import Hidden, hidden_path
 from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import DOCUMENT, FILE_NAME, MANIFEST, dump_manifest, is_ours, new_manifest
@@ -131,7 +132,11 @@ def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrit
             _replace(work, target)
         else:
             os.rename(work, target)
-            sync_directory(target.parent)
+            try:
+                sync_directory(target.parent)
+            except BaseException:
+                os.rename(target, work)  # whether its name is on disk, nobody can say: it does not exist
+                raise
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         for parent in made:
@@ -234,36 +239,45 @@ def _missing_parents(target: Path) -> list[Path]:
 def _check_space(target: Path, needed: int) -> None:
     usage = shutil.disk_usage(target.parent)
     if usage.total and needed > usage.free:  # some network file systems report nothing at all
-        raise CheckpointError(
-            target,
-            None,
-            f"not enough space: {needed} bytes needed, {usage.free} bytes free",
-            fix="free some space, or keep fewer checkpoints (save_top_k)",
-        )
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _failure(target: Path, error: OSError, needed: int) -> CheckpointError:
     try:
         near = next(parent for parent in target.parents if parent.exists())
-        free = str(shutil.disk_usage(near).free)
+        free = in_units(shutil.disk_usage(near).free)
     except OSError:
-        free = "an unknown number of"
-    reason = f"could not be written: {error.strerror or error} ({needed} bytes needed, {free} bytes free)"
-    return CheckpointError(target, None, reason)
+        free = "unknown"
+    full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+    return CheckpointError(
+        target,
+        None,
+        f"{error.strerror or error} (need {in_units(needed)}, free {free})",
+        fix="free some space, or keep fewer checkpoints (save_top_k)" if full else None,
+    )
 
 
 def _replace(work: Path, target: Path) -> None:
     if _exchange(work, target):
         aside = work
+        try:
+            sync_directory(target.parent)
+        except BaseException:
+            _exchange(work, target)
+            raise
     else:
         aside = hidden_path(target, "old")
         os.rename(target, aside)  # from here `clean_incomplete` would put it back
         try:
             os.rename(work, target)
+            try:
+                sync_directory(target.parent)
+            except BaseException:
+                os.rename(target, work)
+                raise
         except BaseException:
             os.rename(aside, target)
             raise
-    sync_directory(target.parent)
     shutil.rmtree(aside, ignore_errors=True)  # the new one is durable: leftovers are for `clean_incomplete`
 
 

@@ -16,7 +16,16 @@ from torch import Tensor
 
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["TENSOR_DTYPES", "checksum", "flatten", "read_tensors", "safetensors_bytes", "sync_directory", "write_file"]
+__all__ = [
+    "TENSOR_DTYPES",
+    "checksum",
+    "flatten",
+    "in_units",
+    "read_tensors",
+    "safetensors_bytes",
+    "sync_directory",
+    "write_file",
+]
 
 TENSOR_DTYPES: Final = {
     torch.float64: "F64",
@@ -38,6 +47,19 @@ TENSOR_DTYPES: Final = {
 """The dtypes that every safetensors release we support can hold, by the name the format gives them."""
 
 _CHUNK: Final = 4 << 20
+
+
+def in_units(size: int) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> in_units(3), in_units(4180), in_units(120_000_000)
+        ('3 B', '4.18 kB', '120 MB')
+    """
+    value, units = float(size), ["B", "kB", "MB", "GB", "TB", "PB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:.3g} {units[0]}"
 
 
 def flatten(tensor: Tensor) -> Tensor:

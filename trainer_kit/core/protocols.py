@@ -171,7 +171,11 @@ class Precision(Protocol):
 
 
 class CheckpointRequest(Protocol):
-    """What a callback asks of the loop: one checkpoint of the step it is in, after everything of that step."""
+    """What a callback asks of the loop: one checkpoint of the step it is in, after everything of that step.
+
+    Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training goes on, and
+    ``next_try: str``, when the callback will ask again, for the line that says so.
+    """
 
     reason: str
     path: Path

@@ -6,7 +6,8 @@ import time
 
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.settle import continues, save_requested, settle_epoch, settle_step
+from trainer_kit.engine.saving import save_requested
+from trainer_kit.engine.settle import continues, settle_epoch, settle_step
 
 __all__ = ["fit"]
 
@@ -42,7 +43,7 @@ def fit(run: Fit) -> None:
         run.say(f"stopped after step {progress.step}: {run.requests.stop}")
     for hook in bus.on_train_end:
         hook()
-    save_requested(run)
+    save_requested(run, last=True)
 
 
 def _begin_epoch(run: Fit) -> None:

@@ -25,7 +25,7 @@ from trainer_kit.engine.optimize import LRSchedulerConfig, parameters_of
 from trainer_kit.engine.position import Position
 from trainer_kit.engine.requests import Requests
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.settle import save_to
+from trainer_kit.engine.saving import save_to
 from trainer_kit.engine.state import collect
 
 __all__ = ["Session"]

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
-from typing import Final
 
-from trainer_kit.checkpoint.commit import write_checkpoint
-from trainer_kit.core.errors import CheckpointError, NonFiniteError, RankError
-from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.core.errors import RankError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.evaluate import evaluate
+from trainer_kit.engine.finite import check_finite
 from trainer_kit.engine.requests import ended_by
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.saving import save_requested
 
-__all__ = ["check_finite", "continues", "save_requested", "save_to", "settle_epoch", "settle_step", "validate"]
-
-_OVERFLOWS: Final = 20
-"""Steps without one finite loss that gradient scaling is given."""
+__all__ = ["continues", "settle_epoch", "settle_step", "validate"]
 
 
 def settle_step(run: Fit) -> bool:
@@ -106,23 +101,6 @@ def validate(run: Fit) -> None:
     _pass_time(run, count=False)
 
 
-def check_finite(run: Fit) -> None:
-    """Look at the losses since the last look, on every rank at once; the run ends where one is NaN or infinite."""
-    first, step, world = run.finite + 1, run.progress.step, run.strategy.world
-    if step == run.finite or (run.precision.scales and step - run.finite < _OVERFLOWS):
-        return  # overflowed steps in a row are skipped, and the scale finds its way: too early to judge
-    run.finite = step
-    finite = run.micro.is_finite()
-    if world.size > 1:
-        finite = all(row[0] for row in world.agree([finite]))
-    if not finite:
-        raise NonFiniteError(
-            f"the loss is not finite between steps {first} and {run.progress.step}",
-            found=f"NaN or infinity in what training_step returned; the last loss is {run.micro.loss}",
-            fix="lower the learning rate, clip gradients, or look for the step with detect_anomaly=True",
-        )
-
-
 def _pass_time(run: Fit, count: bool = True) -> None:
     now = time.monotonic()
     if count:
@@ -171,50 +149,6 @@ def _stops(run: Fit) -> bool:
     return False
 
 
-def save_requested(run: Fit) -> None:
-    """One state for everybody who asked at this step."""
-    asked = run.requests.checkpoints
-    if not asked:
-        return
-    check_finite(run)
-    plans = [(str(_path(run, request)), bool(request and request.weights_only)) for _, request in asked]
-    plans = run.strategy.world.broadcast(plans)
-    states: dict[bool, dict[str, object]] = {}
-    for path, weights_only in dict(plans).items():
-        if weights_only not in states:
-            states[weights_only] = run.collect(weights_only)
-        save_to(run, Path(path), states[weights_only])
-        run.announce(Path(path))
-    for _, request in asked:
-        if request is not None and str(request.path) in dict(plans):
-            request.saved(Path(request.path))
-    asked.clear()
-
-
-def _path(run: Fit, request: CheckpointRequest | None) -> Path:
-    if request is not None:
-        return Path(request.path)
-    return run.directory() / f"step-{run.progress.step:08d}"
-
-
-def save_to(run: Fit, path: Path, state: dict[str, object]) -> None:
-    """Write one checkpoint: rank 0 writes, the others wait, and all of them learn whether it worked."""
-    world = run.strategy.world
-    problem: str | None = None
-    if world.rank == 0:
-        info = {"epoch": run.progress.epoch, "step": run.progress.step, "world_size": world.size}
-        try:
-            parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
-            write_checkpoint(path, parts, info=info, overwrite=True)
-        except CheckpointError as error:
-            if world.size == 1:
-                raise
-            problem = str(error)
-    problem = world.broadcast(problem)
-    if problem is not None:
-        raise CheckpointError(path, None, problem)
-
-
 def _leave_on_signal(run: Fit) -> None:
     name = signal.Signals(run.requests.signal).name
     number, step = run.requests.signal, run.progress.step
@@ -222,8 +156,9 @@ def _leave_on_signal(run: Fit) -> None:
     if run.checkpoints:
         began = time.monotonic()
         run.requests.ask_checkpoint(name, None)
-        save_requested(run)
-        saved = f"saved step {step} in {time.monotonic() - began:.1f} s"
+        done = save_requested(run, last=True)
+        seconds = time.monotonic() - began
+        saved = f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
     run.say(f"{name}: {saved}, {leaving}")
     raise ended_by(number)

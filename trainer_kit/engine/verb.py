@@ -26,7 +26,7 @@ from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.requests import terminable
 from trainer_kit.engine.resume import find_checkpoint, holds_weights, load_weights, read_state
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.settle import save_requested
+from trainer_kit.engine.saving import save_requested
 from trainer_kit.engine.state import collect, plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
 from trainer_kit.launch import report_errors
@@ -209,13 +209,13 @@ class Verb:
         if isinstance(error, NonFiniteError) or self.trainer.world_size > 1:
             run.requests.checkpoints.clear()
             return
-        save_requested(run)
+        save_requested(run, last=True)
 
     def finish(self) -> None:
         """Training ended by itself."""
         for hook in self.bus.on_fit_end:
             hook()
-        save_requested(self.trainer.run)
+        save_requested(self.trainer.run, last=True)
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
         """Build the evaluation, with the weights that are asked for."""
