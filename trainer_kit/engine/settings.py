@@ -81,13 +81,7 @@ def make_settings(
     if fast:
         epochs, max_steps, duration = 1, fast, None
         chosen = dict.fromkeys(chosen, fast)
-    every = _interval(1.0 if val_check_interval is None else val_check_interval)
-    if val_epochs is None and isinstance(every, float):
-        raise ConfigurationError(
-            "validation over epoch borders needs an interval in batches",
-            found=f"val_check_interval={val_check_interval}, check_val_every_n_epoch=None",
-            fix="pass val_check_interval as an int or a duration such as '500ba'",
-        )
+    every = _interval(1.0 if val_check_interval is None else val_check_interval, across_epochs=val_epochs is None)
     return Settings(
         max_epochs=epochs,
         max_steps=None if max_steps < 0 else max_steps,
@@ -170,7 +164,7 @@ def _fraction(name: str, value: Any) -> int | float:
     return value  # type: ignore[no-any-return]
 
 
-def _interval(value: DurationLike) -> int | float | Duration:
+def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duration:
     if isinstance(value, (str, Duration, timedelta)):
         interval = Duration.parse(value)
         if interval.value <= 0 or interval.unit in ("ep", "dur"):
@@ -182,5 +176,11 @@ def _interval(value: DurationLike) -> int | float | Duration:
     if not number or value <= 0 or (isinstance(value, float) and value > 1.0):
         raise ConfigurationError(
             "val_check_interval is a number of batches or a fraction of the epoch", found=repr(value)
+        )
+    if across_epochs and isinstance(value, float):
+        raise ConfigurationError(
+            "validation over epoch borders needs an interval in batches",
+            found=f"val_check_interval={value}, check_val_every_n_epoch=None",
+            fix="pass val_check_interval as an int or a duration such as '500ba'",
         )
     return value
