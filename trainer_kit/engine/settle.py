@@ -36,8 +36,9 @@ def settle_step(run: Fit) -> bool:
     # At the end of an epoch a stop waits until it is counted: it may be the last of the minimum.
     leaves = schedule.finished(progress) is not None or (agrees and not over and _stops(run))
     # A request that brings its path was made by progress alone, at this step on every rank: no agreement is needed.
-    # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers.
-    if (agrees or requests.named) and not leaves and not over:
+    # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers. A run that
+    # leaves the epoch early saves here: a resumed one goes on with the running sums that leaving reduces and forgets.
+    if (agrees or requests.named) and not over:
         save_requested(run)
     run.due = schedule.due(progress, run.windows.length)  # ahead of the look at signals: the next one wakes
     if agrees and requests.signal:
