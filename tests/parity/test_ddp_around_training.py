@@ -461,3 +461,21 @@ def test_a_fit_in_a_rank_alone_disturbs_nobody() -> None:
     reference = make_net().double()
     plain_loop(reference, [list(loader(18, 6))], sgd(reference))
     assert_close(both, reference)
+
+
+@pytest.mark.world_size(2)
+def test_nothing_of_the_wrapper_is_left_on_the_parameters() -> None:
+    mine = make_net().double()
+    for _ in range(2):
+        trainer = ddp(Classifier(mine), loader(18))
+        assert trainer.global_step == 3
+        mine.zero_grad()
+        if rank() == 1:  # alone: whoever exchanged here would wait for ever
+            for value in (1.0, 2.0):
+                (mine(torch.full((2, 8), value, dtype=torch.float64)).sum()).backward()
+            assert mine[3].bias.grad.tolist() == [4.0] * 4
+    dist.barrier()
+    reference = make_net().double()
+    for _ in range(2):
+        plain_loop(reference, [list(loader(18, 6))], sgd(reference))
+    assert_close(mine, reference)
