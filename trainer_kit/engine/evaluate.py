@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from types import TracebackType
 from typing import Any, final
@@ -116,15 +117,19 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
         step, extra = _first_arguments(step, extra), ()
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
-    size: Callable[[Any], float] | None = None
+    size: Callable[[Any], int] | None = None
+    weighs = is_overridden("loss_weight", run.module, TrainModule)
     for index, batch in enumerate(islice(run.feeds[loader].epoch(epoch), run.limits[loader])):
         if batch is EMPTY:  # the other ranks have more samples
             if kept is not None:
                 kept.append(EMPTY)
             continue
         if size is None:
-            size = size_reader(batch) if run.stage == "predict" else _weigher(run.module, batch)
-        metrics.weight = size(batch)
+            size = size_reader(batch)
+        if weighs:
+            metrics.weight, metrics.weigh = None, partial(_weight, run.module, batch)
+        else:
+            metrics.weight = size(batch)
         if move is not None:
             batch = move(batch, loader)
         for hook in starts:
@@ -145,11 +150,9 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     return size is not None
 
 
-def _weigher(module: Any, batch: Any) -> Callable[[Any], float]:
-    """What a batch weighs in a mean: what it weighs in the loss, by default its number of samples."""
-    if not is_overridden("loss_weight", module, TrainModule):
-        return size_reader(batch)
-    return lambda batch: float(module.loss_weight(batch))  # no sync point: the batch is on the host
+def _weight(module: Any, batch: Any) -> float:
+    """What a batch weighs in the loss is what its values weigh in a mean."""
+    return float(module.loss_weight(batch))  # no sync point: the batch is on the host
 
 
 def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callable[..., Any]:
@@ -207,7 +210,7 @@ class _Evaluating:
             ending.__exit__(*sys.exc_info())
             raise
 
-    def _leave_table(self, hook: str, weight: float) -> None:
+    def _leave_table(self, hook: str, weight: float | None) -> None:
         metrics = self._run.metrics
         metrics.leave()
         metrics.hook, metrics.weight = hook, weight

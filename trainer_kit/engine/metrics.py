@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from typing import Any, Final, final
 
@@ -31,7 +31,8 @@ class Metrics:
         hook: the hook being called; a value belongs to it.
         loader: the evaluation loader, where there are several.
         absent: of several loaders those that this rank has no batch of.
-        weight: what the current batch weighs in a mean.
+        weight: what the current batch weighs in a mean; None until a value asks ``weigh``.
+        weigh: what a batch weighs where the user's ``loss_weight`` says so, asked only by values without a batch size.
         by_batch: whether values of single batches were asked for in this evaluation.
     """
 
@@ -48,6 +49,7 @@ class Metrics:
         "progress",
         "progress_bar",
         "table",
+        "weigh",
         "weight",
     )
 
@@ -56,7 +58,8 @@ class Metrics:
         self.hook = ""
         self.loader: int | None = None
         self.absent: set[int | None] = set()
-        self.weight = 1.0
+        self.weight: float | None = 1.0
+        self.weigh: Callable[[], float] = _one
         self.by_batch = False
         self._flushed = -1
         self.group: Group | None = None
@@ -118,6 +121,8 @@ class Metrics:
                     fix="log one number a name, or use log_dict",
                 ) from None
         weight = self.weight if batch_size is None else batch_size
+        if weight is None:
+            weight = self.weight = self.weigh()
         entry.last, entry.last_weight, entry.turn = value, weight, self.progress.step
         entry.values.append(value)
         entry.weights.append(weight)
@@ -266,3 +271,7 @@ class Metrics:
 def _by_name(entry: Entry) -> tuple[str, str, int]:
     # Ranks may log the same names in another order.
     return entry.hook, entry.base, -1 if entry.loader is None else entry.loader
+
+
+def _one() -> float:
+    return 1.0
