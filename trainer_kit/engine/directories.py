@@ -6,13 +6,16 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.protocols import Group
 
-__all__ = ["checkpoint_directories", "take_directories"]
+__all__ = ["checkpoint_directories", "clean_directory", "on_rank_zero", "take_directories"]
+
+_T = TypeVar("_T")
 
 
 def checkpoint_directories(trainer: Any) -> list[Path]:
@@ -34,26 +37,36 @@ def take_directories(trainer: Any, cleanup: list[Callable[[BaseException | None]
     """
     if trainer.checkpoint_callback is None or trainer.settings.fast:
         return
-    world = trainer.strategy.world
+
+    def take() -> None:
+        for directory in checkpoint_directories(trainer):
+            cleanup.append(_releasing(DirectoryLock(directory)))
+            clean_directory(trainer, directory)
+
+    on_rank_zero(trainer.strategy.world, take)
+
+
+def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
+    """What ``act`` returns, or the `CheckpointError` it raises, on every rank; only rank 0 calls it."""
+    done: _T | None = None
     problem: CheckpointError | None = None
     if world.rank == 0:
         try:
-            for directory in checkpoint_directories(trainer):
-                lock = DirectoryLock(directory)
-                cleanup.append(_releasing(lock))
-                _clean(trainer, directory)
+            done = act()
         except CheckpointError as error:
             problem = error
-    problem = world.broadcast(problem)
+    done, problem = world.broadcast((done, problem))
     if problem is not None:
         raise problem
+    return cast(_T, done)
 
 
 def _releasing(lock: DirectoryLock) -> Callable[[BaseException | None], None]:
     return lambda error: lock.release()
 
 
-def _clean(trainer: Any, directory: Path) -> None:
+def clean_directory(trainer: Any, directory: Path) -> None:
+    """Discard what dead runs left half written there, and say so once."""
     count = 0
     with suppress(OSError):  # what stays is hidden and harmless
         count = clean_incomplete(directory)

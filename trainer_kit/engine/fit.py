@@ -7,7 +7,7 @@ import time
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested
-from trainer_kit.engine.settle import continues, settle_epoch, settle_step
+from trainer_kit.engine.settle import continues, next_due, settle_epoch, settle_step
 
 __all__ = ["fit"]
 
@@ -53,4 +53,4 @@ def _begin_epoch(run: Fit) -> None:
     steps = run.schedule.steps_left(run.progress)
     run.windows.budget = None if steps is None else steps * run.windows.length
     # What was asked for between the epochs is looked at after the first step.
-    run.due = 0 if any(run.requests.pending) else run.schedule.due(run.progress, run.windows.length)
+    run.due = 0 if any(run.requests.pending) else next_due(run)

@@ -6,11 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer_kit.checkpoint.read import is_complete, read_checkpoint
-from trainer_kit.checkpoint.store import checkpoints, lookup
+from trainer_kit.checkpoint.lock import is_free
+from trainer_kit.checkpoint.manifest import MANIFEST
+from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
+from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.directories import clean_directory, on_rank_zero
 
 __all__ = ["find_checkpoint", "holds_weights", "load_weights", "read_state"]
 
@@ -19,7 +22,7 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Pat
     """The path behind ``ckpt_path``; None for None, and for ``"last"`` ahead of the first checkpoint of a fit.
 
     Args:
-        trainer: its directories are searched.
+        trainer: its directories are searched. For ``"last"`` damaged checkpoints are passed by, and named.
         ckpt_path: as the user gave it.
         keepers: the callbacks that keep checkpoints.
     """
@@ -31,7 +34,7 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Pat
                 return Path(callback.best_model_path)
         raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
     if ckpt_path == "last":
-        newest = _newest(trainer, keepers)
+        newest = on_rank_zero(trainer.strategy.world, lambda: _newest(trainer, keepers))
         if newest is None and trainer.state_verb != "fit":
             raise CheckpointError("last", None, f"no checkpoint below {trainer.default_root_dir}")
         if newest is None:  # the same command starts a run and goes on with it
@@ -44,15 +47,50 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Pat
 
 
 def _newest(trainer: Any, keepers: Sequence[Any]) -> Path | None:
+    """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
     named = [Path(callback.dirpath) for callback in keepers if callback.dirpath]
-    places = [*named, trainer.run_dir / "checkpoints"]
-    for place in places:
-        found = lookup(place, "last") if place.is_dir() else None
-        if found is not None:
-            return found
+    found = _choose(trainer, list(dict.fromkeys([*named, trainer.run_dir / "checkpoints"])))
+    if found is not None:
+        return found
     # A new process has a new run directory: look at the runs before it.
-    earlier = [record for d in Path(trainer.default_root_dir).glob("**/checkpoints") for record in checkpoints(d)]
-    return max(earlier, key=lambda record: record.created).path if earlier else None
+    earlier = [d for d in Path(trainer.default_root_dir).glob("**/checkpoints") if candidates(d)]
+    return _choose(trainer, [max(earlier, key=_changed)]) if earlier else None
+
+
+def _choose(trainer: Any, places: list[Path]) -> Path | None:
+    """The newest sound one of these directories; damaged ones ahead of it are named, and set aside by a fit."""
+    sound: list[tuple[int, Path]] = []
+    rejected: list[tuple[Path, CheckpointError]] = []
+    for place in places:
+        if trainer.state_verb == "fit" and is_free(place):
+            clean_directory(trainer, place)
+        path, damaged = newest_verified(place)
+        rejected += damaged
+        if path is not None:
+            step = read_info(path).get("step")
+            sound.append((step if isinstance(step, int) else -1, path))
+    if rejected and not sound:
+        path, problem = rejected[0]
+        raise CheckpointError(
+            problem.file,
+            problem.key,
+            f"{problem.reason}; there is no sound checkpoint in {path.parent}",
+            fix="pass the ckpt_path of another one, or leave ckpt_path out to start anew",
+        )
+    chosen = max(sound, key=lambda item: item[0], default=(0, None))[1]
+    for path, problem in rejected:
+        where = f"; it is now {set_aside(path).name}" if trainer.state_verb == "fit" and is_free(path.parent) else ""
+        trainer.print(
+            f"checkpoint {path.name} rejected: {Path(problem.file).name}: {problem.reason}; "
+            f"falling back to {chosen and chosen.name}{where}"
+        )
+    return chosen
+
+
+def _changed(directory: Path) -> int:
+    return max(
+        (path / MANIFEST if (path / MANIFEST).exists() else path).stat().st_mtime_ns for path in candidates(directory)
+    )
 
 
 def read_state(path: Path, weights_only: bool) -> dict[str, Any]:

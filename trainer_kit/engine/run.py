@@ -34,6 +34,8 @@ class Fit:
         checkpoints: whether this run writes checkpoints at all.
         announce: tells the loggers of a checkpoint.
         say: prints.
+        listen_at: the step at which several ranks look for signals and the time; chosen by pace, so for nothing else.
+        paced: step and monotonic seconds of the last such look.
         validated: the step at which validation ran last.
         since: monotonic seconds up to which time was taken.
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
@@ -59,6 +61,8 @@ class Fit:
     announce: Callable[[Path], None]
     say: Callable[[str], None]
     due: int = 0
+    listen_at: int = 2**62
+    paced: tuple[int, float] = (0, 0.0)
     validated: int = -1
     since: float = 0.0
     elapsed: float = 0.0

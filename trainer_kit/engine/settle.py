@@ -14,7 +14,7 @@ from trainer_kit.engine.requests import ended_by
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested
 
-__all__ = ["continues", "settle_epoch", "settle_step", "validate"]
+__all__ = ["continues", "next_due", "settle_epoch", "settle_step", "validate"]
 
 
 def settle_step(run: Fit) -> bool:
@@ -22,8 +22,11 @@ def settle_step(run: Fit) -> bool:
     progress, schedule, requests = run.progress, run.schedule, run.requests
     _pass_time(run)
     agrees = schedule.agrees(progress)
+    listens = agrees or progress.step >= run.listen_at
     if agrees:
         _unite(run)
+    elif listens:
+        _listen(run)
     if schedule.flushes(progress):
         run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
         check_finite(run)
@@ -40,8 +43,8 @@ def settle_step(run: Fit) -> bool:
     # leaves the epoch early saves here: a resumed one goes on with the running sums that leaving reduces and forgets.
     if (agrees or requests.named) and not over:
         save_requested(run)
-    run.due = schedule.due(progress, run.windows.length)  # ahead of the look at signals: the next one wakes
-    if agrees and requests.signal:
+    run.due = next_due(run)  # ahead of the look at signals: the next one wakes
+    if listens and requests.signal:
         _leave_on_signal(run)
     return leaves
 
@@ -79,6 +82,11 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if empty:
         run.say("the training loader gave no batch: training ends here")
     return schedule.finished(progress) is None and not _stops(run) and not empty
+
+
+def next_due(run: Fit) -> int:
+    """The next step at which `settle_step` has something to do."""
+    return min(run.schedule.due(run.progress, run.windows.length), max(run.listen_at, run.progress.step + 1))
 
 
 def continues(run: Fit) -> bool:
@@ -121,8 +129,9 @@ def _unite(run: Fit) -> None:
     world, requests = run.strategy.world, run.requests
     if world.size == 1:
         return
-    rows = world.agree([*requests.pending, run.micro.skipped, run.elapsed])
-    stops, validations, signals, saves, skipped, elapsed = (list(column) for column in zip(*rows, strict=True))
+    rows = world.agree([*requests.pending, run.micro.skipped, run.elapsed, _pace(run)])
+    stops, validations, signals, saves, skipped, elapsed, _ = (list(column) for column in zip(*rows, strict=True))
+    run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
     if len(set(skipped)) > 1:
         raise RankError(
@@ -137,6 +146,22 @@ def _unite(run: Fit) -> None:
         requests.validation = next((validation for _, validation in reasons if validation), None)
     if any(saves) and not requests.checkpoints:
         requests.checkpoints.append(("asked for by another rank", None))
+
+
+def _listen(run: Fit) -> None:
+    """Has any rank got a signal, and how late is it? Slow steps would let both wait too long for the next agreement."""
+    rows = run.strategy.world.agree([run.requests.signal, run.elapsed, _pace(run)])
+    run.requests.signal = int(max(row[0] for row in rows))
+    _count_time(run, max(row[1] for row in rows))
+    run.listen_at = run.progress.step + int(rows[0][2])
+
+
+def _pace(run: Fit) -> int:
+    """About how many steps a second takes, within the interval of agreements; rank 0's counts."""
+    now, step = time.monotonic(), run.progress.step
+    steps, seconds = step - run.paced[0], now - run.paced[1]
+    run.paced = (step, now)
+    return max(1, min(run.schedule.agree_every, int(steps / max(seconds, 1e-6))))
 
 
 def _stops(run: Fit) -> bool:
