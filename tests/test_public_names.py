@@ -21,10 +21,12 @@ NAMES = [
     "Trainer",
     "callbacks",
     "checkpoint",
+    "checkpoints",
     "loggers",
     "precision",
     "seed_everything",
     "strategies",
+    "verify_checkpoint",
 ]
 HEAVY = [
     "asyncio",

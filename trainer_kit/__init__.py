@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_kit import callbacks, checkpoint, loggers, precision, strategies
+    from trainer_kit.checkpoint.read import verify_checkpoint
+    from trainer_kit.checkpoint.store import checkpoints
     from trainer_kit.core.datamodule import DataModule
     from trainer_kit.core.datamodule import DataModule as LightningDataModule
     from trainer_kit.core.duration import Duration
@@ -31,10 +33,12 @@ __all__ = [
     "Trainer",
     "callbacks",
     "checkpoint",
+    "checkpoints",
     "loggers",
     "precision",
     "seed_everything",
     "strategies",
+    "verify_checkpoint",
 ]
 
 _HOME = {
@@ -47,7 +51,9 @@ _HOME = {
     "Progress": "core.progress:Progress",
     "TrainModule": "core.module:TrainModule",
     "Trainer": "trainer:Trainer",
+    "checkpoints": "checkpoint.store:checkpoints",
     "seed_everything": "core.seed:seed_everything",
+    "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 

@@ -21,12 +21,20 @@ from trainer_kit.checkpoint.codec import encode
 from trainer_kit.checkpoint.files import in_units, safetensors_bytes, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import Hidden, hidden_path
 from trainer_kit.checkpoint.lock import LOCK
-from trainer_kit.checkpoint.manifest import DOCUMENT, FILE_NAME, MANIFEST, dump_manifest, is_ours, new_manifest
+from trainer_kit.checkpoint.manifest import (
+    DOCUMENT,
+    FILE_NAME,
+    MANIFEST,
+    SHARD,
+    dump_manifest,
+    is_ours,
+    may_be_ours,
+    new_manifest,
+)
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["Snapshot", "clean_incomplete", "remove_checkpoint", "take_snapshot", "write_checkpoint", "write_snapshot"]
 
-_SHARD: Final = ".safetensors"
 _SINGLE_FILES: Final = ("index.json", LOCK)
 
 
@@ -185,7 +193,7 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
             if entry.is_file() and hidden.target in _SINGLE_FILES:
                 entry.unlink()
                 count += 1
-            elif entry.is_dir() and all(_may_be_ours(file) for file in entry.iterdir()):
+            elif entry.is_dir() and all(may_be_ours(file) for file in entry.iterdir()):
                 if hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
                     os.rename(entry, root / hidden.target)
                 else:
@@ -194,11 +202,6 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
     if count:
         sync_directory(root)
     return count
-
-
-def _may_be_ours(file: Path) -> bool:
-    named = file.name in (MANIFEST, DOCUMENT) or file.name.endswith(_SHARD)
-    return named and file.is_file() and not file.is_symlink()
 
 
 def _check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
@@ -217,10 +220,10 @@ def _name_parts(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str | 
     names: dict[str, str | None] = {}
     taken: set[str] = set()
     for part, members in tensors.items():
-        name = part + _SHARD
+        name = part + SHARD
         # Case is folded because some file systems do.
         if not FILE_NAME.fullmatch(name) or name.casefold() in taken:
-            name = next(f"part{i}{_SHARD}" for i in range(len(taken) + 1) if f"part{i}{_SHARD}" not in taken)
+            name = next(f"part{i}{SHARD}" for i in range(len(taken) + 1) if f"part{i}{SHARD}" not in taken)
         names[part] = name if members else None
         if members:
             taken.add(name.casefold())

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-__all__ = ["Hidden", "Process", "hidden_path"]
+__all__ = ["DAMAGED", "Hidden", "Process", "hidden_path"]
+
+DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
+"""Names of checkpoints that were found damaged and set aside."""
 
 _PATTERN: Final = re.compile(r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL)
 

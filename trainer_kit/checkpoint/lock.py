@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final, final
+from typing import IO, Any, Final, final
 
 from trainer_kit.checkpoint.files import write_file
 from trainer_kit.checkpoint.hidden import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["LOCK", "DirectoryLock", "Owner", "owner_of"]
+__all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
 
 LOCK: Final = ".lock"
 _ATTEMPTS: Final = 20
+_SETTLED: Final = 0.05
+"""Seconds after which a takeover is looked at again."""
 _DENIED: Final = "choose a directory that this process may write to (dirpath=, default_root_dir=)"
 
 
@@ -107,30 +109,31 @@ class DirectoryLock:
         content = {**asdict(self.owner.process), "since": self.owner.since}
         try:
             write_file(work, [(json.dumps(content) + "\n").encode()])
-            with _alone(self.directory):
-                for _ in range(_ATTEMPTS):
-                    if _put(work, self._file):
-                        return
-                    self._judge()
+            for _ in range(_ATTEMPTS):
+                if _put(work, self._file) or self._take_over(work):
+                    return
         finally:
             work.unlink(missing_ok=True)
         raise self._refusal("others that take the lock at the same time")
 
-    def _judge(self) -> None:
-        """Refuse while the owner lives; take a dead one's lock away."""
+    def _take_over(self, work: Path) -> bool:
+        """Put ``work`` in the place of a dead owner's lock; False when it changed hands meanwhile."""
         owner = _read(self._file)
         if owner is not None and not owner.process.dead:
             raise self._refusal(str(owner))
-        aside = hidden_path(self._file, "tmp")
         try:
-            os.rename(self._file, aside)
-        except FileNotFoundError:  # released meanwhile
-            return
-        # Where two processes take over at once and the file system knows no flock, the second may have moved the
-        # lock of the first: it is put back.
-        if _read(aside) != owner:
-            _put(aside, self._file)
-        aside.unlink(missing_ok=True)
+            with _open(self._file) as stale:
+                _wait_for(stale)
+                if not os.path.samestat(os.fstat(stale.fileno()), os.stat(self._file)) or _read(self._file) != owner:
+                    return False
+                mine = os.stat(work)
+                os.replace(work, self._file)
+        except FileNotFoundError:
+            return False
+        time.sleep(_SETTLED)  # where files cannot be locked, another one may have done the same just now
+        if not os.path.samestat(mine, os.stat(self._file)):
+            raise self._refusal(str(_read(self._file)))
+        return True
 
     def _refusal(self, by: str) -> CheckpointError:
         return CheckpointError(
@@ -147,6 +150,12 @@ def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
         owner = _read(Path(directory) / LOCK)
         return None if owner is None or owner.process.dead else owner
     return None
+
+
+def is_free(directory: str | os.PathLike[str]) -> bool:
+    """Whether no other process writes here now."""
+    owner = owner_of(directory)
+    return owner is None or owner.process == Process.this()
 
 
 def _read(file: Path) -> Owner | None:
@@ -174,18 +183,18 @@ def _put(work: Path, file: Path) -> bool:
     return True
 
 
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """One process at a time, for as long as a takeover lasts, where the file system can."""
+def _open(file: Path) -> IO[bytes]:
+    try:
+        return open(file, "r+b")  # a network file system locks only what may be written
+    except PermissionError:
+        return open(file, "rb")
+
+
+def _wait_for(file: IO[bytes]) -> None:
+    """Wait until nobody else takes over this very file, where the file system can."""
     if os.name == "nt":
-        yield
         return
     import fcntl
 
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # without it, `_judge` puts right what two of them do
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX)

@@ -16,21 +16,25 @@ __all__ = [
     "DOCUMENT",
     "FILE_NAME",
     "MANIFEST",
+    "SHARD",
     "check_content",
     "check_files",
     "dump_manifest",
     "is_ours",
     "load_json",
+    "may_be_ours",
     "new_manifest",
     "read_manifest",
+    "was_checkpoint",
 ]
 
 MANIFEST: Final = "manifest.json"
 DOCUMENT: Final = "state.json"
+SHARD: Final = ".safetensors"
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """Names a manifest may list: nothing hidden, nothing with a separator."""
 
-_FORMAT: Final = "trainer_kit.checkpoint"
+_FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # a name on disk; written whole it would read as an import
 _VERSION: Final = 1
 _FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
 
@@ -141,6 +145,22 @@ def is_ours(path: Path) -> bool:
             return f'"{_FORMAT}"'.encode() in stream.read(128)
     except OSError:
         return False
+
+
+def may_be_ours(file: Path) -> bool:
+    """Whether this library gives files such names."""
+    named = file.name in (MANIFEST, DOCUMENT) or file.name.endswith(SHARD)
+    return named and file.is_file() and not file.is_symlink()
+
+
+def was_checkpoint(path: Path) -> bool:
+    """As `is_ours`, also where the manifest itself is damaged or gone, but nothing else is in the directory."""
+    if is_ours(path):
+        return True
+    if path.is_symlink() or not path.is_dir():
+        return False
+    files = list(path.iterdir())
+    return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(may_be_ours, files))
 
 
 def load_json(file: Path, raw: bytes) -> Any:

@@ -10,12 +10,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
 
 from trainer_kit.checkpoint.files import sync_directory, write_file
-from trainer_kit.checkpoint.hidden import hidden_path
+from trainer_kit.checkpoint.hidden import DAMAGED, hidden_path
 from trainer_kit.checkpoint.manifest import MANIFEST, load_json
 from trainer_kit.checkpoint.read import is_complete, read_info
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["CheckpointRecord", "checkpoints", "lookup", "mark"]
+__all__ = ["CheckpointRecord", "checkpoints", "lookup", "mark", "read_index"]
 
 _INDEX: Final = "index.json"
 _FORMAT: Final = "trainer_kit.index"
@@ -45,8 +45,9 @@ class CheckpointRecord(os.PathLike[str]):
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     """The complete checkpoints directly in ``directory``, by step (those without one first), then by age.
 
-    Hidden, torn and foreign entries and symbolic links are not counted. Sizes are compared, checksums are not:
-    `trainer_kit.checkpoint.read.verify_checkpoint` does that. An absent directory has none.
+    Hidden, torn and foreign entries, symbolic links and what was set aside as damaged are not counted. Sizes are
+    compared, checksums are not: `trainer_kit.checkpoint.read.verify_checkpoint` does that. An absent directory has
+    none.
 
     Example:
         >>> import tempfile
@@ -59,7 +60,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     """
     records = []
     for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
-        if entry.name.startswith(".") or entry.is_symlink() or not is_complete(entry):
+        if entry.name.startswith(".") or DAMAGED.fullmatch(entry.name) or entry.is_symlink() or not is_complete(entry):
             continue
         try:
             info, time = read_info(entry), (entry / MANIFEST).stat().st_mtime_ns
@@ -87,7 +88,7 @@ def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | No
         ('step-3', 'step-3')
     """
     root = Path(os.path.abspath(directory))
-    index = _read_index(root) or {}
+    index = read_index(root) or {}
     for name, path in names.items():
         if path is None:
             index.pop(name, None)
@@ -114,7 +115,7 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Path | None:
     gone or torn, it is the newest complete checkpoint.
     """
     root = Path(directory)
-    entry = (_read_index(root) or {}).get(name)
+    entry = (read_index(root) or {}).get(name)
     if entry is not None and is_complete(root / entry):
         return root / entry
     if name != "last":
@@ -123,7 +124,8 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Path | None:
     return newest[-1].path if newest else None
 
 
-def _read_index(root: Path) -> dict[str, str] | None:
+def read_index(root: Path) -> dict[str, str] | None:
+    """The names given in a directory, with the paths within it; None where there is no index or it is damaged."""
     file = root / _INDEX
     try:
         content = load_json(file, file.read_bytes())

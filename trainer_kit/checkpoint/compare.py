@@ -1,0 +1,130 @@
+"""Where two checkpoints differ: by part, key path and tensor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_kit.checkpoint.files import flatten
+from trainer_kit.checkpoint.read import read_checkpoint, read_info
+
+__all__ = ["Difference", "diff"]
+
+_SHOWN: Final = 60
+_ABSENT: Final = object()
+
+
+@final
+@dataclass(frozen=True)
+class Difference:
+    """One place in which two checkpoints differ.
+
+    Attributes:
+        part: of the checkpoint (``model``, ``optimizer_states``, …), or ``info``.
+        key: the path within the part, joined with dots; empty for the whole part.
+        kind: ``missing`` in one of them, another ``shape``, ``dtype`` or ``type``, or another ``value``.
+        a: what the first has, shortened; empty where it has nothing.
+        b: the same of the second.
+        max_abs: of tensors and arrays of one shape the largest absolute difference; NaN where only one of them is NaN,
+            0.0 where only bits differ (-0.0 and 0.0). Else None.
+    """
+
+    part: str
+    key: str
+    kind: Literal["missing", "shape", "dtype", "type", "value"]
+    a: str
+    b: str
+    max_abs: float | None = None
+
+    def __str__(self) -> str:
+        where = f"{self.part}: {self.key}" if self.key else self.part
+        if self.kind == "missing":
+            return f"{where}: only in the {'second' if not self.a else 'first'}"
+        if self.max_abs is not None:
+            return f"{where}: values differ by up to {self.max_abs:.6g} ({self.a})"
+        return f"{where}: {self.kind} {self.a} != {self.b}"
+
+
+def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Difference]:
+    """Every difference between two checkpoints, bit by bit; equal ones have none.
+
+    Args:
+        a: a checkpoint directory.
+        b: another one.
+
+    Raises:
+        CheckpointError: when one of them is damaged.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     one = write_checkpoint(f"{directory}/1", {"model": {"w": torch.ones(2)}, "progress": {"step": 3}})
+        ...     two = write_checkpoint(f"{directory}/2", {"model": {"w": torch.zeros(2)}, "progress": {"step": 4}})
+        ...     for difference in diff(one, two):
+        ...         print(difference)
+        model: w: values differ by up to 1 (float32 [2])
+        progress: step: value 3 != 4
+    """
+    one = {"info": read_info(a), **read_checkpoint(a)}
+    two = {"info": read_info(b), **read_checkpoint(b)}
+    return [found for part in {**one, **two} for found in _differences(part, one, two)]
+
+
+def _differences(part: str, one: dict[str, Any], two: dict[str, Any]) -> Iterator[Difference]:
+    yield from _walk(part, (), one.get(part, _ABSENT), two.get(part, _ABSENT))
+
+
+def _walk(part: str, path: tuple[str, ...], a: Any, b: Any) -> Iterator[Difference]:
+    key = ".".join(path)
+    if a is _ABSENT or b is _ABSENT:
+        yield Difference(part, key, "missing", "" if a is _ABSENT else _show(a), "" if b is _ABSENT else _show(b))
+    elif isinstance(a, Mapping) and isinstance(b, Mapping):
+        for name in {**a, **b}:
+            yield from _walk(part, (*path, str(name)), a.get(name, _ABSENT), b.get(name, _ABSENT))
+    elif type(a) is not type(b):
+        yield Difference(part, key, "type", _show(a), _show(b))
+    elif isinstance(a, (list, tuple)):
+        for index in range(max(len(a), len(b))):
+            first, second = (side[index] if index < len(side) else _ABSENT for side in (a, b))
+            yield from _walk(part, (*path, str(index)), first, second)
+    elif isinstance(a, Tensor):
+        yield from _tensors(part, key, a, b)
+    elif isinstance(a, np.ndarray) and a.dtype.kind in "biufc" and b.dtype.kind in "biufc":
+        yield from _tensors(part, key, torch.from_numpy(a), torch.from_numpy(b))
+    elif _show(a, None) != _show(b, None):  # the text of a float is exact, and NaN is NaN
+        yield Difference(part, key, "value", _show(a), _show(b))
+
+
+def _tensors(part: str, key: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
+    if a.shape != b.shape:
+        yield Difference(part, key, "shape", str(list(a.shape)), str(list(b.shape)))
+    elif a.dtype != b.dtype:
+        yield Difference(part, key, "dtype", _name(a.dtype), _name(b.dtype))
+    elif not torch.equal(flatten(a).view(torch.uint8), flatten(b).view(torch.uint8)):
+        yield Difference(part, key, "value", _show(a), _show(b), _largest(a, b))
+
+
+def _largest(a: Tensor, b: Tensor) -> float:
+    wide = torch.complex128 if a.is_complex() else torch.float64
+    a, b = a.to(wide), b.to(wide)
+    apart = (a - b).abs()
+    apart[(a == b) | (a.isnan() & b.isnan())] = 0.0  # equal infinities, too
+    return float(apart.max())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _show(value: Any, most: int | None = _SHOWN) -> str:
+    if isinstance(value, Tensor):
+        return f"{_name(value.dtype)} {list(value.shape)}"
+    text = repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
+    return text if most is None or len(text) <= most else f"{text[: most - 1]}…"

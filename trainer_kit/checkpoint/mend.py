@@ -1,0 +1,173 @@
+"""Damaged checkpoints: found, set aside, and the newest sound one before them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, final
+
+from trainer_kit.checkpoint.commit import clean_incomplete
+from trainer_kit.checkpoint.files import sync_directory
+from trainer_kit.checkpoint.hidden import DAMAGED
+from trainer_kit.checkpoint.lock import DirectoryLock
+from trainer_kit.checkpoint.manifest import MANIFEST, was_checkpoint
+from trainer_kit.checkpoint.read import read_info, verify_checkpoint
+from trainer_kit.checkpoint.store import mark, read_index
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["Repair", "candidates", "newest_verified", "repair", "set_aside"]
+
+_NUMBER: Final = re.compile(r"(\d+)(?:-v\d+)?$")
+
+
+@final
+@dataclass(frozen=True)
+class Repair:
+    """What `repair` found and did.
+
+    Attributes:
+        sound: the checkpoints that verify, newest first.
+        damaged: what was set aside, under its new name, with what is wrong with it.
+        left: what is left alone because it cannot be judged: of a newer format, or not readable for this user.
+        discarded: how many half-written entries of dead processes were removed or put back.
+    """
+
+    sound: list[Path]
+    damaged: list[tuple[Path, CheckpointError]]
+    left: list[tuple[Path, CheckpointError]]
+    discarded: int
+
+
+def candidates(directory: str | os.PathLike[str]) -> list[Path]:
+    """What is or was a checkpoint in ``directory``, damaged or not, the best to go on from first.
+
+    That is what the index calls ``last``; then what was taken before it, by falling step; then the others.
+    """
+    root = Path(directory)
+    entries = list(root.iterdir()) if root.is_dir() else []
+    counted = (e for e in entries if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
+    found = sorted(((_step(e), _time(e), e) for e in counted if was_checkpoint(e)), reverse=True)
+    named = (read_index(root) or {}).get("last")
+    last = next((step for step, _, entry in found if entry.name == named), None)
+    if last is not None:
+        found.sort(key=lambda item: (item[2].name != named, item[0] > last))
+    return [entry for *_, entry in found]
+
+
+def newest_verified(directory: str | os.PathLike[str]) -> tuple[Path | None, list[tuple[Path, CheckpointError]]]:
+    """The first of `candidates` of which every byte is as it was written, and the damaged ones ahead of it.
+
+    Raises:
+        CheckpointError: one cannot be judged: it is of a newer format, or may not be read.
+    """
+    damaged: list[tuple[Path, CheckpointError]] = []
+    for path in candidates(directory):
+        problem = _damage(path)
+        if problem is None:
+            return path, damaged
+        damaged.append((path, problem))
+    return None, damaged
+
+
+def set_aside(path: str | os.PathLike[str]) -> Path:
+    """Rename a damaged checkpoint to ``<name>.damaged``, where nothing counts it any more; returns where it is now.
+
+    Raises:
+        CheckpointError: it cannot be renamed.
+    """
+    old = Path(os.path.abspath(path))
+    new, count = old.with_name(f"{old.name}.damaged"), 1
+    while os.path.lexists(new):
+        count += 1
+        new = old.with_name(f"{old.name}.damaged-{count}")
+    try:
+        os.rename(old, new)
+        sync_directory(old.parent)
+    except OSError as error:
+        raise CheckpointError(old, None, f"could not be set aside: {error.strerror or error}") from error
+    return new
+
+
+def repair(directory: str | os.PathLike[str]) -> Repair:
+    """Verify every checkpoint of ``directory``, set damaged ones aside, clean up, and write its index anew.
+
+    Nothing is deleted but what a dead process left half written; files of others are not touched. Names in the index
+    stay where they point at a sound checkpoint; ``last`` is else the newest one.
+
+    Raises:
+        CheckpointError: a run writes there now, or the directory is not there or cannot be written to.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     for step in (3, 6):
+        ...         path = write_checkpoint(f"{directory}/step-{step}", {}, info={"step": step})
+        ...     _ = (path / "state.json").write_bytes(b"[]")
+        ...     done = repair(directory)
+        ...     [path.name for path in done.sound], [path.name for path, _ in done.damaged]
+        (['step-3'], ['step-6.damaged'])
+    """
+    root = Path(os.path.abspath(directory))
+    if not root.is_dir():
+        raise CheckpointError(root, None, "there is no such directory")
+    lock = DirectoryLock(root)
+    try:
+        done = Repair([], [], [], clean_incomplete(root))
+        for path in candidates(root):
+            try:
+                problem = _damage(path)
+            except CheckpointError as error:
+                done.left.append((path, error))
+                continue
+            if problem is None:
+                done.sound.append(path)
+            else:
+                done.damaged.append((set_aside(path), problem))
+        _rebuild_index(root, done.sound)
+    finally:
+        lock.release()
+    return done
+
+
+def _rebuild_index(root: Path, sound: list[Path]) -> None:
+    named = read_index(root) or {}
+    known = {path.relative_to(root).as_posix(): path for path in sound}
+    names: dict[str, Path | None] = {name: known.get(path) for name, path in named.items() if "/" not in path}
+    if sound:
+        names["last"] = names.get("last") or sound[0]
+    if names or os.path.lexists(root / "index.json"):
+        mark(root, **names)
+
+
+def _damage(path: Path) -> CheckpointError | None:
+    try:
+        verify_checkpoint(path)
+    except CheckpointError as error:
+        cause = error.__cause__
+        if error.key == "version" or (isinstance(cause, OSError) and cause.errno != errno.EIO):
+            raise
+        return error
+    return None
+
+
+def _step(path: Path) -> int:
+    """From its info, else from its name, else -1."""
+    try:
+        step = read_info(path).get("step")
+    except CheckpointError:
+        number = _NUMBER.search(path.name)
+        step = None if number is None else int(number[1])
+    return step if type(step) is int else -1
+
+
+def _time(path: Path) -> int:
+    for file in (path / MANIFEST, path):
+        try:
+            return file.stat().st_mtime_ns
+        except OSError:
+            continue
+    return 0
