@@ -1,0 +1,116 @@
+"""``trainer-kit checkpoint``: list, verify, compare, export and repair checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["checkpoint"]
+
+_CHECKPOINT = click.Path(exists=True, path_type=Path)
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+# The room of checkpoints is imported by the command that runs: it brings torch, which --help can do without.
+
+
+@click.group()
+def checkpoint() -> None:
+    """List, verify, compare, export and repair checkpoints."""
+
+
+@checkpoint.command("ls")
+@click.argument("directory", type=_DIRECTORY, default=".")
+def _ls(directory: Path) -> None:
+    """List the complete checkpoints in DIRECTORY: step, epoch, size, age, names (last, best)."""
+    from trainer_kit.checkpoint.files import in_units
+    from trainer_kit.checkpoint.store import checkpoints, read_index
+
+    named = read_index(directory) or {}
+    rows = [("CHECKPOINT", "STEP", "EPOCH", "SIZE", "SAVED (UTC)", "NAMES")]
+    for record in checkpoints(directory):
+        names = sorted(name for name, path in named.items() if path == record.path.name)
+        size = in_units(sum(file.stat().st_size for file in record.path.iterdir()))
+        step, epoch = (str(record.info.get(key, "-")) for key in ("step", "epoch"))
+        rows.append((record.path.name, step, epoch, size, f"{record.created:%Y-%m-%d %H:%M:%S}", ", ".join(names)))
+    if len(rows) == 1:
+        click.echo(f"no checkpoints in {directory}")
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+@checkpoint.command("verify")
+@click.argument("paths", type=_CHECKPOINT, nargs=-1, required=True)
+def _verify(paths: tuple[Path, ...]) -> None:
+    """Read every byte of the checkpoints at PATHS, or in the directories at PATHS. Exit code 1: one is damaged."""
+    from trainer_kit.checkpoint.manifest import was_checkpoint
+    from trainer_kit.checkpoint.mend import candidates
+    from trainer_kit.checkpoint.read import verify_checkpoint
+
+    damaged = 0
+    for path in paths:
+        # What holds no checkpoints is judged itself, and refused.
+        inside = [] if was_checkpoint(path) or not path.is_dir() else sorted(candidates(path))
+        for each in inside or [path]:
+            try:
+                verify_checkpoint(each)
+            except CheckpointError as error:
+                damaged += 1
+                where = os.path.relpath(error.file, each)
+                click.echo(f"{each}: damaged: {'' if where == '.' else f'{where}: '}{error.reason}")
+            else:
+                click.echo(f"{each}: ok")
+    sys.exit(1 if damaged else 0)
+
+
+@checkpoint.command("diff")
+@click.argument("a", type=_CHECKPOINT)
+@click.argument("b", type=_CHECKPOINT)
+@click.option("--exit-code", is_flag=True, help="Leave with 1 when they differ.")
+def _diff(a: Path, b: Path, exit_code: bool) -> None:
+    """Print in which values checkpoints A and B differ, bit by bit; nothing for equal ones."""
+    from trainer_kit.checkpoint.compare import diff
+
+    found = diff(a, b)
+    for difference in found:
+        click.echo(str(difference))
+    sys.exit(1 if found and exit_code else 0)
+
+
+@checkpoint.command("export")
+@click.argument("source", type=_CHECKPOINT)
+@click.argument("target", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    type=click.Choice(["huggingface", "safetensors", "torch"]),
+    help="By default the suffix of TARGET decides; none is huggingface.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout.")
+def _export(source: Path, target: Path, format: str | None, max_shard_size: str) -> None:
+    """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
+    from trainer_kit.checkpoint.convert import export
+
+    click.echo(export(source, target, format, max_shard_size=max_shard_size))  # type: ignore[arg-type]
+
+
+@checkpoint.command("repair")
+@click.argument("directory", type=_DIRECTORY)
+def _repair(directory: Path) -> None:
+    """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, write the index anew."""
+    from trainer_kit.checkpoint.mend import repair
+
+    done = repair(directory)
+    for path, problem in done.damaged:
+        click.echo(f"set aside as {path.name}: {Path(problem.file).name}: {problem.reason}")
+    for path, problem in done.left:
+        click.echo(f"left as it is: {path.name}: {problem.reason}")
+    if done.discarded:
+        click.echo(f"discarded {done.discarded} incomplete save{'s' * (done.discarded > 1)}")
+    newest = f", the newest is {done.sound[0].name}" if done.sound else ""
+    click.echo(f"{len(done.sound)} sound{newest}")

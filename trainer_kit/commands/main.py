@@ -1,0 +1,33 @@
+"""``trainer-kit``: all commands, and what their errors look like."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import click
+
+from trainer_kit.commands.checkpoint import checkpoint
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError
+
+__all__ = ["main"]
+
+
+@final
+class _Commands(click.Group):
+    """Leaves with 2 for a wrong call and 1 for everything else that this library refuses, without a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigurationError as error:
+            raise click.UsageError(str(error)) from error
+        except TrainerKitError as error:
+            raise click.ClickException(str(error)) from error
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Look after runs of trainer_kit."""
+
+
+main.add_command(checkpoint)
