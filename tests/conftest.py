@@ -154,3 +154,13 @@ def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
         leaks.append(f"files in the checkout {written}")
     if leaks:
         pytest.fail("the test leaves behind: " + ", ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def _forget_the_seed():
+    """What one test seeded is not the order of another test's data."""
+    from trainer_kit.core import seed
+
+    before = seed._last_seed
+    yield
+    seed._last_seed = before

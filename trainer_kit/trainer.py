@@ -11,7 +11,6 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS
-from trainer_kit.core.seed import last_seed
 from trainer_kit.engine.evaluate import evaluate, predict
 from trainer_kit.engine.explain import explain, show_results
 from trainer_kit.engine.fit import fit
@@ -181,7 +180,7 @@ class Trainer(Session):
             precision=choose_precision(precision, plugins, chosen.device.type),
             loggers=[] if quiet else choose_loggers(logger, root),
             root=root,
-            seed=seed if seed is not None else last_seed(),
+            seed=seed,
             start=start,
             processes=processes,
         )

@@ -18,6 +18,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
 from trainer_kit.core.registry import LOGGERS
+from trainer_kit.core.seed import last_seed
 from trainer_kit.engine.bus import sorted_callbacks
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.metrics import Metrics
@@ -59,7 +60,10 @@ class Session(Position):
     ) -> None:
         self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
         self._loggers, self.default_root_dir, self.seed = list(loggers), root, seed
-        self.data_seed = seed if seed is not None else int.from_bytes(os.urandom(4), "little")
+        drawn = last_seed() if seed is None else seed
+        # Only `Trainer(seed=)` is the user's word about the order of the data: a resumed run keeps the checkpoint's,
+        # whatever the script seeds everything with today.
+        self.data_seed = int.from_bytes(os.urandom(4), "little") if drawn is None else drawn
         self.start, self.processes = start, processes
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
