@@ -1050,6 +1050,58 @@ def test_a_module_that_reads_the_length_of_the_run_to_configure_itself():
     ]
 
 
+def test_the_length_of_the_run_is_known_to_setup_and_the_loaders_are_made_once():
+    seen, made = [], []
+
+    class Data(DataModule):
+        def setup(self, stage):
+            self.batches = 10
+
+        def train_dataloader(self):
+            made.append(self.batches)
+            return loader(self.batches)
+
+    class Reads(Net):
+        def setup(self, stage):
+            seen.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+
+        def configure_optimizers(self):
+            seen.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+            return super().configure_optimizers()
+
+    trainer = Trainer(barebones=True, max_epochs=2, limit_train_batches=3)
+    for _ in range(2):  # nothing of the first fit is left over in the second
+        trainer.fit(Reads(), datamodule=Data())
+    assert (seen, made) == ([(6, 3)] * 4, [10, 10])
+
+
+def test_a_limit_in_batches_of_an_epoch_of_unknown_length_is_known_in_steps():
+    seen = []
+
+    class Reads(Net):
+        def configure_optimizers(self):
+            seen.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    fit(Reads(), DataLoader(Stream(4)), max_epochs=None, max_duration="9ba", accumulate_grad_batches=2)
+    assert seen == [5]
+
+
+def test_a_global_batch_is_divided_by_the_accumulation_that_the_module_brings():
+    sizes = []
+
+    class Brings(Net):
+        def configure_callbacks(self):
+            return [GradientAccumulation(4)]
+
+        def training_step(self, batch, batch_idx):
+            sizes.append(len(batch))
+            return super().training_step(batch, batch_idx)
+
+    Trainer(barebones=True, max_epochs=1, global_batch_size=4).fit(Brings(), loader())
+    assert set(sizes) == {1}
+
+
 def test_states_are_known_to_hooks():
     seen = []
 

@@ -66,7 +66,7 @@ def test_one_rank_asks_nobody_twice():
             raise AssertionError("names were exchanged although all are the same")
 
     group, entries = Two(), [entry("a", [1.0])]
-    assert agreed(entries, group, ran=True, step=False) is entries
+    assert agreed(entries, group, ran=True) is entries
     assert group.calls == 1
 
 

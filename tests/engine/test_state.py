@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from trainer_kit import Callback, Trainer, TrainModule
+from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine.state import configured, optimizer_state, plain_hparams, restore_optimizer
+from trainer_kit.testing import TinyModule
 
 
 class Net(TrainModule):
@@ -276,3 +280,22 @@ def test_a_rate_in_a_tensor_is_compared_by_value():
     second = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
     assert restore_optimizer(second, saved, {id(parameter): "p"}, said.append) == {}
     assert said == []
+
+
+def test_an_epoch_that_was_left_early_is_saved_as_finished(tmp_path):
+    """``on_train_batch_start`` returned -1: no window is under way any more, so nothing of it is taken back."""
+
+    class Leaves(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            return -1 if batch_idx == 3 else None
+
+    keeper = ModelCheckpoint(dirpath=tmp_path)
+    trainer = Trainer(max_epochs=1, logger=False, callbacks=[Leaves(), keeper], enable_progress_bar=False)
+    trainer.fit(TinyModule(), [torch.randn(4, 32) for _ in range(6)])
+    saved = read_checkpoint(Path(keeper.best_model_path))["progress"]
+    assert {name: saved[name] for name in ("epoch", "epoch_batch", "batch", "samples")} == {
+        "epoch": 1,
+        "epoch_batch": 0,
+        "batch": 3,
+        "samples": 12,
+    }

@@ -19,7 +19,7 @@ from trainer_kit.data import Ahead
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
-from trainer_kit.engine.loaders import NAMES, evaluation_feeds, find_loaders, mover, training_feed
+from trainer_kit.engine.loaders import NAMES, agreed_limits, evaluation_feeds, find_loaders, mover, training_feed
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers, parameters_of
@@ -69,6 +69,7 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
     feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
+    limits = agreed_limits(limits, strategy.data)
     move, _ = mover(module, datamodule, strategy, precision)
     return Evaluation(
         stage=stage,
@@ -90,6 +91,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     """Everything that training needs: feed, wrapped module, optimizers, windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
+    (limit,) = agreed_limits([limit], strategy.data)
     trainer.num_training_batches = float("inf") if limit is None else limit
     trainer.train_batch_samples = feed.samples(0)
     _check_tokens(settings, module)

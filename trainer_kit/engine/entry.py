@@ -54,6 +54,7 @@ class Entry:
 
     __slots__ = (
         "base",
+        "borrowed",
         "hook",
         "last",
         "last_weight",
@@ -102,6 +103,7 @@ class Entry:
         self.weights: list[float] = []
         self.sums: Tensor | None = None  # (reduced value, weight), float64 where the device has it
         self.metric: Any = None
+        self.borrowed = False  # the metric belongs to a rank without a batch
         self.last: Any = None
         self.last_weight = 1.0
         self.turn = -1
@@ -149,6 +151,10 @@ class Entry:
         """The latest value alone, as ``fold`` would have it."""
         kind = "mean" if callable(self.reduce) else self.reduce
         return _pair(kind, _stacked([self.last]), [self.last_weight])
+
+    def adopt(self, restored: Entry) -> None:
+        """Take over the sums that a checkpoint held."""
+        self.sums, self.values, self.weights = restored.sums, restored.values, restored.weights
 
     def clear(self) -> None:
         """Forget what was recorded."""

@@ -80,9 +80,9 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
                 run.metrics.absent.add(run.metrics.loader)
         run.metrics.loader = None
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
-        if run.listeners("epoch_end"):
-            for hook in run.listeners("epoch_end"):
-                hook()
+        for hook in run.listeners("epoch_end"):
+            hook()
+        if run.listeners("epoch_end") or run.group.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
         for hook in run.listeners("end"):
             hook()

@@ -6,8 +6,7 @@ import time
 
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.saving import save_requested
-from trainer_kit.engine.settle import continues, next_due, settle_epoch, settle_step
+from trainer_kit.engine.settle import continues, next_due, settle_end, settle_epoch, settle_step
 
 __all__ = ["fit"]
 
@@ -37,13 +36,13 @@ def fit(run: Fit) -> None:
                     completed = run.schedule.epoch_is_over(progress)
                     break
         except EndOfEpoch:
-            pass
+            micro.started = -1  # no window is under way any more
         goes_on = settle_epoch(run, completed)
     if run.requests.stop is not None:
         run.say(f"stopped after step {progress.step}: {run.requests.stop}")
     for hook in bus.on_train_end:
         hook()
-    save_requested(run, last=True)
+    settle_end(run)
 
 
 def _begin_epoch(run: Fit) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any, Final, cast
 
@@ -16,7 +17,7 @@ from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.data import Feed, limit_batches, move_to_device
 from trainer_kit.engine.settings import Settings
 
-__all__ = ["NAMES", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
+__all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
 
 NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """What a verb's loaders and limits are called."""
@@ -76,6 +77,18 @@ def evaluation_feeds(
         for loader in several
     ]
     return feeds, [limit_batches(feed.length, limit, f"limit_{name}_batches") for feed in feeds]
+
+
+def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None]:
+    """Each loader's batches on the rank that has most; None where nobody knows.
+
+    Ranks may bring loaders of their own (``use_distributed_sampler=False``): what is due when, and when an epoch is
+    over, must be the same on all of them.
+    """
+    if group.size == 1:
+        return list(limits)
+    rows = group.agree([math.inf if limit is None else limit for limit in limits])
+    return [None if math.isinf(longest) else int(longest) for longest in map(max, *rows)]
 
 
 def _is_several(loaders: Any) -> bool:

@@ -33,6 +33,7 @@ class Metrics:
         absent: of several loaders those that this rank has no batch of.
         weight: what the current batch weighs in a mean; None until a value asks ``weigh``.
         weigh: what a batch weighs where the user's ``loss_weight`` says so, asked only by values without a batch size.
+        module: whose metric objects are logged.
         by_batch: whether values of single batches were asked for in this evaluation.
     """
 
@@ -46,6 +47,7 @@ class Metrics:
         "hook",
         "loader",
         "logged",
+        "module",
         "progress",
         "progress_bar",
         "table",
@@ -63,6 +65,7 @@ class Metrics:
         self.by_batch = False
         self._flushed = -1
         self.group: Group | None = None
+        self.module: Any = None
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
         self.table = self._tables["train"]
         self.callback: dict[str, float] = {}
@@ -209,7 +212,7 @@ class Metrics:
         alone = group is None or group.size == 1
         shared = [e for e in entries if not e.rank_zero and (e.sync or alone)]
         if not alone and group is not None:
-            shared = agreed(sorted(shared, key=_by_name), group, ran, step, self.absent)
+            shared = agreed(sorted(shared, key=_by_name), group, ran, self.absent, self.module)
         result = Reduced()
         for entry, value in zip(shared, reduced(shared, step, group), strict=True):
             self._deliver(result, entry, value, step)
@@ -264,7 +267,7 @@ class Metrics:
 
     def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
         entry = self._new(name, None, options)
-        entry.sums, entry.values, entry.weights = restored.sums, restored.values, restored.weights
+        entry.adopt(restored)
         return entry
 
 

@@ -28,11 +28,15 @@ class Position(ABC):
     sanity_checking: bool
     processes: int
     accumulation: int
-    num_training_batches: int | float
 
     @abstractmethod
     def first_callback(self, attribute: str) -> Any:
         """The first callback that has ``attribute``, or None."""
+
+    @property
+    @abstractmethod
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on this rank."""
 
     @property
     def current_epoch(self) -> int:
@@ -145,8 +149,8 @@ class Position(ABC):
         if duration is not None and duration.unit == "st":
             limits.append(duration.value)
         elif duration is not None and duration.unit == "ba":
-            epochs, rest = divmod(duration.value, batches) if batches else (0, 0)
-            limits.append(int(epochs) * self._steps(batches) + self._steps(rest))
+            epochs, rest = divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
+            limits.append(self._steps(rest) + (int(epochs) * self._steps(batches) if epochs else 0))
         if self.max_epochs is not None:
             counting = self.first_callback("get_accumulate_grad_batches")
             if counting is None or batches in (0, math.inf):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import warnings
 import zlib
 from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.protocols import Group
@@ -17,7 +19,11 @@ __all__ = ["agreed", "reduced"]
 
 
 def agreed(
-    entries: list[Entry], group: Group, ran: bool, step: bool, absent: Collection[int | None] = ()
+    entries: list[Entry],
+    group: Group,
+    ran: bool,
+    absent: Collection[int | None] = (),
+    module: nn.Module | None = None,
 ) -> list[Entry]:
     """The same entries on every rank; what a rank ran no batch of, it takes from the others.
 
@@ -25,28 +31,55 @@ def agreed(
         entries: this rank's, sorted alike on every rank.
         group: the ranks.
         ran: whether this rank ran any batch.
-        step: whether these are the values of one step.
         absent: of several loaders those that this rank has no batch of.
+        module: whose metric objects take part, empty, where this rank ran no batch.
     """
     names = [f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}" for e in entries]
     digest = zlib.crc32("\n".join(names).encode())
     rows = group.agree([ran, len(names), digest])
     if all(row == rows[0] for row in rows):
         return entries
-    everyone: list[_Told] = group.all_gather_object(
-        (ran, list(absent), [(e.hook, e.base, e.loader, e.options) for e in entries])
-    )
+    told_here = [(e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries]
+    everyone: list[_Told] = group.all_gather_object((ran, list(absent), told_here))
     whole: list[_Name] = []
     for loader in sorted({name[2] for _, _, told in everyone for name in told}, key=_loader_first):
         told = [[n for n in names if n[2] == loader] for ran_, lacks, names in everyone if ran_ and loader not in lacks]
         if any(names != told[0] for names in told):
             raise _different(everyone)
         whole += told[0] if told else []
-    known = {(e.hook, e.base, e.loader): e for e in entries if ran and e.loader not in absent}
-    return [known.get(name[:3]) or Entry(*name) for name in whole]
+    # What was restored with a checkpoint counts, although this rank ran no batch since.
+    known = {(e.hook, e.base, e.loader): e for e in entries if (ran or e.options is None) and e.loader not in absent}
+    return [_entry(name, known.get(name[:3]), module) for name in whole]
 
 
-_Name = tuple[str, str, int | None, Any]
+def _entry(name: _Name, known: Entry | None, module: nn.Module | None) -> Entry:
+    if known is not None and known.options is not None:
+        return known
+    hook, base, loader, options, place = name
+    made = Entry(hook, base, loader, options)
+    if known is not None:
+        made.adopt(known)
+    if place is not None and module is not None:
+        made.metric, made.borrowed = module.get_submodule(place), True
+    return made
+
+
+def _place(metric: Any, module: nn.Module | None) -> str | None:
+    """Where another rank finds the same metric object; it computes together with all of them."""
+    if metric is None:
+        return None
+    found = () if module is None else module.named_modules()
+    place: str | None = next((name for name, part in found if part is metric), None)
+    if place is None:
+        raise LogError(
+            "a metric object that only some ranks have a batch for must be found on the others",
+            found=f"a {type(metric).__name__} that is no submodule of the module",
+            fix="keep it as an attribute of the module (self.metric = ...)",
+        )
+    return place
+
+
+_Name = tuple[str, str, int | None, Any, "str | None"]
 _Told = tuple[bool, list[int | None], list[_Name]]
 
 
@@ -134,4 +167,10 @@ def _computed(entry: Entry, step: bool) -> float:
     if step:
         cached = getattr(metric, "_forward_cache", None)
         return math.nan if cached is None else float(cached)  # sync point: the flush
-    return float(metric.compute())  # sync point: the flush; torchmetrics reduces over the ranks by itself
+    if not entry.borrowed:
+        return float(metric.compute())  # sync point: the flush; torchmetrics reduces over the ranks by itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it was never updated
+        value = float(metric.compute())  # sync point: the flush
+    metric.reset()  # it remembers what it computed
+    return value

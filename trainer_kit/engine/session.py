@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.seed import last_seed
 from trainer_kit.engine.bus import sorted_callbacks
+from trainer_kit.engine.loaders import training_feed
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.optimize import LRSchedulerConfig, parameters_of
@@ -74,7 +76,8 @@ class Session(Position):
         self.val_dataloaders: Any = None
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
-        self.num_training_batches: int | float = 0
+        self.find_train_loaders: Callable[[], Any] = _nothing
+        self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
         self.train_batch_samples: int | None = None
@@ -118,6 +121,32 @@ class Session(Position):
         if self.run is not None and self.run.windows.length != batches:
             self.run.windows.length = batches
             self.run.wake()
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def load_train(self) -> Any:
+        """The training loaders of this fit; they are asked for once, by whoever needs them first. None without any."""
+        if self.train_dataloader is None:
+            self.train_dataloader = self.find_train_loaders()
+        return self.train_dataloader
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on this rank: infinite where nobody knows, 0 where there is nothing to train on.
+
+        In `setup` and `configure_optimizers` this asks for the loaders, which must be ready.
+        """
+        if self._training_batches is None:
+            loaders = self.load_train()
+            if loaders is None:
+                return 0
+            feed = training_feed(loaders, self.settings, self.strategy.data, self.data_seed, self.accumulation)
+            self._training_batches = math.inf if feed[1] is None else feed[1]
+        return self._training_batches
+
+    @num_training_batches.setter
+    def num_training_batches(self, batches: int | float) -> None:
+        self._training_batches = batches
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
@@ -235,6 +264,10 @@ class Session(Position):
         self.progress.load_state_dict(Progress().state_dict())
         self.metrics.forget()
         self.requests.clear()
+        self.train_dataloader = self._training_batches = None
+
+    def read_accumulation(self) -> None:
+        """The length of the first window, as the callbacks of this fit have it."""
         counting = self.first_callback("get_accumulate_grad_batches")
         self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
@@ -323,3 +356,7 @@ class Session(Position):
             bar.print(*values, **options)
         else:
             print(*values, **options)
+
+
+def _nothing() -> None:
+    """No fit is being set up."""

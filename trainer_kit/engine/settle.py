@@ -14,7 +14,7 @@ from trainer_kit.engine.requests import ended_by
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested
 
-__all__ = ["continues", "next_due", "settle_epoch", "settle_step", "validate"]
+__all__ = ["continues", "next_due", "settle_end", "settle_epoch", "settle_step", "validate"]
 
 
 def settle_step(run: Fit) -> bool:
@@ -60,9 +60,9 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     empty = completed and not ran and progress.epoch_batch == 0  # the next epoch would be as empty, and the next
     reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values, and what they log is reduced after them
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
-        if listeners:
-            for hook in listeners:
-                hook()
+        for hook in listeners:
+            hook()
+        if listeners or run.strategy.data.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))
         run.publish(reduced.logger, progress.step)
         reduced = Reduced()
@@ -82,6 +82,12 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if empty:
         run.say("the training loader gave no batch: training ends here")
     return schedule.finished(progress) is None and not _stops(run) and not empty
+
+
+def settle_end(run: Fit) -> None:
+    """Save what the last hooks asked for, on any rank."""
+    _unite(run)
+    save_requested(run, last=True)
 
 
 def next_due(run: Fit) -> int:

@@ -27,6 +27,7 @@ from trainer_kit.engine.requests import terminable
 from trainer_kit.engine.resume import find_checkpoint, holds_weights, load_weights, read_state
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested
+from trainer_kit.engine.settle import settle_end
 from trainer_kit.engine.state import collect, plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
 from trainer_kit.launch import report_errors
@@ -88,7 +89,7 @@ class Verb:
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
         self._attach()
-        trainer.metrics.group = trainer.strategy.data
+        trainer.metrics.group, trainer.metrics.module = trainer.strategy.data, module
         trainer.requests.clear()
         if stage == "fit":
             trainer.begin_fit()
@@ -100,6 +101,9 @@ class Verb:
         if self.datamodule is not None:
             self.datamodule.trainer = trainer
         self._add_callbacks()
+        if stage == "fit":
+            trainer.read_accumulation()
+            trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
         prepare_data(trainer, module, self.datamodule, stage)
         self._call_configure_model()
 
@@ -139,7 +143,7 @@ class Verb:
         trainer.metrics.leave()
         trainer.metrics.hook = ""
         trainer.sanity_checking = False
-        trainer.requests.wake = _nobody
+        trainer.requests.wake = trainer.find_train_loaders = _nobody
         if self.stage != "fit":
             trainer._callbacks = self._before
         self.module.untoggle_optimizer(None)
@@ -176,10 +180,9 @@ class Verb:
             raise holds_weights(path)
         if state is not None and trainer.seed is None:
             trainer.data_seed = state.get("seed", trainer.data_seed)
-        loaders = find_loaders("fit", self.loaders, module, self.datamodule)
+        loaders = trainer.load_train()
         if loaders is None:
             raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
-        trainer.train_dataloader = loaders
         if trainer.switches["sync_batchnorm"]:
             self.module = module = _sync_batchnorm(module, trainer.strategy)
         run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
@@ -215,7 +218,7 @@ class Verb:
         """Training ended by itself."""
         for hook in self.bus.on_fit_end:
             hook()
-        save_requested(self.trainer.run, last=True)
+        settle_end(self.trainer.run)
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
         """Build the evaluation, with the weights that are asked for."""
@@ -297,7 +300,7 @@ def _ignoring_error(call: Callable[[], Any]) -> Callable[[BaseException | None],
 
 
 def _nobody() -> None:
-    """Nobody is waiting."""
+    """Nobody is waiting, and there is nothing to find."""
 
 
 def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None]:

@@ -134,6 +134,7 @@ class MixedPrecision:
         self._seen: dict[int, _SeenOptimizer] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
+        self._began = False  # the scaler exists on the device once a loss was scaled
 
     def convert_module(self, module: nn.Module) -> None:
         """Weights stay as they are."""
@@ -156,6 +157,7 @@ class MixedPrecision:
             return loss
         if self._stepped and self._unscaled <= self._stepped:
             self.end_step()
+        self._began = True
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
 
@@ -164,6 +166,9 @@ class MixedPrecision:
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             if _has_gradients(optimizer):
+                if not self._began:  # this rank had no data yet: its gradients are those of the others
+                    self._began = True
+                    self.scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
                 seen = self._seen.setdefault(id(optimizer), _SeenOptimizer(optimizer))
                 self.scaler.unscale_(seen)  # type: ignore[arg-type]
 

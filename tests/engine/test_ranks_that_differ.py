@@ -1,0 +1,143 @@
+"""Ranks that differ in data, callbacks or requests: every exchange is made by all of them or by none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from trainer_kit import Callback, Trainer
+from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.testing import TinyModule
+
+OPTIONS = {
+    "accelerator": "cpu",
+    "strategy": "ddp",
+    "max_epochs": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+QUIET = {**OPTIONS, "barebones": True}
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def loader(samples):
+    return DataLoader(torch.randn(samples, 32, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+class HearsEpochs(Callback):
+    def on_train_epoch_end(self, trainer, module):
+        pass
+
+    def on_validation_epoch_end(self, trainer, module):
+        pass
+
+
+@pytest.mark.world_size(2)
+def test_a_callback_of_rank_0_alone_may_hear_what_it_likes():
+    trainer = Trainer(**QUIET, callbacks=[HearsEpochs()] if rank() == 0 else [])
+    trainer.fit(TinyModule(), loader(8), loader(8))
+    assert trainer.global_step == 2
+
+
+@pytest.mark.world_size(2)
+def test_intervals_hold_for_the_rank_with_most_batches():
+    validated = []
+
+    class Module(TinyModule):
+        def on_validation_start(self):
+            validated.append(self.trainer.global_step)
+
+    trainer = Trainer(**QUIET, use_distributed_sampler=False, val_check_interval=0.5)
+    trainer.fit(Module(), loader(8 if rank() == 0 else 16), loader(4))
+    assert (validated, trainer.num_training_batches, trainer.progress.samples) == ([4, 8], 8, 24)
+
+
+@pytest.mark.world_size(2)
+def test_checkpoints_are_taken_beyond_the_end_of_the_shorter_loader(tmp_path):
+    keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
+    trainer = Trainer(**OPTIONS, use_distributed_sampler=False, callbacks=[keeper])
+    trainer.fit(TinyModule(), loader(4 if rank() == 0 else 8))
+    assert len(list(Path(tmp_path).glob("step-*"))) == 4
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("empty", [0, 1])
+def test_a_rank_with_an_empty_loader_trains_with_the_others(empty):
+    trainer = Trainer(**QUIET, use_distributed_sampler=False)
+    trainer.fit(TinyModule(), loader(0 if rank() == empty else 8))
+    assert (trainer.global_step, trainer.progress.samples) == (4, 8)
+
+
+@pytest.mark.world_size(2)
+def test_a_rank_without_validation_data_validates_with_the_others():
+    trainer = Trainer(**QUIET, use_distributed_sampler=False)
+    trainer.fit(TinyModule(), loader(8), [] if rank() == 0 else loader(8))
+    assert "val_loss" in trainer.callback_metrics
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(("hook", "asks"), [("on_train_end", 0), ("on_fit_end", 1)])
+def test_a_checkpoint_that_one_rank_asks_for_at_the_end_is_taken(tmp_path, hook, asks):
+    def ask(self, trainer, module):
+        if trainer.global_rank == asks:
+            trainer.request_checkpoint("the end")
+
+    callback = type("Asks", (Callback,), {hook: ask})()
+    trainer = Trainer(**OPTIONS, default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=False)
+    trainer.fit(TinyModule(), loader(8))
+    assert (Path(tmp_path) / "checkpoints" / "step-00000002").is_dir()
+
+
+@pytest.mark.world_size(2)
+def test_a_metric_object_counts_where_a_rank_has_no_batch():
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Module(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch, batch_idx):
+            self.mean(batch)
+            self.log("mean", self.mean)
+
+    trainer = Trainer(**{**OPTIONS, "max_epochs": 2}, enable_checkpointing=False)  # with a sanity check
+    trainer.fit(Module(), loader(8), loader(1))
+    assert trainer.callback_metrics["mean"].item() == pytest.approx(loader(1).dataset.mean().item())
+
+
+@pytest.mark.world_size(2)
+def test_scaled_gradients_of_a_rank_that_never_had_data():
+    trainer = Trainer(**QUIET, precision="16-mixed")
+    trainer.fit(TinyModule(), loader(1))
+    assert trainer.global_step == 1
+
+
+@pytest.mark.world_size(2)
+def test_epoch_values_of_a_resumed_rank_that_has_no_batch_left(tmp_path):
+    """9 samples: 4, 4 and 1, which is rank 0's; rank 1's part of the epoch is in the checkpoint alone."""
+
+    class Module(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.log("mean", batch.mean(), on_step=False, on_epoch=True)
+            self.log("sum", batch.sum(), on_step=False, on_epoch=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+    def trainer():
+        keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
+        return Trainer(**OPTIONS, seed=1, callbacks=[keeper])
+
+    whole, resumed = trainer(), trainer()
+    whole.fit(Module(), loader(9))
+    resumed.fit(Module(), loader(9), ckpt_path=Path(tmp_path) / "step-00000002")
+    for name in ("mean", "sum"):
+        assert resumed.callback_metrics[name].item() == pytest.approx(whole.callback_metrics[name].item())
+    assert resumed.callback_metrics["sum"].item() == pytest.approx(loader(9).dataset.sum().item(), abs=1e-4)
