@@ -130,7 +130,7 @@ def stored(state):
 @pytest.fixture
 def make_trainer(tmp_path):
     def make(*callbacks, **options):
-        return FakeTrainer(tmp_path, callbacks, **options)
+        return FakeTrainer(options.pop("run_dir", tmp_path), callbacks, **options)
 
     return make
 

@@ -1,4 +1,5 @@
 import math
+import shutil
 from datetime import timedelta
 
 import pytest
@@ -9,6 +10,7 @@ from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import ConfigurationError, DurationError, NonFiniteError
+from trainer_kit.core.progress import Progress
 
 
 def on_disk(trainer):
@@ -477,6 +479,8 @@ def test_another_directory(make_trainer, tmp_path):
     old = ModelCheckpoint(tmp_path / "old", monitor="m")
     trainer = make_trainer(old, val_batches=[1]).begin()
     trainer.epoch(val={"m": 1.0})
+    trainer.save()
+    (tmp_path / "new" / "step-00000008").mkdir(parents=True)
     with pytest.warns(UserWarning, match=r"now writes to .*new, no longer to .*old"):
         new, resumed = restart(
             make_trainer,
@@ -486,9 +490,29 @@ def test_another_directory(make_trainer, tmp_path):
             val_batches=[1],
         )
     assert new.best_model_path == old.best_model_path
-    assert new.best_model_score is None
+    assert new.best_model_score == 1.0
     resumed.epoch(val={"m": 2.0})
-    assert new.best_model_path == str(tmp_path / "new" / "step-00000008")
+    assert new.last_model_path == str(tmp_path / "new" / "step-00000008-v1")  # that name was in use
+    assert new.best_model_path == old.best_model_path  # of the whole run, whoever cut it
+    resumed.epoch(val={"m": 0.5})
+    assert new.best_model_path == new.last_model_path
+    assert new.best_model_score == 0.5
+
+
+def test_run_directories_that_change_with_every_sitting(tmp_path, make_trainer):
+    states, progress = None, Progress()
+    for version, value in enumerate([1.0, 3.0, 2.0]):
+        callback = ModelCheckpoint(monitor="m")
+        trainer = make_trainer(callback, val_batches=[1], run_dir=tmp_path / f"version_{version}", progress=progress)
+        trainer.begin(states).epoch(val={"m": value})
+        trainer.save()
+        states, progress = [callback.state_dict()], trainer.progress
+        assert callback.best_model_path == str(tmp_path / "version_0" / "checkpoints" / "step-00000004")
+        assert callback.best_model_score == 1.0
+    shutil.rmtree(tmp_path / "version_0")
+    trainer.begin(states)
+    assert callback.best_model_path == callback.last_model_path
+    assert callback.best_model_score == 2.0
 
 
 def test_a_second_fit_starts_anew(make_trainer):

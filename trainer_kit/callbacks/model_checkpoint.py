@@ -122,13 +122,12 @@ class ModelCheckpoint(Callback):
             ranked=monitor is not None,
         )
         self._score: float | None = None
-        self._best_elsewhere = ""
         # The next count of steps (batches, …) and of epochs at which one is due.
         self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
         self._clock, self._poll, self._validated_step = 0.0, 1, 0
         self._waiting = False  # due, but its value is not there yet
         self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
-        self._active = self._restored = False
+        self._active = self._restored = self._same_place = False
 
     @property
     def dirpath(self) -> str | None:
@@ -138,12 +137,13 @@ class ModelCheckpoint(Callback):
     @property
     def best_model_path(self) -> str:
         """The best checkpoint asked for, or ""; without ``monitor`` the newest."""
-        return self._shelf.retention.best or self._best_elsewhere
+        return self._shelf.best[0]
 
     @property
     def best_model_score(self) -> Tensor | None:
         """Its value of ``monitor``, a scalar on the CPU."""
-        return self.best_k_models.get(self.best_model_path)
+        score = self._shelf.best[1]
+        return None if self._monitor is None or score is None else _scalar(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
@@ -189,10 +189,9 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        if self._shelf.load_state_dict(state_dict):
+        self._same_place = self._shelf.load_state_dict(state_dict)
+        if self._same_place:
             self._score = state_dict["current_score"]
-        else:
-            self._best_elsewhere = state_dict["best"]
         self._waiting, self._logged_late = state_dict["waiting"], state_dict["logged_late"]
         self._validated_step = state_dict["validated_step"]
         self._next = math.inf if state_dict["next"] is None else state_dict["next"]
@@ -210,7 +209,7 @@ class ModelCheckpoint(Callback):
             self._next = math.inf
             return
         restored, self._restored = self._restored, False
-        self._shelf.start(trainer, restored)
+        self._shelf.start(trainer, restored and self._same_place)
         if not restored:
             self._next = self._next_epoch = math.inf
             self._waiting, self._validated_step = False, 0

@@ -21,6 +21,7 @@ class Retention:
         better: whether its first score is strictly better than its second.
 
     Attributes:
+        better: as given.
         kept: path → score of the best.
         newest: the last one asked for, or "".
         pending: asked for and not yet durable, in order.
@@ -38,7 +39,7 @@ class Retention:
     """
 
     def __init__(self, keep: int, better: Callable[[float, float], bool]) -> None:
-        self.keep, self._better = keep, better
+        self.keep, self.better = keep, better
         self.kept: dict[str, float] = {}
         self.newest = ""
         self.pending: list[str] = []
@@ -58,7 +59,7 @@ class Retention:
             return ""
         found = ""
         for path, score in self.kept.items():
-            if not found or self._better(self.kept[found], score):
+            if not found or self.better(self.kept[found], score):
                 found = path
         return found
 
@@ -66,7 +67,7 @@ class Retention:
         """Whether a checkpoint with this score would be among the best."""
         if self.keep == -1 or len(self.kept) < self.keep:
             return True
-        return self.keep > 0 and self._better(score, self.kept[self.worst])
+        return self.keep > 0 and self.better(score, self.kept[self.worst])
 
     @property
     def durable_best(self) -> str:
@@ -139,6 +140,6 @@ class Retention:
     def _best(self, scores: Mapping[str, float]) -> str:
         found = ""
         for path, score in scores.items():
-            if not found or self._better(score, scores[found]):
+            if not found or self.better(score, scores[found]):
                 found = path
         return found

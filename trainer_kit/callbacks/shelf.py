@@ -69,9 +69,19 @@ class Shelf:
         self.next_try: Callable[[], str] = str
         self.asked_step = 0
         self._default = dirpath is None
+        self._before: tuple[str, float | None] = ("", None)  # the best in the directory of before a resume
         self._taken: list[str] = []  # there before this run began, so not ours to overwrite
         self._others: list[Shelf] = []
         self._is_zero = False
+
+    @property
+    def best(self) -> tuple[str, float | None]:
+        """The best one asked for, here or in the directory of before a resume, and its score; ``("", None)``."""
+        path, (before, value) = self.retention.best, self._before
+        score = self.retention.kept.get(path)
+        if before and (score is None or (value is not None and not self.retention.better(score, value))):
+            return self._before
+        return path, score
 
     def open(self, trainer: TrainerLike, others: Iterable[Shelf]) -> None:
         """At ``setup``, before anything is restored."""
@@ -81,24 +91,31 @@ class Shelf:
         self._is_zero = trainer.is_global_zero
 
     def start(self, trainer: TrainerLike, restored: bool) -> None:
-        """At the start of a fit, once everything is restored; rank 0 looks at the disk for all."""
+        """At the start of a fit, once everything is restored; rank 0 looks at the disk for all.
+
+        Args:
+            trainer: that fits.
+            restored: this directory's own state was taken over.
+        """
         self.asked_step = trainer.global_step  # no step was made since
         assert self.dirpath is not None
-        kept, found = self.retention.kept, []
+        kept, before = self.retention.kept, self._before[0]
+        gone: list[str] = []
+        there: list[str] = []
         if trainer.is_global_zero:
-            if restored:
-                found = [path for path in kept if not os.path.isdir(path)]
-            elif os.path.isdir(self.dirpath):
-                found = sorted(os.listdir(self.dirpath))
+            gone = [path for path in (*(kept if restored else ()), before) if path and not os.path.isdir(path)]
+            if not restored and os.path.isdir(self.dirpath):
+                there = sorted(os.listdir(self.dirpath))
         if trainer.world_size > 1:
-            found = trainer.strategy.world.broadcast(found)
-        if restored:
-            # Deleted by the sitting that this one goes back behind.
-            for path in found:
-                kept.pop(path, None)
-        else:
+            gone, there = trainer.strategy.world.broadcast((gone, there))
+        # Deleted by the sitting that this one goes back behind, or by hand.
+        for path in gone:
+            kept.pop(path, None)
+        if before in gone:
+            self._before = ("", None)
+        if not restored:
             mine = {os.path.basename(path) for path in self.retention.live}
-            self._taken = [name for name in found if name not in mine]
+            self._taken = [name for name in there if name not in mine]
 
     def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
         """Ask for a checkpoint of this step; a score of None keeps it only as the newest.
@@ -164,10 +181,11 @@ class Shelf:
 
     def state_dict(self) -> dict[str, Any]:
         """Follows from what was asked for alone, never from when a save was done."""
-        held = self.retention
+        held, (best, score) = self.retention, self.best
         return {
             "dirpath": self.dirpath,
-            "best": held.best,
+            "best": best,
+            "best_score": score,
             "kept": dict(held.kept),
             "newest": held.newest,
             # Only the newest one's: what gave way earlier is deleted by the time this is durable.
@@ -176,17 +194,20 @@ class Shelf:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take over ``state``; False, with nothing taken, when it is about another directory."""
-        if self.dirpath is not None and state["dirpath"] != self.dirpath:
+        """Take over ``state``; False, with only its best one taken, when it is about another directory."""
+        best, kept = state["best"], state["kept"]
+        here = self.dirpath is None or state["dirpath"] == self.dirpath
+        self._before = ("", None) if here and best in kept else (best, state.get("best_score", kept.get(best)))
+        if not here:
             if self._is_zero and not self._default:
                 warnings.warn(
                     f"ModelCheckpoint now writes to {self.dirpath}, no longer to {state['dirpath']}: "
-                    "it takes over best_model_path alone",
+                    "it takes over the best checkpoint alone",
                     stacklevel=2,
                 )
             return False
         held = self.retention
-        held.kept, held.newest, held.pending = dict(state["kept"]), state["newest"], []
+        held.kept, held.newest, held.pending = dict(kept), state["newest"], []
         held.yielding = list(state["yielding"])
         held.displaced = dict.fromkeys(state["yielding"], ("", None))
         self._taken = list(state["taken"])
