@@ -24,6 +24,27 @@ def test_an_unknown_hook_of_a_module_is_refused():
             def on_training_start(self): ...
 
 
+@pytest.mark.parametrize(
+    ("base", "name", "fix"),
+    [
+        (TrainModule, "training_epoch_end", "define on_train_epoch_end .*keep them on self"),
+        (TrainModule, "validation_epoch_end", "define on_validation_epoch_end "),
+        (TrainModule, "on_epoch_end", "define on_train_epoch_end$"),
+        (Callback, "on_batch_start", "define on_train_batch_start$"),
+        (TrainModule, "traning_step", "did you mean 'training_step'"),
+        (TrainModule, "validaton_step", "did you mean 'validation_step'"),
+    ],
+)
+def test_former_hooks_and_misspelt_steps_are_refused(base, name, fix):
+    with pytest.raises(HookError, match=rf"(?s)Old.{name} is not a hook.*fix:   {fix}"):
+        type("Old", (base,), {name: lambda self, *arguments: None})
+
+
+@pytest.mark.parametrize("name", ["train_step", "pretraining_step", "retraining_step", "training_step_2", "best_step"])
+def test_methods_of_one_s_own_are_left_alone(name):
+    type("Mine", (TrainModule,), {name: lambda self, *arguments: None})
+
+
 def test_an_unknown_hook_of_a_datamodule_is_refused():
     with pytest.raises(HookError, match="on_exception"):
 

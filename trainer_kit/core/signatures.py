@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from trainer_kit.core.errors import HookError, did_you_mean
@@ -11,8 +12,24 @@ from trainer_kit.core.errors import HookError, did_you_mean
 __all__ = ["check_hooks", "takes"]
 
 
+# Hooks of Lightning's earlier versions: nobody calls them any more, and what took their place.
+_FORMER = {
+    "on_batch_start": "on_train_batch_start",
+    "on_batch_end": "on_train_batch_end",
+    "on_epoch_start": "on_train_epoch_start",
+    "on_epoch_end": "on_train_epoch_end",
+    "training_epoch_end": "on_train_epoch_end",
+    "validation_epoch_end": "on_validation_epoch_end",
+    "test_epoch_end": "on_test_epoch_end",
+}
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
 def check_hooks(cls: type, *specifications: type) -> None:
-    """Refuse ``on_*`` methods of ``cls`` that no specification knows, and hooks with wrong parameters.
+    """Refuse methods of ``cls`` that look like hooks and are none, and hooks with wrong parameters.
+
+    These are ``on_*`` methods that no specification knows, hooks that there were once, and misspelt steps.
 
     Args:
         cls: the class to check; only what its own body defines is looked at.
@@ -26,11 +43,11 @@ def check_hooks(cls: type, *specifications: type) -> None:
         if name.startswith("__") or not inspect.isfunction(method):
             continue
         if name not in hooks:
-            if name.startswith("on_"):
+            if fix := _meant(name, hooks):
                 raise HookError(
                     f"{cls.__name__}.{name} is not a hook: nobody would ever call it",
                     found=f"def {name} in {cls.__module__}.{cls.__qualname__}",
-                    fix=did_you_mean(name, (hook for hook in hooks if hook.startswith("on_"))),
+                    fix=fix,
                 )
             continue
         expected = list(inspect.signature(hooks[name]).parameters.values())
@@ -41,6 +58,20 @@ def check_hooks(cls: type, *specifications: type) -> None:
                 found=f"def {name}{inspect.signature(method)}",
                 fix=f"def {name}({', '.join(parameter.name for parameter in expected)})",
             )
+
+
+def _meant(name: str, hooks: Collection[str]) -> str | None:
+    """What to do about a method of this name, or None where it is nobody's business."""
+    if (former := _FORMER.get(name)) in hooks:
+        outputs = " (it takes no outputs: keep them on self)" if not name.startswith("on_") else ""
+        return f"define {former}{outputs}"
+    if name.startswith("on_"):
+        return did_you_mean(name, (hook for hook in hooks if hook.startswith("on_")))
+    if name.endswith("_step"):
+        steps = [step for step in _STEPS if step not in name]  # retraining_step is a name of its own
+        if near := difflib.get_close_matches(name, steps, n=1, cutoff=0.9):
+            return f"did you mean {near[0]!r}?"
+    return None
 
 
 def takes(method: Callable[..., Any], count: int) -> bool:
