@@ -87,6 +87,17 @@ def test_a_line_on_a_terminal(make_trainer, terminal, clock):
     assert terminal.getvalue().endswith("\n"), "what is printed next begins a line of its own"
 
 
+def test_a_terminal_without_a_size(make_trainer, terminal, clock, monkeypatch):
+    monkeypatch.setattr("tqdm.std._screen_shape_wrapper", lambda: lambda stream: (0, 0))
+    trainer = make_trainer(TQDMProgressBar(), batches=4).begin()
+    trainer.call("on_train_epoch_start")
+    clock(0.5)
+    trainer.step()
+    assert "1/4 [00:00<00:01,  2.00batch/s]" in drawn(terminal)[-1]
+    assert max(map(len, drawn(terminal))) <= 80
+    trainer.call("teardown", "fit")
+
+
 def test_it_is_drawn_at_most_ten_times_a_second(make_trainer, terminal, clock):
     trainer = make_trainer(TQDMProgressBar(), batches=1000).begin()
     trainer.call("on_train_epoch_start")

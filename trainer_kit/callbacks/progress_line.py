@@ -70,6 +70,9 @@ class TerminalLine:
         self.due = 0.0
         self._bar = _bar_class()(file=file, position=position, dynamic_ncols=True, leave=True, delay=1e-9, unit="batch")
         self._bar.delay = 0.0  # its constructor would have drawn an empty line
+        if measure := self._bar.dynamic_ncols:
+            # Terminals without a size (of containers, of recorders) say 0 by 0, and would be shown nothing.
+            self._bar.dynamic_ncols = lambda stream: _sized(*measure(stream))
 
     def show(self, view: View) -> None:
         bar = self._bar
@@ -132,6 +135,10 @@ def _bar_class() -> Any:
         _lock = threading.RLock()
 
     return _Bar
+
+
+def _sized(columns: int | None, rows: int | None) -> tuple[int | None, int | None]:
+    return 80 if columns == 0 else columns, 24 if rows == 0 else rows
 
 
 def _shown(metrics: Mapping[str, Any]) -> str:
