@@ -138,6 +138,8 @@ def test_a_value_that_nobody_logged(make_trainer):
         trainer.epoch(val={"val_loss": 1.0})
     with pytest.raises(ConfigurationError, match="logged so far: nothing"):
         make_trainer(EarlyStopping("loss")).begin().epoch()
+    with pytest.raises(ConfigurationError, match=r"train_loss; there is no validation\n.*define validation_step and"):
+        make_trainer(EarlyStopping("val_loss")).begin().epoch(train_loss=1.0)
 
 
 def test_not_strict(make_trainer):

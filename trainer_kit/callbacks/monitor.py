@@ -55,10 +55,12 @@ class Monitor:
     def missing(self, trainer: TrainerLike) -> ConfigurationError:
         """The error for a value that should have been logged by now."""
         known = sorted(trainer.callback_metrics)
+        fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
+        lacks = "val" in self.name and not has_validation(trainer)
         return ConfigurationError(
             f"{self.owner} watches {self.name!r}, which nobody logged",
-            found=f"logged so far: {', '.join(known) or 'nothing'}",
-            fix=did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step',
+            found=f"logged so far: {', '.join(known) or 'nothing'}{'; there is no validation' if lacks else ''}",
+            fix=f"define validation_step and val_dataloader, or: {fix}" if lacks else fix,
         )
 
 
