@@ -4,10 +4,13 @@ import math
 import pickle
 
 import pytest
+import torch
 from lightning_utilities.core.overrides import is_overridden
 
+from trainer_kit import Trainer
 from trainer_kit.callbacks import Callback, FunctionCallback, LambdaCallback
 from trainer_kit.core.errors import ConfigurationError, DurationError, HookError
+from trainer_kit.testing import TinyModule
 
 HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
 heard = []
@@ -137,8 +140,8 @@ def test_arguments_and_result(make_trainer):
     results = []
     for trainer.progress.batch in range(4):
         results.append(callback.on_train_batch_start(trainer, None, "batch", trainer.progress.batch))
-    assert results == [None, None, -1, None]
-    assert given == [("batch", 2)]
+    assert results == [-1, None, -1, None]
+    assert given == [("batch", 0), ("batch", 2)]
 
 
 def test_a_function_that_leaves_out_the_loader_index(make_trainer):
@@ -149,6 +152,36 @@ def test_a_function_that_leaves_out_the_loader_index(make_trainer):
     trainer.progress.batch = 1
     trainer.call("on_validation_batch_start", "batch", 7, 0)
     assert given == [5, 7]
+
+
+def test_events_ahead_of_what_they_count_begin_with_zero():
+    fired = {}
+    trainer = Trainer(max_epochs=4, barebones=True)
+    for event, every in (
+        ("train_epoch_start", 1),
+        ("train_epoch_start", 3),
+        ("train_epoch_end", 3),
+        ("train_batch_start", 5),
+        ("train_batch_end", 5),
+        ("before_optimizer_step", "6st"),
+        ("train_batch_start", "2ep"),
+    ):
+        calls = fired[event, every] = []
+
+        def note(trainer, module, *rest, calls=calls):
+            calls.append((trainer.current_epoch, trainer.progress.epoch_batch))
+
+        trainer.on(event, every=every)(note)
+    trainer.fit(TinyModule(), [torch.randn(2, 32)] * 3)
+    assert fired == {
+        ("train_epoch_start", 1): [(0, 0), (1, 0), (2, 0), (3, 0)],
+        ("train_epoch_start", 3): [(0, 0), (3, 0)],
+        ("train_epoch_end", 3): [(2, 3)],
+        ("train_batch_start", 5): [(0, 0), (1, 2), (3, 1)],
+        ("train_batch_end", 5): [(1, 2), (3, 1)],
+        ("before_optimizer_step", "6st"): [(0, 1), (2, 1)],
+        ("train_batch_start", "2ep"): [(0, 0), (2, 0)],
+    }
 
 
 def test_a_restart_keeps_the_schedule(make_trainer):

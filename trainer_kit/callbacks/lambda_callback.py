@@ -17,6 +17,16 @@ from trainer_kit.core.signatures import takes
 
 __all__ = ["FunctionCallback", "LambdaCallback"]
 
+_LEADING: Final = (
+    "on_train_start",
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
+"""Before the first batch, epoch and step are counted as completed: these see a count of zero."""
 _HOOKS: Final = {
     name: list(inspect.signature(method).parameters.values())[1:]
     for name, method in vars(Callback).items()
@@ -67,9 +77,11 @@ class FunctionCallback(Callback):
     Args:
         event: a hook's name, with or without ``on_``.
         fn: is called as the hook would be: ``fn(trainer, module, ...)``.
-        every: only at the first event at or after each multiple of this, held against ``trainer.progress``. A bare
-            number counts batches at batch events, epochs at epoch events, steps at the optimizer's. Time is each
-            rank's own: with ``every="10min"`` the function must not talk to other ranks.
+        every: only at the first event at or after each multiple of this, held against what ``trainer.progress``
+            counts as completed. Zero is a multiple for the events that come ahead of what they count:
+            ``train_epoch_start`` with ``every=2`` is epoch 0, 2, 4 and ``train_epoch_end`` epoch 1, 3, 5, each
+            counted from 0. A bare number counts batches at batch events, epochs at epoch events, steps at the
+            optimizer's. Time is each rank's own: with ``every="10min"`` the function must not talk to other ranks.
         name: tells two functions of one place in the source apart.
 
     Raises:
@@ -107,6 +119,7 @@ class FunctionCallback(Callback):
         self._takes = full if takes(fn, full) else required
         # At the end of an epoch it is not counted as finished yet.
         self._ahead = int(self.event == "on_train_epoch_end" and self.every is not None and self.every.unit == "ep")
+        self._leads = self.event in _LEADING
         self._counter, self._length = "step", 1.0
         self._next = math.inf
         self._restored = False
@@ -127,7 +140,10 @@ class FunctionCallback(Callback):
             every = in_run(self.every, trainer)
             self._counter, self._length = every.counter, every.value
             if not self._restored:
-                self._next = following(getattr(trainer.progress, self._counter), self._length) - self._ahead
+                count = getattr(trainer.progress, self._counter)
+                self._next = following(count, self._length) - self._ahead
+                if self._leads and count % self._length == 0:
+                    self._next = count
             self._restored = False
 
     def _fire(self, trainer: TrainerLike, given: tuple[Any, ...]) -> Any:
