@@ -63,6 +63,8 @@ class FakeTrainer:
         self.accumulation.append(batches)
 
     def log_metrics(self, metrics, step=None):
+        if self.global_rank != 0:
+            return
         self.logged.append((step, dict(metrics)))
 
     def call(self, hook, *arguments):

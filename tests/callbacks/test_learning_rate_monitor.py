@@ -5,8 +5,10 @@ import torch
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 
-from trainer_kit.callbacks import LearningRateMonitor
+from trainer_kit import Trainer
+from trainer_kit.callbacks import LearningRateMonitor, ModelCheckpoint
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.testing import TinyModule
 
 
 def parameter():
@@ -128,11 +130,32 @@ def test_a_rate_that_is_a_tensor(make_trainer):
     assert callback.lrs == {"lr-Adam": [0.25, 0.5]}
 
 
-def test_only_on_rank_0_and_not_without_logging(make_trainer):
-    for options in ({"rank": 1, "world_size": 2}, {"log_every_n_steps": 0}):
-        trainer = make_trainer(LearningRateMonitor("step"), optimizers=[SGD(parameter())], **options).begin()
-        trainer.epoch()
-        assert trainer.logged == []
+def test_loggers_hear_of_it_on_rank_0_and_monitors_on_every_rank(make_trainer):
+    for rank, logged in ((0, [(0, {"lr-SGD": 0.001})]), (1, [])):
+        trainer = make_trainer(
+            LearningRateMonitor("step"), optimizers=[SGD(parameter())], rank=rank, world_size=2
+        ).begin()
+        assert (trainer.logged, trainer.callback_metrics) == (logged, {"lr-SGD": pytest.approx(0.001)})
+
+
+def test_nothing_without_logging(make_trainer):
+    trainer = make_trainer(LearningRateMonitor("step"), optimizers=[SGD(parameter())], log_every_n_steps=0).begin()
+    trainer.epoch()
+    assert (trainer.logged, trainer.callback_metrics) == ([], {})
+
+
+def test_a_rate_can_be_monitored(tmp_path):
+    class Module(TinyModule):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+    keeper = ModelCheckpoint(dirpath=tmp_path, monitor="lr-SGD", mode="min")
+    trainer = Trainer(
+        max_epochs=2, callbacks=[LearningRateMonitor("epoch"), keeper], logger=False, enable_progress_bar=False
+    )
+    trainer.fit(Module(lr=0.5), [torch.randn(2, 32)])
+    assert (trainer.callback_metrics["lr-SGD"].item(), keeper.best_model_score.item()) == (0.25, 0.25)
 
 
 def test_bad_arguments(make_trainer):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Literal, final
 
+import torch
 from torch.optim import Optimizer
 
 from trainer_kit.callbacks.schedule import following
@@ -25,6 +26,8 @@ class LearningRateMonitor(Callback):
     ``lr-Adam``; of several groups ``lr-Adam/pg1`` (or the group's ``"name"``); of a second Adam ``lr-Adam-1``; a
     scheduler's own ``name`` instead of ``lr-Adam``; with ``-momentum`` and ``-weight_decay`` appended.
 
+    The values stand in ``trainer.callback_metrics`` too, so that they can be monitored.
+
     Args:
         logging_interval: ``"step"`` (those at which the trainer logs), ``"epoch"`` (at its start), or None for what
             each scheduler's ``interval`` says.
@@ -32,7 +35,7 @@ class LearningRateMonitor(Callback):
         log_weight_decay: log weight decay.
 
     Attributes:
-        lrs: name → learning rates logged in this run, on rank 0.
+        lrs: name → learning rates logged in this run.
 
     Raises:
         ConfigurationError: for another interval; at the start of training, for two groups of one name.
@@ -65,7 +68,7 @@ class LearningRateMonitor(Callback):
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self.lrs = {name: [] for _, name, _ in self._groups(trainer, None)}
         every = trainer.log_every_n_steps
-        if self.logging_interval != "epoch" and every and trainer.is_global_zero:
+        if self.logging_interval != "epoch" and every:
             step = trainer.progress.step
             self._next = following(step, every)
             if step == 0:
@@ -80,7 +83,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        if self.logging_interval != "step" and trainer.is_global_zero:
+        if self.logging_interval != "step":
             self._log(trainer, "epoch")
 
     def _log(self, trainer: TrainerLike, interval: str) -> None:
@@ -96,6 +99,8 @@ class LearningRateMonitor(Callback):
                 values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         if values:
             trainer.log_metrics(values, step=trainer.global_step)
+            # On every rank: whoever monitors one of them must find it on all.
+            trainer.callback_metrics.update((name, torch.tensor(value)) for name, value in values.items())
 
     @staticmethod
     def _groups(trainer: TrainerLike, interval: str | None) -> Iterator[tuple[dict[str, Any], str, bool]]:

@@ -39,6 +39,7 @@ class Metrics:
 
     __slots__ = (
         "_flushed",
+        "_shown",
         "_tables",
         "absent",
         "by_batch",
@@ -68,6 +69,7 @@ class Metrics:
         self.module: Any = None
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
         self.table = self._tables["train"]
+        self._shown: dict[str, Tensor] = {}
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
@@ -176,6 +178,7 @@ class Metrics:
         self._tables = {"train": {}}
         self.table = self._tables["train"]
         self.hook, self.weight = "", 1.0
+        self._shown = {}
         for kept in (self.callback, self.logged, self.progress_bar):
             kept.clear()
 
@@ -238,8 +241,12 @@ class Metrics:
         result.by_loader.setdefault(entry.loader, {})[forked] = value
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest of everything: reduced values, and on top what this rank logged since."""
-        values: dict[str, Tensor] = {name: torch.tensor(value) for name, value in self.callback.items()}
+        """The latest of everything: reduced values, on top what this rank logged since, and what others put in.
+
+        The same dict for the length of a run: a callback may add to it what it did not log.
+        """
+        values = self._shown
+        values.update((name, torch.tensor(value)) for name, value in self.callback.items())
         tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
         for entry in chain.from_iterable(table.values() for table in tables):
             if entry.recorded:

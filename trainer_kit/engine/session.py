@@ -236,7 +236,7 @@ class Session(Position):
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest of every logged name; between flushes what this rank logged."""
+        """The latest of every logged name; between flushes what this rank logged. Callbacks may add to it."""
         return self.metrics.callback_metrics()
 
     @property
