@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from trainer_kit import DataModule, TrainModule
-from trainer_kit.core.hparams import HParams
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hparams import HParams, HParamsMixin
 
 
 def test_keys_are_attributes():
@@ -144,3 +145,14 @@ def test_they_are_not_parameters_of_the_module():
             self.save_hyperparameters()
 
     assert list(Net().state_dict()) == []
+
+
+def test_a_name_that_is_no_argument_is_named():
+    class Owner(HParamsMixin):
+        def __init__(self, name, rate=0.1, ignore=()):
+            self.save_hyperparameters(name, ignore=ignore)
+
+    with pytest.raises(ConfigurationError, match="(?s)'rat'.*did you mean 'rate'"):
+        Owner("rat")
+    with pytest.raises(ConfigurationError, match="'rate'"):
+        Owner("rate", ignore="rate")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from types import FrameType
 from typing import Any
 
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+
 __all__ = ["HParams", "HParamsMixin", "constructor_arguments"]
 
 
@@ -71,6 +73,9 @@ class HParamsMixin:
             ignore: names to leave out.
             frame: the constructor's frame, where it is not the caller's.
             logger: whether loggers get them.
+
+        Raises:
+            ConfigurationError: for a name that the constructor does not take, or that is ignored too.
         """
         skip = [ignore] if isinstance(ignore, str) else list(ignore or ())
         if len(names) == 1 and not isinstance(names[0], str):
@@ -79,6 +84,13 @@ class HParamsMixin:
             caller = frame or _caller()
             chosen = constructor_arguments(self, caller, skip)
             if names:
+                for name in map(str, names):
+                    if name not in chosen:
+                        raise ConfigurationError(
+                            f"save_hyperparameters: {type(self).__name__} is not constructed with {name!r}",
+                            found=f"its arguments: {', '.join(chosen) or 'none'}",
+                            fix=did_you_mean(name, chosen),
+                        )
                 chosen = {str(name): chosen[str(name)] for name in names}
         self.__dict__.setdefault("_hparams", HParams()).update(chosen)
         self.__dict__["_log_hparams"] = logger
