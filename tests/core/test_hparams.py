@@ -152,7 +152,7 @@ def test_a_name_that_is_no_argument_is_named():
         def __init__(self, name, rate=0.1, ignore=()):
             self.save_hyperparameters(name, ignore=ignore)
 
-    with pytest.raises(ConfigurationError, match="(?s)'rat'.*did you mean 'rate'"):
+    with pytest.raises(ConfigurationError, match=r"(?s)'rat'.*did you mean 'rate'"):
         Owner("rat")
     with pytest.raises(ConfigurationError, match="'rate'"):
         Owner("rate", ignore="rate")

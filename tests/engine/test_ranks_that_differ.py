@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.core.errors import RankError
 from trainer_kit.testing import TinyModule
 
 OPTIONS = {
@@ -94,6 +96,33 @@ def test_a_checkpoint_that_one_rank_asks_for_at_the_end_is_taken(tmp_path, hook,
     trainer = Trainer(**OPTIONS, default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=False)
     trainer.fit(TinyModule(), loader(8))
     assert (Path(tmp_path) / "checkpoints" / "step-00000002").is_dir()
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_callback_on_one_rank_is_an_error():
+    trainer = Trainer(**OPTIONS, enable_checkpointing=False, callbacks=[ModelCheckpoint()] if rank() == 0 else [])
+    with pytest.raises(RankError, match=r"(?s)different checkpoint callbacks.*rank 0: ModelCheckpoint; rank 1: none"):
+        trainer.fit(TinyModule(), loader(8))
+
+
+class KillsItself:
+    """A logger that is told SIGTERM while the ranks are between an agreement and the end of its step."""
+
+    def log_metrics(self, metrics, step):
+        if step == 25:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.world_size(2)
+def test_ranks_leave_together_when_a_signal_reaches_one_behind_the_agreement(tmp_path):
+    trainer = Trainer(
+        **{**OPTIONS, "max_epochs": 100, "logger": KillsItself()}, log_every_n_steps=25, default_root_dir=tmp_path
+    )
+    with pytest.raises(SystemExit, match="143"):
+        trainer.fit(TinyModule(), loader(400))
+    steps = trainer.strategy.world.agree([trainer.global_step])
+    assert steps[0] == steps[1]
+    assert steps[0][0] > 25
 
 
 @pytest.mark.world_size(2)

@@ -92,7 +92,7 @@ class Metrics:
         options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
         entry = self.table.get((self.hook, name, self.loader))
         if entry is None:
-            entry = self._new(name, value, options)
+            entry = self._new(name, options)
         elif entry.options != options:
             if entry.options is None:  # sums of an interrupted epoch, from a checkpoint
                 entry = self._adopt(entry, name, options)
@@ -134,7 +134,7 @@ class Metrics:
         if len(entry.values) >= _FOLD:
             entry.fold()
 
-    def _new(self, name: str, value: Any, options: tuple[Any, ...]) -> Entry:
+    def _new(self, name: str, options: tuple[Any, ...]) -> Entry:
         if self.hook in CLOSED_HOOKS:
             raise LogError(
                 f"{name!r} cannot be logged {'in ' + self.hook if self.hook else 'outside a hook'}",
@@ -273,7 +273,7 @@ class Metrics:
             self._tables["train"][(hook, name, loader)] = entry
 
     def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
-        entry = self._new(name, None, options)
+        entry = self._new(name, options)
         entry.adopt(restored)
         return entry
 

@@ -21,7 +21,8 @@ class Requests:
         stop: why training should stop, or None.
         validation: why validation should run now, or None.
         checkpoints: (reason, request); a request of None means the run's own directory and name.
-        signal: the number of a signal that asked for a graceful end, or 0.
+        signal: the number of a signal that asked this process for a graceful end, or 0.
+        leaving: of a signal that every rank of several has heard of, or 0: they leave together.
         wake: called at each request, so that the loop looks at the end of the running step.
     """
 
@@ -29,14 +30,14 @@ class Requests:
         self.stop: str | None = None
         self.validation: str | None = None
         self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
-        self.signal = 0
+        self.signal = self.leaving = 0
         self.wake: Callable[[], None] = _nobody
 
     def clear(self) -> None:
         """A new run."""
         self.stop = self.validation = None
         self.checkpoints.clear()
-        self.signal = 0
+        self.signal = self.leaving = 0
         self.wake = _nobody
 
     def ask_stop(self, reason: str) -> None:

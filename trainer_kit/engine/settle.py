@@ -44,7 +44,7 @@ def settle_step(run: Fit) -> bool:
     if (agrees or requests.named) and not over:
         save_requested(run)
     run.due = next_due(run)  # ahead of the look at signals: the next one wakes
-    if listens and requests.signal:
+    if listens:
         _leave_on_signal(run)
     return leaves
 
@@ -77,8 +77,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
             _unite(run)
         run.requests.validation = None
     save_requested(run)
-    if run.requests.signal:
-        _leave_on_signal(run)
+    _leave_on_signal(run)
     if empty:
         run.say("the training loader gave no batch: training ends here")
     return schedule.finished(progress) is None and not _stops(run) and not empty
@@ -145,7 +144,8 @@ def _unite(run: Fit) -> None:
             found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
             fix="return None on every rank or on none; a loss of zero adds nothing either",
         )
-    requests.signal = int(max(signals))
+    # What this process is told from here on waits for the next agreement.
+    requests.leaving = int(max(signals))
     if any(stops) or any(validations):
         reasons = world.all_gather_object((requests.stop, requests.validation))
         requests.stop = next((stop for stop, _ in reasons if stop), None)
@@ -157,7 +157,7 @@ def _unite(run: Fit) -> None:
 def _listen(run: Fit) -> None:
     """Has any rank got a signal, and how late is it? Slow steps would let both wait too long for the next agreement."""
     rows = run.strategy.world.agree([run.requests.signal, run.elapsed, _pace(run)])
-    run.requests.signal = int(max(row[0] for row in rows))
+    run.requests.leaving = int(max(row[0] for row in rows))
     _count_time(run, max(row[1] for row in rows))
     run.listen_at = run.progress.step + int(rows[0][2])
 
@@ -182,8 +182,12 @@ def _stops(run: Fit) -> bool:
 
 
 def _leave_on_signal(run: Fit) -> None:
-    name = signal.Signals(run.requests.signal).name
-    number, step = run.requests.signal, run.progress.step
+    """End the run where a signal asked for it; of several ranks, where all of them know."""
+    number, step = run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving, run.progress.step
+    if not number:
+        return
+    name = signal.Signals(number).name
+    run.requests.signal = number
     saved = "nothing to save"
     if run.checkpoints:
         began = time.monotonic()

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError
+from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.bus import Bus, sorted_callbacks
@@ -173,6 +173,7 @@ class Verb:
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
         trainer, module = self.trainer, self.module
+        _check_keepers(trainer)
         take_directories(trainer, self.unwinding.cleanup)
         path = find_checkpoint(trainer, ckpt_path, trainer.checkpoint_callbacks)
         state = None if path is None else read_state(path, weights_only)
@@ -278,6 +279,20 @@ class Verb:
         run.validation.seen.clear()
         trainer.metrics.forget()
         requests.stop, requests.validation, requests.checkpoints[:] = before
+
+
+def _check_keepers(trainer: Any) -> None:
+    """Checkpoints are taken by all ranks together: each must have the callbacks that ask for them."""
+    world = trainer.strategy.world
+    if world.size == 1:
+        return
+    everyone = world.all_gather_object([type(callback).__name__ for callback in trainer.checkpoint_callbacks])
+    if any(names != everyone[0] for names in everyone):
+        raise RankError(
+            "the ranks have different checkpoint callbacks",
+            found="; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone)),
+            fix="give every rank the same ones: only rank 0 writes",
+        )
 
 
 def _has_state(owner: Any) -> bool:
