@@ -282,6 +282,23 @@ def test_a_rate_in_a_tensor_is_compared_by_value():
     assert said == []
 
 
+def test_a_value_that_is_not_logged_again_keeps_its_reduction_through_a_resume(tmp_path):
+    class Early(TinyModule):
+        def training_step(self, batch, batch_idx):
+            if batch_idx < 2:
+                self.log("early", float(batch_idx + 1), on_step=False, on_epoch=True, reduce_fx="max")
+            return super().training_step(batch, batch_idx)
+
+    def trainer():
+        keeper = ModelCheckpoint(dirpath=tmp_path, every_n_train_steps=1, save_top_k=-1)
+        return Trainer(max_epochs=1, logger=False, callbacks=[keeper], enable_progress_bar=False)
+
+    trainer().fit(Early(), [torch.randn(4, 32) for _ in range(4)])
+    resumed = trainer()
+    resumed.fit(Early(), [torch.randn(4, 32) for _ in range(4)], ckpt_path=tmp_path / "step-00000003")
+    assert resumed.callback_metrics["early"].item() == 2.0
+
+
 def test_an_epoch_that_was_left_early_is_saved_as_finished(tmp_path):
     """``on_train_batch_start`` returned -1: no window is under way any more, so nothing of it is taken back."""
 

@@ -68,6 +68,7 @@ class Entry:
         "prog_bar",
         "rank_zero",
         "reduce",
+        "restored",
         "sums",
         "sync",
         "to_logger",
@@ -79,7 +80,8 @@ class Entry:
     def __init__(self, hook: str, name: str, loader: int | None, options: tuple[Any, ...]) -> None:
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = options
         self.hook, self.loader = hook, loader
-        self.options: tuple[Any, ...] | None = options
+        self.options = options
+        self.restored = False  # sums of an interrupted epoch, from a checkpoint
         self.base, self.place = name, "" if loader is None or not add_loader else f"/dataloader_idx_{loader}"
         self.name = name + self.place
         by_batch = hook in BATCH_HOOKS
@@ -151,6 +153,12 @@ class Entry:
         """The latest value alone, as ``fold`` would have it."""
         kind = "mean" if callable(self.reduce) else self.reduce
         return _pair(kind, _stacked([self.last]), [self.last_weight])
+
+    def plain_options(self) -> list[Any]:
+        """The options as a checkpoint can hold them; a function that reduces comes back with the next `log`."""
+        options = list(self.options)
+        options[4] = self.reduce if isinstance(self.reduce, str) else "mean"
+        return options
 
     def adopt(self, restored: Entry) -> None:
         """Take over the sums that a checkpoint held."""

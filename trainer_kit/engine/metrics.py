@@ -94,7 +94,7 @@ class Metrics:
         if entry is None:
             entry = self._new(name, options)
         elif entry.options != options:
-            if entry.options is None:  # sums of an interrupted epoch, from a checkpoint
+            if entry.restored:
                 entry = self._adopt(entry, name, options)
             else:
                 raise LogError(
@@ -260,16 +260,17 @@ class Metrics:
             entry.fold()
             if entry.sums is not None or entry.values:
                 values = [float(v) for v in entry.values]  # sync point: a checkpoint is being taken
-                running.append([hook, name, loader, entry.sums, values, list(entry.weights)])
+                running.append([hook, name, loader, entry.sums, values, list(entry.weights), entry.plain_options()])
         return {"running": running, "callback": dict(self.callback)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; options come back with the next `log` of that name."""
+        """Take over what ``state_dict`` returned; options may change with the next `log` of that name."""
         self.callback.update(state.get("callback", {}))
-        for hook, name, loader, sums, values, weights in state.get("running", []):
-            entry = Entry(hook, name, loader, (False, None, False, True, "mean", True, True, False))
+        for hook, name, loader, sums, values, weights, *rest in state.get("running", []):
+            options = tuple(rest[0]) if rest else (False, None, False, True, "mean", True, True, False)
+            entry = Entry(hook, name, loader, options)
             entry.sums, entry.values, entry.weights = sums, list(values), list(weights)
-            entry.options = None
+            entry.restored = True
             self._tables["train"][(hook, name, loader)] = entry
 
     def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:

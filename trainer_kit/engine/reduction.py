@@ -48,14 +48,14 @@ def agreed(
             raise _different(everyone)
         whole += told[0] if told else []
     # What was restored with a checkpoint counts, although this rank ran no batch since.
-    known = {(e.hook, e.base, e.loader): e for e in entries if (ran or e.options is None) and e.loader not in absent}
+    known = {(e.hook, e.base, e.loader): e for e in entries if (ran or e.restored) and e.loader not in absent}
     return [_entry(name, known.get(name[:3]), module) for name in whole]
 
 
 def _entry(name: _Name, known: Entry | None, module: nn.Module | None) -> Entry:
-    if known is not None and known.options is not None:
-        return known
     hook, base, loader, options, place = name
+    if known is not None and not (known.restored and known.options != options):
+        return known
     made = Entry(hook, base, loader, options)
     if known is not None:
         made.adopt(known)
