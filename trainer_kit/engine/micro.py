@@ -319,6 +319,10 @@ class Micro:
         finally:
             metrics.table, self.factors, (self.loss, self.loss_sum) = table, factors, seen
 
+    def let_go(self) -> None:
+        """The fit is over: nothing may keep the strategy's wrapper, and with it its process group, alive."""
+        self._step = _over
+
     def _add_nothing(self) -> None:
         if self.fresh:
             self.fresh = False
@@ -358,6 +362,10 @@ def _device_of(batch: Any) -> torch.device | None:
     found: list[torch.device] = []
     apply_to_collection(batch, Tensor, lambda tensor: found.append(tensor.device))
     return found[0] if found else None
+
+
+def _over(batch: Any, batch_idx: int) -> Any:
+    raise RuntimeError("this fit is over")
 
 
 def _nothing() -> None:

@@ -154,6 +154,8 @@ class Verb:
     def _stop(self, error: BaseException | None) -> None:
         if self.stage == "fit":
             self.trainer.strategy.stop()
+            if self.trainer.run is not None:
+                self.trainer.run.micro.let_go()
 
     def _finalize(self, error: BaseException | None) -> None:
         trainer = self.trainer

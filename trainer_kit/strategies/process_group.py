@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -42,6 +43,9 @@ def join_world(device: torch.device, backend: str | None, timeout: timedelta) ->
 
 
 def _leave_world() -> None:
+    # A reducer that outlives its group aborts the process on its way out ("terminate called without an active
+    # exception", exit code 134): what only a cycle keeps alive has to go first.
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 
