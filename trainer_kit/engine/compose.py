@@ -165,6 +165,8 @@ def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable
     strategy = trainer.strategy
     strategy.prepare_module(module, manual)
     made = configure_optimizers(module)
+    if not made.optimizers:
+        trainer.print("no optimizer: configure_optimizers returned None, so nothing will be stepped")
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
@@ -210,7 +212,11 @@ def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
 
 
 def _validation(trainer: Any, module: Any, datamodule: Any, given: Any, bus: Bus) -> Evaluation | None:
-    if trainer.settings.limits["val"] == 0 or not is_overridden("validation_step", module, TrainModule):
+    if trainer.settings.limits["val"] == 0:
+        return None
+    if not is_overridden("validation_step", module, TrainModule):
+        if given is not None:
+            trainer.print(f"no validation: {type(module).__name__} has no validation_step for val_dataloaders")
         return None
     loaders = find_loaders("validate", given, module, datamodule)
     if loaders is None:

@@ -66,6 +66,8 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
             reduced.add(run.metrics.flush_epoch(ran))
         run.publish(reduced.logger, progress.step)
         reduced = Reduced()
+    if ran and run.micro.loss is None and run.micro.skipped:
+        run.say("nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)")
     if completed:
         run.stepper.end_epoch(progress.epoch + 1)
         progress.epoch += 1

@@ -193,6 +193,7 @@ def restore(
                 part.base_lrs = rates
     run.precision.load_state_dict(state["precision"])
     run.progress.load_state_dict(state["progress"])
+    _divide_anew(run, len(state["rng"]))
     run.schedule.go_on(run.progress)
     run.finite = run.progress.step
     for callback in callbacks:
@@ -206,3 +207,23 @@ def restore(
         restore_rng(state["rng"][rank], run.strategy.device)
     else:
         run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")
+
+
+def _divide_anew(run: Fit, ranks: int) -> None:
+    """A position inside an epoch counts micro-batches of all ranks: on another number of them it is another number.
+
+    With ``global_batch_size`` a micro-batch holds the same samples on any number of ranks, and nothing changes.
+    """
+    size, progress = run.strategy.data.size, run.progress
+    if ranks == size or not progress.epoch_batch or run.windows.feed.sets_batch_size:
+        return
+    batches, rest = divmod(progress.epoch_batch * ranks, size)
+    if rest:
+        raise CheckpointError(
+            "progress",
+            "epoch_batch",
+            f"{progress.epoch_batch} batches of {ranks} ranks are no whole number of batches of {size}",
+            fix="resume on as many ranks as before, from a checkpoint of an epoch's end, or use global_batch_size",
+        )
+    run.say(f"going on at batch {batches} of the epoch: {progress.epoch_batch} were trained on {ranks} ranks")
+    progress.epoch_batch = batches
