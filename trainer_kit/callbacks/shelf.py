@@ -99,15 +99,19 @@ class Shelf:
         """
         self.asked_step = trainer.global_step  # no step was made since
         assert self.dirpath is not None
-        kept, before = self.retention.kept, self._before[0]
+        from trainer_kit.checkpoint.store import lookup
+
+        kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
         gone: list[str] = []
         there: list[str] = []
+        cut_short = False
         if trainer.is_global_zero:
+            cut_short = restored and lookup(self.dirpath, "last") == Path(newest)
             gone = [path for path in (*(kept if restored else ()), before) if path and not os.path.isdir(path)]
             if not restored and os.path.isdir(self.dirpath):
                 there = sorted(os.listdir(self.dirpath))
         if trainer.world_size > 1:
-            gone, there = trainer.strategy.world.broadcast((gone, there))
+            gone, there, cut_short = trainer.strategy.world.broadcast((gone, there, cut_short))
         # Deleted by the sitting that this one goes back behind, or by hand.
         for path in gone:
             kept.pop(path, None)
@@ -116,6 +120,9 @@ class Shelf:
         if not restored:
             mine = {os.path.basename(path) for path in self.retention.live}
             self._taken = [name for name in there if name not in mine]
+        if cut_short:
+            # Whoever saved it may have died before deleting what gave way to it, and no save may follow.
+            self._make_way(newest, self.retention.confirm(newest), {})
 
     def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
         """Ask for a checkpoint of this step; a score of None keeps it only as the newest.
@@ -160,17 +167,20 @@ class Shelf:
 
     def _saved(self, path: str) -> None:
         ready = self.retention.confirm(path)
+        best = self.retention.durable_best if self.ranked else ""
+        self._make_way(path, ready, {"last": path, **({"best": best} if best else {})})
+
+    def _make_way(self, path: str, ready: list[str], names: Mapping[str, str]) -> None:
+        """Delete what gave way to ``path``, which is durable, once no name in the directory means it any more."""
         if not self._is_zero:
             return
         from trainer_kit.checkpoint.commit import remove_checkpoint
         from trainer_kit.checkpoint.store import mark
 
         assert self.dirpath is not None
-        names = {"last": path}
-        if self.ranked and (best := self.retention.durable_best):
-            names["best"] = best
         try:
-            mark(self.dirpath, **names)
+            if names:
+                mark(self.dirpath, **names)
             for old in ready:
                 if os.path.lexists(old) and not any(other.retention.holds(old) for other in self._others):
                     remove_checkpoint(old)
