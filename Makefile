@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-quick check bench docs clean
+.PHONY: help demo test test-quick soak check bench docs clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
 	@echo "make test        every test"
 	@echo "make test-quick  the tests that are not marked slow"
+	@echo "make soak        runs that are killed KILLS times (1000) and end as if they had not been"
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop costs, beside a hand-written one"
 	@echo "make docs        write the generated pages again"
@@ -23,7 +24,7 @@ help:
 	@touch $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-quick check bench: export OMP_NUM_THREADS = 1
+test test-quick soak check bench: export OMP_NUM_THREADS = 1
 
 demo: .venv/.stamp
 	$(BIN)/python examples/digits.py
@@ -33,6 +34,10 @@ test: .venv/.stamp
 
 test-quick: .venv/.stamp
 	$(BIN)/python -m pytest -m "not slow"
+
+KILLS ?= 1000
+soak: .venv/.stamp
+	KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults/test_kills.py -k soak
 
 check: .venv/.stamp
 	$(BIN)/ruff format --check .
