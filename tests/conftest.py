@@ -164,3 +164,27 @@ def _forget_the_seed():
     before = seed._last_seed
     yield
     seed._last_seed = before
+
+
+# Tests that start programs of their own, each with an import of torch: left out of `make test-quick`.
+_SLOW = (
+    "benchmarks/",
+    "docs/test_pages.py",
+    "docs/test_readme.py",
+    "engine/test_signals.py",
+    "examples/",
+    "faults/",
+    "launch/test_agent.py",
+    "launch/test_notebook.py",
+    "loggers/test_wandb.py",
+    "testing/test_leaks.py",
+    "testing/test_world_size_mark.py",
+    "test_public_names.py",
+)
+
+
+def pytest_collection_modifyitems(items):
+    tests = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(tests) and item.path.relative_to(tests).as_posix().startswith(_SLOW):
+            item.add_marker(pytest.mark.slow)

@@ -74,7 +74,6 @@ class Feed:
         self.loader = loader
         self._source = _open(loader, place)
         self.per_rank_batch_size: int | None = self._source.per_rank_batch_size
-        self.sets_batch_size = batch_size is not None
         """Samples a micro-batch on this rank, but for the last; None when unknown."""
 
     @property

@@ -67,6 +67,7 @@ def collect(
         state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
         state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
         state["seed"] = seed
+        state["batch_samples"] = run.windows.feed.samples(0)
         own = (rng_state(run.strategy.device), run.metrics.state_dict())
         everyone = run.strategy.world.all_gather_object(own)
         state["rng"] = [rng for rng, _ in everyone]
@@ -193,7 +194,7 @@ def restore(
                 part.base_lrs = rates
     run.precision.load_state_dict(state["precision"])
     run.progress.load_state_dict(state["progress"])
-    _divide_anew(run, len(state["rng"]))
+    _divide_anew(run, state.get("batch_samples"))
     run.schedule.go_on(run.progress)
     run.finite = run.progress.step
     for callback in callbacks:
@@ -209,21 +210,18 @@ def restore(
         run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")
 
 
-def _divide_anew(run: Fit, ranks: int) -> None:
-    """A position inside an epoch counts micro-batches of all ranks: on another number of them it is another number.
-
-    With ``global_batch_size`` a micro-batch holds the same samples on any number of ranks, and nothing changes.
-    """
-    size, progress = run.strategy.data.size, run.progress
-    if ranks == size or not progress.epoch_batch or run.windows.feed.sets_batch_size:
+def _divide_anew(run: Fit, samples: int | None) -> None:
+    """A position inside an epoch counts micro-batches: of another size, it is another number of them."""
+    now, progress = run.windows.feed.samples(0), run.progress
+    if samples == now or samples is None or now is None or not progress.epoch_batch:
         return
-    batches, rest = divmod(progress.epoch_batch * ranks, size)
+    batches, rest = divmod(progress.epoch_batch * samples, now)
     if rest:
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"{progress.epoch_batch} batches of {ranks} ranks are no whole number of batches of {size}",
-            fix="resume on as many ranks as before, from a checkpoint of an epoch's end, or use global_batch_size",
+            f"{progress.epoch_batch} batches of {samples} samples are no whole number of batches of {now}",
+            fix="resume with as many ranks and samples a batch, from an epoch's end, or use global_batch_size",
         )
-    run.say(f"going on at batch {batches} of the epoch: {progress.epoch_batch} were trained on {ranks} ranks")
+    run.say(f"going on at batch {batches} of the epoch: {progress.epoch_batch} of {samples} samples were trained on")
     progress.epoch_batch = batches
