@@ -71,8 +71,10 @@ STEPS = {1: 21, 2: 12}
 
 if "KILLS" in os.environ:
     KILLS = [pytest.param(int(os.environ["KILLS"]) // 2, marks=pytest.mark.timeout(0), id="soak")]
+    MOMENTS = [pytest.param(1, marks=pytest.mark.timeout(0), id="soak")]
 else:
     KILLS = [5, pytest.param(20, marks=pytest.mark.slow)]
+    MOMENTS = [17, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
 
 
 class Server:
@@ -252,7 +254,7 @@ def test_what_gave_way_to_the_last_checkpoint_goes_at_the_next_start(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000002"]
 
 
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("every", MOMENTS)
 def test_every_moment_from_the_last_step_to_the_end(
     server: Server, undisturbed: Any, tmp_path: Path, every: int
 ) -> None:
