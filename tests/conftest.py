@@ -23,6 +23,11 @@ import torch.distributed as dist
 pytest_plugins = ["trainer_kit.testing.pytest_plugin"]
 
 _ROOT = Path(__file__).parents[1]
+# A shell starts background jobs with these ignored, and what is ignored stays so in every process below.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PYTEST_OWN = {"PYTEST_CURRENT_TEST"}
 _ONCE_PER_PROCESS = {
