@@ -216,7 +216,7 @@ def test_a_given_batch_size_is_the_weight():
 
 
 def test_the_default_weight_is_the_loss_weight():
-    """Ours (DECISIONS 17)."""
+    """Ours: decision 17."""
 
     class Weighted(Net):
         def loss_weight(self, batch):
