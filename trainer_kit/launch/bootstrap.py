@@ -6,6 +6,7 @@ only: nothing may be imported before the script's own first line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -164,14 +165,32 @@ def main() -> None:
     try:
         _run(sys.argv[1:])
     except SystemExit as exit_:
-        if exit_.code:
-            _REPORTER.write(exit_)
+        if not exit_.code:
+            _leave()
+        _REPORTER.write(exit_)
         raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         _REPORTER.write(error)  # now: a hook that the script installed need not call ours
         raise
+    _leave()
+
+
+def _leave() -> None:
+    """End a rank that succeeded: everything Python does at exit, and nothing of what C++ does behind it.
+
+    torch's process groups may abort there ("terminate called without an active exception") although all is done.
+    """
+    import atexit
+    import threading
+
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for what is not a daemon, as the interpreter does
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

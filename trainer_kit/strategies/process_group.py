@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -46,7 +47,7 @@ def _leave_world() -> None:
     # A reducer that outlives its group aborts the process on its way out ("terminate called without an active
     # exception", exit code 134): what only a cycle keeps alive has to go first.
     gc.collect()
-    if dist.is_initialized():
+    if dist.is_initialized() and "TRAINER_KIT_AGENT_PID" not in os.environ:  # our agent's ranks end without C++'s exit
         dist.destroy_process_group()
 
 
