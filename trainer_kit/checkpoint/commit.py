@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,7 +33,16 @@ from trainer_kit.checkpoint.manifest import (
 )
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["Snapshot", "clean_incomplete", "remove_checkpoint", "take_snapshot", "write_checkpoint", "write_snapshot"]
+__all__ = [
+    "Snapshot",
+    "check_target",
+    "clean_incomplete",
+    "remove_checkpoint",
+    "take_snapshot",
+    "work_directory",
+    "write_checkpoint",
+    "write_snapshot",
+]
 
 _SINGLE_FILES: Final = ("index.json", LOCK)
 
@@ -114,16 +123,37 @@ def write_checkpoint(
         ...     sorted(file.name for file in path.iterdir()), read_checkpoint(path)
         (['manifest.json', 'state.json'], {'progress': {'step': 3}})
     """
-    target = _check_target(path, overwrite)
+    target = check_target(path, overwrite)
     return write_snapshot(target, take_snapshot(state, info=info, copy=False), overwrite=overwrite)
 
 
 def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False) -> Path:
     """The second half of `write_checkpoint`: no training state is touched, so any thread may run it."""
-    target = _check_target(path, overwrite)
+    target = check_target(path, overwrite)
     parts = _name_parts(snapshot.tensors)
     shards = {name: safetensors_bytes(snapshot.tensors[part]) for part, name in parts.items() if name is not None}
     needed = len(snapshot.document) + sum(size for size, _ in shards.values())
+    with work_directory(target, needed, overwrite=overwrite) as work:
+        files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
+        files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
+        write_file(work / MANIFEST, [dump_manifest(new_manifest(files, parts, snapshot.info, _versions()))])
+    return target
+
+
+@contextmanager
+def work_directory(target: Path, needed: int, *, overwrite: bool = False) -> Iterator[Path]:
+    """A hidden directory beside ``target``, which becomes ``target`` durably at the end, or is gone after an error.
+
+    Whoever writes into it syncs its files, and writes the manifest last.
+
+    Args:
+        target: from `check_target`; its parents are made too.
+        needed: bytes that will be written.
+        overwrite: replace a checkpoint that is there.
+
+    Raises:
+        CheckpointError: for too little space, or any failed I/O, also of the code inside.
+    """
     work, made = hidden_path(target, "tmp"), _missing_parents(target)
     try:
         for parent in reversed(made):
@@ -131,10 +161,7 @@ def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrit
             sync_directory(parent.parent)
         _check_space(target, needed)
         work.mkdir()
-        files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
-        files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
-        manifest = new_manifest(files, parts, snapshot.info, _versions())
-        write_file(work / MANIFEST, [dump_manifest(manifest)])
+        yield work
         sync_directory(work)
         if overwrite and target.exists():
             _replace(work, target)
@@ -153,7 +180,6 @@ def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrit
         if isinstance(error, OSError):
             raise _failure(target, error, needed) from error
         raise
-    return target
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
@@ -204,7 +230,12 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
     return count
 
 
-def _check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """``path``, absolute, when a checkpoint may be written there.
+
+    Raises:
+        CheckpointError: it may not: the name is hidden, or something is there that stays.
+    """
     target = Path(os.path.abspath(path))
     if not target.name or target.name.startswith("."):
         raise CheckpointError(target, None, "a hidden name is not counted as a checkpoint", fix="use another name")
