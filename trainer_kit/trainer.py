@@ -79,6 +79,8 @@ class Trainer(Session):
         resume: refused here; use ``fit(ckpt_path="last")``.
         global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
         loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.
+        async_save: write checkpoints behind the training thread, which only waits for a copy of the state in host
+            memory. False saves that memory, and training waits for the disk.
 
     Raises:
         ConfigurationError: before anything runs, for everything that cannot work.
@@ -141,6 +143,7 @@ class Trainer(Session):
         resume: str | None = None,
         global_batch_size: int | None = None,
         loss_weighting: bool = True,
+        async_save: bool = True,
     ) -> None:
         _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
         self.settings = make_settings(
@@ -191,6 +194,7 @@ class Trainer(Session):
             "sync_batchnorm": sync_batchnorm,
         }
         self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+        self.async_save = async_save
         self.barebones, self.fast_dev_run = barebones, bool(fast_dev_run)
         given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
         self.set_callbacks(

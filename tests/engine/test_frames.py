@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -43,11 +44,15 @@ def python_calls(run):
         nonlocal calls
         calls += event == "call"
 
+    # What other tests left to the collector must not be collected, and counted, meanwhile.
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
     try:
         run()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 

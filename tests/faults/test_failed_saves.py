@@ -45,6 +45,9 @@ class Wide(TrainModule):
 
 class Fills(Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        save = trainer.run.saver.save
+        if save is not None:
+            save.writing.wait()
         soft = 20_000 if batch_idx + 1 in (3, 4) else resource.RLIM_INFINITY
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 
@@ -74,6 +77,13 @@ class Wide(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def wait(trainer):
+    """Until what is written behind the training thread is on disk, or not."""
+    save = trainer.run.saver.save
+    if save is not None and save.writing is not None:
+        save.writing.wait()
+
+
 class Breaks(Callback):
     """The disk fails while these steps are saved."""
 
@@ -88,6 +98,7 @@ class Breaks(Callback):
         monkeypatch.setattr(os, "fsync", fsync)
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        wait(trainer)
         self.failing = batch_idx + 1 in self.steps
 
     def on_fit_end(self, trainer, module):
@@ -241,6 +252,7 @@ def test_a_full_disk(tmp_path, capsys, size, reason):
         """Files of somebody else take what is left, and go again."""
 
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            wait(trainer)
             if batch_idx == 2:
                 try:
                     for number in range(100):
@@ -272,6 +284,7 @@ def test_all_ranks_learn_it(tmp_path):
 
     class OneDiskFails(Callback):
         def on_train_step_end(self, trainer, module):
+            wait(trainer)
             if trainer.is_global_zero and trainer.global_step == 2:
                 (tmp_path / "at").rename(tmp_path / "away")
                 (tmp_path / "at").write_text("")

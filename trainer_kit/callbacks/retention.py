@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import final
+from threading import Lock
+from typing import Final, final
 
 __all__ = ["Retention"]
+
+_LOCK: Final = Lock()
+"""Held for microseconds, so one for all: callbacks stay things that can be copied."""
 
 
 @final
@@ -14,7 +18,7 @@ class Retention:
 
     What is kept follows from what was *asked for*, so it does not depend on when a save was done. What may be deleted
     follows from what is durable: a checkpoint goes only once the one that took its place is there. A save that never
-    became durable gives its place back.
+    became durable gives its place back. Whether a save is done may be said from another thread.
 
     Args:
         keep: how many; -1 for all, 0 for none but the newest.
@@ -72,7 +76,8 @@ class Retention:
     @property
     def durable_best(self) -> str:
         """The best one that is there, kept or about to go, or ""."""
-        scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
+        with _LOCK:
+            scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
         return self._best({path: score for path, score in scores.items() if path not in self.pending})
 
     def holds(self, path: str) -> bool:
@@ -86,45 +91,53 @@ class Retention:
 
     def ask(self, path: str, score: float | None) -> None:
         """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
-        self._before = dict(self.kept), self.newest, dict(self.displaced), list(self.yielding)
-        previous, self.newest = self.newest, path
-        if path in self.pending:
-            self.pending.remove(path)
-        self.pending.append(path)
-        self.kept.pop(path, None)
-        self.displaced.pop(path, None)
-        self.yielding = []
-        if score is not None:
-            if worst := self.worst:
-                self.yielding.append(worst)
-                self.displaced[worst] = (path, self.kept.pop(worst))
-            self.kept[path] = score
-        if previous and previous not in (path, *self.kept, *self.yielding):
-            self.yielding.append(previous)
-            self.displaced[previous] = (path, None)
+        with _LOCK:
+            self._before = dict(self.kept), self.newest, dict(self.displaced), list(self.yielding)
+            previous, self.newest = self.newest, path
+            if path in self.pending:
+                self.pending.remove(path)
+            self.pending.append(path)
+            self.kept.pop(path, None)
+            self.displaced.pop(path, None)
+            self.yielding = []
+            if score is not None:
+                if worst := self.worst:
+                    self.yielding.append(worst)
+                    self.displaced[worst] = (path, self.kept.pop(worst))
+                self.kept[path] = score
+            if previous and previous not in (path, *self.kept, *self.yielding):
+                self.yielding.append(previous)
+                self.displaced[previous] = (path, None)
 
     def confirm(self, path: str) -> list[str]:
         """Count ``path`` as durable; returns what may be deleted now, and forgets it."""
-        self._before = None
-        if path in self.pending:
-            at = self.pending.index(path)
-            lost, self.pending = self.pending[:at], self.pending[at + 1 :]
-            self._lose(lost)
-        ready = [other for other, (by, _) in self.displaced.items() if by not in self.pending and other != path]
-        for other in ready:
-            del self.displaced[other]
-        return ready
+        with _LOCK:
+            self._before = None
+            if path in self.pending:
+                at = self.pending.index(path)
+                lost, self.pending = self.pending[:at], self.pending[at + 1 :]
+                self._lose(lost)
+            ready = [other for other, (by, _) in self.displaced.items() if by not in self.pending and other != path]
+            for other in ready:
+                del self.displaced[other]
+            return ready
 
     def fail(self, path: str) -> None:
         """The save of ``path`` failed: it gives its place back, and nothing is deleted for it."""
-        if path not in self.pending:
-            return
-        self.pending.remove(path)
-        if self._before is not None and path == self.newest:
-            self.kept, self.newest, self.displaced, self.yielding = self._before
-            self._before = None
-        else:  # others were asked for or confirmed since
-            self._lose([path])
+        with _LOCK:
+            if path not in self.pending:
+                return
+            self.pending.remove(path)
+            if self._before is not None and path == self.newest:
+                self.kept, self.newest, self.displaced, self.yielding = self._before
+                self._before = None
+            else:  # others were asked for or confirmed since
+                self._lose([path])
+
+    def put_off(self, path: str, left: list[str]) -> None:
+        """What could not be deleted behind ``path`` goes behind the next one."""
+        with _LOCK:
+            self.displaced.update(dict.fromkeys(left, (path, None)))
 
     def _lose(self, lost: list[str]) -> None:
         # Saves are done one after the other: one that is passed by a later one has failed.

@@ -26,13 +26,20 @@ class _Request:
     path: Path
     weights_only: bool
     shelf: Shelf
+    done: bool = False
 
     @property
     def next_try(self) -> str:
         return self.shelf.next_try()
 
+    def committed(self, path: Path) -> str | None:
+        self.done = True
+        return self.shelf._saved(str(self.path))
+
     def saved(self, path: Path) -> None:
-        self.shelf._saved(str(self.path))
+        problem = None if self.done else self.shelf._saved(str(self.path))
+        if problem is not None:
+            warnings.warn(problem, stacklevel=2)
 
     def failed(self, path: Path) -> None:
         self.shelf.retention.fail(str(self.path))
@@ -122,7 +129,9 @@ class Shelf:
             self._taken = [name for name in there if name not in mine]
         if cut_short:
             # Whoever saved it may have died before deleting what gave way to it, and no save may follow.
-            self._make_way(newest, self.retention.confirm(newest), {})
+            problem = self._make_way(newest, self.retention.confirm(newest), {})
+            if problem is not None:
+                warnings.warn(problem, stacklevel=2)
 
     def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
         """Ask for a checkpoint of this step; a score of None keeps it only as the newest.
@@ -165,15 +174,19 @@ class Shelf:
                 return True
         return False
 
-    def _saved(self, path: str) -> None:
+    def _saved(self, path: str) -> str | None:
         ready = self.retention.confirm(path)
         best = self.retention.durable_best if self.ranked else ""
-        self._make_way(path, ready, {"last": path, **({"best": best} if best else {})})
+        return self._make_way(path, ready, {"last": path, **({"best": best} if best else {})})
 
-    def _make_way(self, path: str, ready: list[str], names: Mapping[str, str]) -> None:
-        """Delete what gave way to ``path``, which is durable, once no name in the directory means it any more."""
+    def _make_way(self, path: str, ready: list[str], names: Mapping[str, str]) -> str | None:
+        """Delete what gave way to ``path``, which is durable, once no name in the directory means it any more.
+
+        Returns:
+            What went wrong: the checkpoint itself is safe, its bookkeeping is no reason to end a run.
+        """
         if not self._is_zero:
-            return
+            return None
         from trainer_kit.checkpoint.commit import remove_checkpoint
         from trainer_kit.checkpoint.store import mark
 
@@ -185,9 +198,9 @@ class Shelf:
                 if os.path.lexists(old) and not any(other.retention.holds(old) for other in self._others):
                     remove_checkpoint(old)
         except (CheckpointError, OSError) as error:
-            self.retention.displaced.update({old: (path, None) for old in ready if os.path.lexists(old)})  # next time
-            # The checkpoint itself is safe: its bookkeeping is no reason to end a run.
-            warnings.warn(f"after saving {path}: {error}", stacklevel=2)
+            self.retention.put_off(path, [old for old in ready if os.path.lexists(old)])
+            return f"after saving {path}: {error}"
+        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Follows from what was asked for alone, never from when a save was done."""

@@ -77,7 +77,13 @@ class EnumRecord:
         return cls[str(self.name)] if known else cls(self.value)
 
 
-def encode(value: Any, tensors: MutableMapping[str, Tensor], *, at: str = "", copy: bool = True) -> Any:
+def encode(
+    value: Any,
+    tensors: MutableMapping[str, Tensor],
+    *,
+    at: str = "",
+    copy: bool | Callable[[str, Tensor], Tensor] = True,
+) -> Any:
     """Turn ``value`` into a tree that JSON can hold; tensors and arrays are collected under names of their key path.
 
     Encoded: None, bool, int, float, str, list, dict (any encodable keys, order kept), tuple, set, frozenset, bytes,
@@ -90,7 +96,8 @@ def encode(value: Any, tensors: MutableMapping[str, Tensor], *, at: str = "", co
         value: the state.
         tensors: filled with dense tensors that safetensors can hold.
         at: the key path of ``value``, for messages.
-        copy: give every tensor memory of its own on the CPU; False aliases the state, for writing it at once.
+        copy: give every tensor memory of its own on the CPU; False aliases the state, for writing it at once; a
+            callable is given the tensor's name, with ``at`` before it, and the tensor, and returns the copy.
 
     Returns:
         The tree, for ``json.dumps(tree, allow_nan=False)`` and `decode`.
@@ -133,6 +140,14 @@ def decode(tree: Any, tensors: Mapping[str, Tensor], *, at: str = "", file: obje
         raise CheckpointError(file, at or None, "it is nested too deeply to be read") from None
 
 
+def _copied(name: str, tensor: Tensor) -> Tensor:
+    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
+
+
+def _as_it_is(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _join(at: str, path: tuple[str, ...]) -> str:
     return ".".join((at, *path) if at else path)
 
@@ -169,8 +184,11 @@ _LEAVES: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
 
 @final
 class _Encoder:
-    def __init__(self, tensors: MutableMapping[str, Tensor], at: str, copy: bool) -> None:
-        self._tensors, self._at, self._copy = tensors, at, copy
+    def __init__(
+        self, tensors: MutableMapping[str, Tensor], at: str, copy: bool | Callable[[str, Tensor], Tensor]
+    ) -> None:
+        self._tensors, self._at = tensors, at
+        self._copy = copy if callable(copy) else _copied if copy else _as_it_is
         self._open: set[int] = set()
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -280,9 +298,7 @@ class _Encoder:
         count = 2
         while name in self._tensors or name == "__metadata__":
             name, count = f"{stem}#{count}", count + 1
-        if self._copy and not owned:
-            tensor = tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
-        self._tensors[name] = tensor
+        self._tensors[name] = tensor if owned else self._copy(_join(self._at, (name,)), tensor)
         return name
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.checkpoint.files import in_units, safetensors_bytes, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import Hidden, hidden_path
@@ -63,13 +64,16 @@ class Snapshot:
     info: Any
 
 
-def take_snapshot(state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, copy: bool = True) -> Snapshot:
+def take_snapshot(
+    state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, copy: bool | HostBuffers = True
+) -> Snapshot:
     """Encode ``state``.
 
     Args:
         state: parts by name, such as ``{"model": ..., "optimizers": ...}``.
         info: what to know without reading the state: step, epoch, world size, … No tensors.
-        copy: give every tensor memory of its own, so that training may go on before the snapshot is written.
+        copy: give every tensor memory of its own, so that training may go on before the snapshot is written; with
+            buffers, the memory of the snapshot before, which must be written by then.
 
     Raises:
         CheckpointError: for a value that cannot be saved, naming its key path.
@@ -80,10 +84,13 @@ def take_snapshot(state: Mapping[str, Any], *, info: Mapping[str, Any] | None = 
     """
     trees: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
+    how = copy.copy if isinstance(copy, HostBuffers) else copy
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError("the state to save", repr(part), "the parts of a checkpoint are named by strings")
-        trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=copy)
+        trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=how)
+    if isinstance(copy, HostBuffers):
+        copy.end()
     loose: dict[str, Tensor] = {}
     header = encode(dict(info or {}), loose, at="info", copy=False)
     if loose:

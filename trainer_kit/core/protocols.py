@@ -173,8 +173,10 @@ class Precision(Protocol):
 class CheckpointRequest(Protocol):
     """What a callback asks of the loop: one checkpoint of the step it is in, after everything of that step.
 
-    Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training goes on, and
-    ``next_try: str``, when the callback will ask again, for the line that says so.
+    Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training goes on;
+    ``next_try: str``, when the callback will ask again, for the line that says so; and ``committed(path)``, called on
+    rank 0 the moment the checkpoint is durable, in the thread that wrote it: there files may be touched, and nothing
+    that training uses. It may return a line for the user.
     """
 
     reason: str
@@ -182,7 +184,7 @@ class CheckpointRequest(Protocol):
     weights_only: bool
 
     def saved(self, path: Path) -> None:
-        """The checkpoint exists, durably."""
+        """The checkpoint exists, durably. Called between two steps, soon after it does, on every rank."""
 
 
 class ModuleLike(Protocol):

@@ -24,6 +24,7 @@ from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers, parameters_of
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
 from trainer_kit.engine.settings import Settings
 from trainer_kit.engine.state import configured
@@ -108,10 +109,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         if manual
         else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
     )
-    several = None
-    if made.names is not None and not manual:
-        several = {name: parameters_of(o) for name, o in zip(made.names, made.optimizers, strict=True)}
-    micro = _micro(trainer, module, datamodule, bus, stepper, step, several, manual)
+    micro = _micro(trainer, module, datamodule, bus, stepper, step, made, manual)
     windows = Windows(
         feed,
         micro,
@@ -143,6 +141,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         announce=trainer.announce_checkpoint,
         say=trainer.print,
+        saver=Saver(trainer.async_save),
     )
     if stepper.evaluates_again:
         stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
@@ -182,8 +181,11 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _micro(
-    trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, step: Any, several: Any, manual: bool
+    trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, step: Any, made: Optimizers, manual: bool
 ) -> Micro:
+    several = None
+    if made.names is not None and not manual:
+        several = {name: parameters_of(o) for name, o in zip(made.names, made.optimizers, strict=True)}
     backward = module.backward if is_overridden("backward", module, TrainModule) else None
     micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()

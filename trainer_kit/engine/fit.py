@@ -6,6 +6,7 @@ import time
 
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.saving import settle_save
 from trainer_kit.engine.settle import continues, next_due, settle_end, settle_epoch, settle_step
 
 __all__ = ["fit"]
@@ -40,6 +41,7 @@ def fit(run: Fit) -> None:
         goes_on = settle_epoch(run, completed)
     if run.requests.stop is not None:
         run.say(f"stopped after step {progress.step}: {run.requests.stop}")
+    settle_save(run)  # who ends training finds every checkpoint that was asked for
     for hook in bus.on_train_end:
         hook()
     settle_end(run)

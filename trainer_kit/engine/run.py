@@ -16,6 +16,7 @@ from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import Stepper
 from trainer_kit.engine.requests import Requests
+from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
 from trainer_kit.engine.windows import Windows
 
@@ -34,6 +35,7 @@ class Fit:
         checkpoints: whether this run writes checkpoints at all.
         announce: tells the loggers of a checkpoint.
         say: prints.
+        saver: the save under way.
         listen_at: the step at which several ranks look for signals and the time; chosen by pace, so for nothing else.
         paced: step and monotonic seconds of the last such look.
         validated: the step at which validation ran last.
@@ -60,6 +62,7 @@ class Fit:
     checkpoints: bool
     announce: Callable[[Path], None]
     say: Callable[[str], None]
+    saver: Saver
     due: int = 0
     listen_at: int = 2**62
     paced: tuple[int, float] = (0, 0.0)

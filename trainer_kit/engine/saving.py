@@ -1,19 +1,31 @@
-"""Saving what was asked for. Rank 0 writes, the others wait; a storage that fails is reported and training goes on."""
+"""Saving what was asked for: a copy on the training thread, the writing behind it. Rank 0 writes.
+
+One save is under way at a time. A storage that fails is reported, the checkpoint does not exist, and training goes on.
+"""
 
 from __future__ import annotations
 
-import warnings
+import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
-from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.checkpoint.background import Background
+from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.engine.finite import check_finite
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.saver import Outcome, Save
 
-__all__ = ["save_requested", "save_to"]
+__all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
+
+_SLOW: Final = 60.0
+"""Seconds after which a save under way is worth a line."""
+_PATIENCE: Final = 2.0
+"""Seconds that training waits for a save without a word."""
 
 
 def save_requested(run: Fit, last: bool = False) -> bool:
@@ -24,71 +36,153 @@ def save_requested(run: Fit, last: bool = False) -> bool:
 
     Args:
         run: the fit.
-        last: nothing is trained after this.
+        last: nothing is trained after this, so it is durable when this returns.
 
     Returns:
-        Whether all of it is durable; the same on every rank.
+        Whether all of it is durable or under way; the same on every rank.
 
     Raises:
         CheckpointError: what was asked for cannot be saved on any disk.
     """
     asked = run.requests.checkpoints
     if not asked:
-        return True
+        return settle_save(run) if last else True
     check_finite(run)
-    plans = [(str(_path(run, request)), bool(request and request.weights_only)) for _, request in asked]
-    plans = run.strategy.world.broadcast(plans)
-    states: dict[bool, dict[str, object]] = {}
-    failures: dict[str, CheckpointError] = {}
-    for path, weights_only in dict(plans).items():
-        if weights_only not in states:
-            states[weights_only] = run.collect(weights_only)
-        failure = _write(run, Path(path), states[weights_only])
-        if failure is None:
-            run.announce(Path(path))
-        else:
-            failures[path] = failure
-    requests = [request for _, request in asked]
+    settle_save(run)
+    paths = {str(_path(run, request)): bool(request and request.weights_only) for _, request in asked}
+    paths = run.strategy.world.broadcast(paths)
+    save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
     asked.clear()
-    for path, failure in failures.items():
-        _report(run, Path(path), failure, [r for r in requests if r is None or str(r.path) == path], last)
-    for request in requests:
-        if request is None:
-            _mark_last(run, failures)
-        elif str(request.path) in failures:
-            getattr(request, "failed", _nobody)(Path(request.path))
-        elif str(request.path) in dict(plans):
-            request.saved(Path(request.path))
-    return not failures
+    states = {weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))}
+    _begin(run, save, states)
+    return True if run.saver.behind and not last else settle_save(run)
 
 
-def save_to(run: Fit, path: Path, state: dict[str, object]) -> None:
-    """Write one checkpoint; every rank learns whether it worked.
+def save_to(run: Fit, path: Path, weights_only: bool) -> None:
+    """Write one checkpoint of now; it is durable when this returns, on every rank.
 
     Raises:
-        CheckpointError: it did not.
+        CheckpointError: it could not be written.
     """
-    failure = _write(run, path, state)
+    settle_save(run)
+    save = Save(run.progress.step, [], {str(path): weights_only}, last=True)
+    _begin(run, save, {weights_only: run.collect(weights_only)})
+    run.saver.save = None
+    failure = _outcome(run, save)[str(path)]
     if failure is not None:
         raise failure
 
 
-def _write(run: Fit, path: Path, state: dict[str, object]) -> CheckpointError | None:
-    """What the storage had against it; everything else is raised. The same on every rank."""
-    world = run.strategy.world
-    failure: CheckpointError | None = None
+def settle_save(run: Fit) -> bool:
+    """Wait for the save under way and tell everybody how it ended. Every rank must call it at the same step.
+
+    Returns:
+        Whether it is durable; True where none was under way.
+    """
+    save = run.saver.save
+    if save is None:
+        return True
+    run.saver.save = None
+    outcome = _outcome(run, save)
+    for path, failure in outcome.items():
+        if failure is None:
+            run.announce(Path(path))
+        else:
+            _report(run, save, Path(path), failure)
+    for line in save.said:
+        run.say(line)
+    for request in save.requests:
+        if request is not None and str(request.path) in outcome:
+            failed = outcome[str(request.path)] is not None
+            told = getattr(request, "failed", _nobody) if failed else request.saved
+            told(Path(request.path))
+    return not any(outcome.values())
+
+
+def abandon_save(run: Fit) -> None:
+    """The run ends by an exception: finish what this process writes, and ask no other rank, which may be gone."""
+    save = run.saver.save
+    if save is None:
+        return
+    if run.strategy.world.size == 1:
+        settle_save(run)
+        return
+    run.saver.save = None
+    if save.writing is not None:
+        for path, failure in save.writing.result().items():
+            if failure is not None:
+                _report(run, save, Path(path), failure)
+
+
+def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
+    """Copy the states, on rank 0, and start to write them. What no disk can hold is refused, on every rank."""
+    world, progress, saver = run.strategy.world, run.progress, run.saver
+    copies = saver.behind and not save.last  # else nothing changes until it is written
+    problem: CheckpointError | None = None
     if world.rank == 0:
-        info = {"epoch": run.progress.epoch, "step": run.progress.step, "world_size": world.size}
+        info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size}
+        snapshots = {}
         try:
-            parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
-            write_checkpoint(path, parts, info=info, overwrite=True)
+            for weights_only, state in states.items():
+                parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
+                copy = saver.buffers[weights_only] if copies else False
+                snapshots[weights_only] = take_snapshot(parts, info=info, copy=copy)
         except CheckpointError as error:
-            failure = error
-    of_storage = failure is not None and isinstance(failure.__cause__, OSError)  # a cause does not travel
-    failure, of_storage = world.broadcast((failure, of_storage))
-    if failure is not None and not of_storage:
-        raise failure
-    return failure
+            problem = error
+        else:
+            slow = threading.Timer(_SLOW, _say_slow, (run, save))
+            slow.daemon = True
+            slow.start()
+            save.writing = Background(partial(_write, save, snapshots), done=partial(_written, run, slow))
+    if world.size > 1:
+        problem = world.broadcast(problem)
+    if problem is not None:
+        raise problem
+    saver.save = save
+
+
+def _write(save: Save, snapshots: dict[bool, Snapshot]) -> Outcome:
+    """In the background: only files are touched. Whoever asked deletes here what gave way to it."""
+    outcome: Outcome = {}
+    for path, weights_only in save.paths.items():
+        try:
+            write_snapshot(path, snapshots[weights_only], overwrite=True)
+        except CheckpointError as error:
+            outcome[path] = error
+            continue
+        outcome[path] = None
+        for request in save.requests_of(path):
+            problem = _mark_last(Path(path)) if request is None else getattr(request, "committed", _nobody)(Path(path))
+            if problem:
+                save.said.append(problem)
+    return outcome
+
+
+def _written(run: Fit, slow: threading.Timer) -> None:
+    slow.cancel()
+    if run.strategy.world.size == 1:
+        run.wake()  # several ranks look at it together, at their next agreement
+
+
+def _outcome(run: Fit, save: Save) -> Outcome:
+    """What the storage had against each path; everything else is raised. The same on every rank."""
+    outcome: Outcome = {}
+    problem: BaseException | None = None
+    if save.writing is not None:
+        if not save.writing.wait(_PATIENCE):
+            run.say(f"waiting for the save of step {save.step}")
+        try:
+            outcome = save.writing.result()
+        except BaseException as error:
+            problem = error
+    # A cause does not travel.
+    of_storage = all(failure is None or isinstance(failure.__cause__, OSError) for failure in outcome.values())
+    if run.strategy.world.size > 1:
+        outcome, of_storage, problem = run.strategy.world.broadcast((outcome, of_storage, problem))
+    problem = problem or (None if of_storage else next(filter(None, outcome.values())))
+    if problem is not None:
+        raise problem
+    return outcome
 
 
 def _path(run: Fit, request: CheckpointRequest | None) -> Path:
@@ -97,33 +191,35 @@ def _path(run: Fit, request: CheckpointRequest | None) -> Path:
     return run.directory() / f"step-{run.progress.step:08d}"
 
 
-def _mark_last(run: Fit, failures: dict[str, CheckpointError]) -> None:
+def _mark_last(path: Path) -> str | None:
     """Whoever goes on from ``last`` goes on from here: of what no callback keeps nobody else says so."""
-    path = _path(run, None)
-    if run.strategy.world.rank != 0 or str(path) in failures:
-        return
     try:
         mark(path.parent, last=path)
     except CheckpointError as error:
-        warnings.warn(f"after saving {path}: {error}", stacklevel=2)
+        return f"after saving {path}: {error}"
+    return None
 
 
-def _report(
-    run: Fit, path: Path, failure: CheckpointError, requests: list[CheckpointRequest | None], last: bool
-) -> None:
+def _report(run: Fit, save: Save, path: Path, failure: CheckpointError) -> None:
     if run.strategy.world.rank != 0:
         return
     steps = []
     with suppress(OSError):
         steps = [record.step for record in checkpoints(path.parent) if record.step is not None]
     kept = f"kept step {max(steps)}" if steps else "no checkpoint is there yet"
-    next_try = next((found for request in requests if (found := getattr(request, "next_try", ""))), "")
-    if last or run.requests.signal or run.schedule.finished(run.progress) is not None:
+    next_try = next(
+        (found for request in save.requests_of(str(path)) if (found := getattr(request, "next_try", ""))), ""
+    )
+    if save.last or run.requests.signal or run.schedule.finished(run.progress) is not None:
         outlook = "this run ends without it"
     else:
         outlook = f"training goes on, next try at {next_try or 'the next one that is due'}"
-    run.say(f"save of step {run.progress.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}")
+    run.say(f"save of step {save.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}")
+
+
+def _say_slow(run: Fit, save: Save) -> None:
+    run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); training goes on")
 
 
 def _nobody(path: Path) -> None:
-    """Nobody wants to know that a save failed."""
+    """Nobody wants to know."""

@@ -285,7 +285,7 @@ class Session(Position):
         """
         if self.run is None:
             raise ConfigurationError("there is nothing to save", fix="call save_checkpoint during or after fit()")
-        save_to(self.run, Path(filepath), self.collect_state(weights_only))
+        save_to(self.run, Path(filepath), weights_only)
 
     # -- in a step -----------------------------------------------------------------------------------------------
 

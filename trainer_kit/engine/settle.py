@@ -12,7 +12,7 @@ from trainer_kit.engine.evaluate import evaluate
 from trainer_kit.engine.finite import check_finite
 from trainer_kit.engine.requests import ended_by
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.saving import save_requested
+from trainer_kit.engine.saving import save_requested, settle_save
 
 __all__ = ["continues", "next_due", "settle_end", "settle_epoch", "settle_step", "validate"]
 
@@ -135,9 +135,11 @@ def _unite(run: Fit) -> None:
     """Give every rank the requests of all of them, and the same time: limits and intervals are held against it."""
     world, requests = run.strategy.world, run.requests
     if world.size == 1:
+        if run.saver.ended:
+            settle_save(run)
         return
-    rows = world.agree([*requests.pending, run.micro.skipped, run.elapsed, _pace(run)])
-    stops, validations, signals, saves, skipped, elapsed, _ = (list(column) for column in zip(*rows, strict=True))
+    rows = world.agree([*requests.pending, run.micro.skipped, run.saver.ended, run.elapsed, _pace(run)])
+    stops, validations, signals, saves, skipped, saved, elapsed, _ = map(list, zip(*rows, strict=True))
     run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
     if len(set(skipped)) > 1:
@@ -152,6 +154,8 @@ def _unite(run: Fit) -> None:
         reasons = world.all_gather_object((requests.stop, requests.validation))
         requests.stop = next((stop for stop, _ in reasons if stop), None)
         requests.validation = next((validation for _, validation in reasons if validation), None)
+    if any(saved):
+        settle_save(run)
     if any(saves) and not requests.checkpoints:
         requests.checkpoints.append(("asked for by another rank", None))
 

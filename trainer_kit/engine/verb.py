@@ -26,7 +26,7 @@ from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.requests import terminable
 from trainer_kit.engine.resume import find_checkpoint, holds_weights, load_weights, read_state
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.saving import save_requested
+from trainer_kit.engine.saving import abandon_save, save_requested
 from trainer_kit.engine.settle import settle_end
 from trainer_kit.engine.state import collect, plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
@@ -156,6 +156,7 @@ class Verb:
             self.trainer.strategy.stop()
             if self.trainer.run is not None:
                 self.trainer.run.micro.let_go()
+                self.trainer.run.saver.buffers.clear()
 
     def _finalize(self, error: BaseException | None) -> None:
         trainer = self.trainer
@@ -210,7 +211,10 @@ class Verb:
     def _save_after(self, error: BaseException) -> None:
         """Callbacks that keep a checkpoint of a failed run have just asked for it; other ranks may be gone by now."""
         run = self.trainer.run
-        if run is None or not run.requests.named:
+        if run is None:
+            return
+        abandon_save(run)
+        if not run.requests.named:
             return
         if isinstance(error, NonFiniteError) or self.trainer.world_size > 1:
             run.requests.checkpoints.clear()

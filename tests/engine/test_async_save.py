@@ -1,0 +1,271 @@
+"""Checkpoints are written behind the training thread: what they hold, when they are there, and who waits for them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from trainer_kit import Callback, Trainer, TrainModule
+from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.checkpoint.background import Background, HostBuffers
+from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
+from trainer_kit.checkpoint.store import checkpoints, lookup
+from trainer_kit.engine import saving
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+BATCHES = [torch.ones(2, 8) * i for i in range(1, 9)]
+
+
+class Net(TrainModule):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Storage:
+    """Lets files be synced only while it is open, and fail with ``error``."""
+
+    def __init__(self, monkeypatch):
+        self.open, self.error, real = threading.Event(), None, os.fsync
+        self.threads = set()
+        self.open.set()
+
+        def fsync(descriptor):
+            self.threads.add(threading.current_thread().name)
+            assert self.open.wait(60)
+            if self.error is not None:
+                raise OSError(self.error, os.strerror(self.error))
+            real(descriptor)
+
+        monkeypatch.setattr(os, "fsync", fsync)
+
+
+class At(Callback):
+    """Calls ``act(trainer)`` after the steps that are named."""
+
+    order = "late"
+
+    def __init__(self, **acts):
+        self.acts = {int(name.removeprefix("step")): act for name, act in acts.items()}
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step in self.acts:
+            self.acts[trainer.global_step](trainer)
+
+
+def fit(directory, *callbacks, module=None, **options):
+    keeper = ModelCheckpoint(directory, every_n_train_steps=options.pop("every", 2), save_top_k=-1)
+    options = {"max_epochs": 1, **QUIET, **options}
+    trainer = Trainer(callbacks=[keeper, *callbacks], **options)
+    trainer.fit(module or Net(), BATCHES)
+    return trainer
+
+
+@pytest.fixture
+def storage(monkeypatch):
+    made = Storage(monkeypatch)
+    yield made
+    made.open.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, storage):
+    seen = {}
+
+    def look(trainer):
+        seen[trainer.global_step] = [record.step for record in checkpoints(tmp_path)]
+        storage.open.set()
+
+    fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step3=look), every=2)
+    assert seen == {3: []}, "a step was trained although the checkpoint of the one before is not there yet"
+    assert [record.step for record in checkpoints(tmp_path)] == [2, 4, 6, 8]
+    assert "checkpoint" in storage.threads
+
+
+def test_without_it_training_waits(tmp_path, storage):
+    seen = {}
+
+    def look(trainer):
+        seen[trainer.global_step] = [record.step for record in checkpoints(tmp_path)]
+
+    fit(tmp_path, At(step3=look, step5=look), async_save=False)
+    assert seen == {3: [2], 5: [2, 4]}
+
+
+@pytest.mark.parametrize("behind", [True, False])
+def test_it_holds_the_step_that_it_was_asked_for(tmp_path, storage, behind):
+    """Optimizers change weights in place, and on a CPU a state aliases them."""
+    after = {}
+
+    class Remembers(Callback):
+        def on_train_step_end(self, trainer, module):
+            optimizer = trainer.optimizers[0].state[module.layer.weight]
+            after[trainer.global_step] = module.layer.weight.detach().clone(), optimizer["exp_avg"].clone()
+
+    slow = At(step1=lambda trainer: storage.open.clear(), step3=lambda trainer: storage.open.set())
+    fit(tmp_path, Remembers(), *([slow] if behind else []), async_save=behind)
+    for record in checkpoints(tmp_path):
+        state = read_checkpoint(record)
+        weight, average = after[record.step]
+        assert torch.equal(state["model"]["layer.weight"], weight)
+        assert torch.equal(state["optimizer_states"][0]["state"]["layer.weight"]["exp_avg"], average)
+        assert state["progress"]["step"] == record.step
+
+
+def test_a_save_that_is_due_waits_for_the_one_under_way(tmp_path, storage):
+    order = []
+
+    def opens(trainer):
+        threading.Timer(0.3, lambda: (order.append("open"), storage.open.set())).start()
+
+    fit(
+        tmp_path,
+        At(step1=lambda trainer: storage.open.clear(), step4=opens, step5=lambda trainer: order.append("step 5")),
+    )
+    assert order == ["open", "step 5"]
+    assert [record.step for record in checkpoints(tmp_path)] == [2, 4, 6, 8]
+
+
+def test_a_failure_is_told_at_the_next_step(tmp_path, storage, capsys):
+    def fails(trainer):
+        storage.error = errno.EIO
+
+    def works(trainer):
+        trainer.run.saver.save.writing.wait()
+        storage.error = None
+
+    said = {}
+
+    def listen(trainer):
+        said[trainer.global_step] = capsys.readouterr().out
+
+    fit(tmp_path, At(step1=fails, step3=works, step4=listen))
+    assert "save of step 2 failed: " in said[4]
+    assert "Input/output error" in said[4]
+    assert "training goes on, next try at step" in said[4]
+    assert [record.step for record in checkpoints(tmp_path)] == [4, 6, 8]
+
+
+def test_the_end_of_training_waits(tmp_path, storage):
+    found = {}
+
+    class Ends(Callback):
+        def on_train_end(self, trainer, module):
+            found.update({record.step: verify_checkpoint(record) for record in checkpoints(tmp_path)})
+
+    def opens(trainer):
+        threading.Timer(0.3, storage.open.set).start()
+
+    fit(tmp_path, At(step7=lambda trainer: storage.open.clear(), step8=opens), Ends())
+    assert sorted(found) == [2, 4, 6, 8]
+
+
+def test_an_exception_does_not_cost_the_save_under_way(tmp_path, storage):
+    def raises(trainer):
+        threading.Timer(0.3, storage.open.set).start()
+        raise ValueError("of the user")
+
+    with pytest.raises(ValueError, match="of the user"):
+        fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step3=raises))
+    assert [record.step for record in checkpoints(tmp_path)] == [2]
+    assert threading.active_count() == 1
+
+
+def test_what_is_saved_by_hand_is_there_at_once(tmp_path, storage):
+    def saves(trainer):
+        trainer.save_checkpoint(tmp_path / "mine")
+        assert verify_checkpoint(tmp_path / "mine")
+        assert lookup(tmp_path, "last").name == "step-00000002", "what was under way is there too"
+
+    fit(tmp_path, At(step3=saves))
+
+
+def test_a_long_wait_and_a_slow_storage_are_told(tmp_path, storage, capsys, monkeypatch):
+    monkeypatch.setattr(saving, "_SLOW", 0.05)
+    monkeypatch.setattr(saving, "_PATIENCE", 0.3)
+
+    def opens(trainer):
+        time.sleep(0.2)
+        threading.Timer(0.6, storage.open.set).start()
+
+    fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step4=opens))
+    said = capsys.readouterr().out
+    assert f"save of step 2 has taken 0 s ({tmp_path}/step-00000002); training goes on" in said
+    assert "waiting for the save of step 2" in said
+    assert "step 4" not in said
+
+
+def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
+    held = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            if trainer.global_step in (4, 6):
+                copies = trainer.run.saver.buffers[False]._before
+                held.append({name: copy.data_ptr() for name, copy in copies.items() if copy.numel()})
+
+    fit(tmp_path, Looks())
+    assert held[0] == held[1]
+    assert any(name.startswith("model.") for name in held[0])
+    assert any(name.startswith("optimizer_states.") for name in held[0])
+
+
+def test_buffers_follow_shapes_and_forget_what_is_gone():
+    buffers = HostBuffers()
+    first = buffers.copy("a", torch.ones(2))
+    buffers.copy("b", torch.ones(2))
+    buffers.end()
+    assert buffers.copy("a", torch.ones(3)) is not first
+    buffers.end()
+    assert set(buffers._before) == {"a"}
+    assert buffers.copy("a", torch.ones(3, 2).T[0]).is_contiguous()
+
+
+def test_an_error_of_the_thread_arrives_where_it_is_waited_for():
+    def fails():
+        raise KeyError("inside")
+
+    told = []
+    background = Background(fails, done=lambda: told.append(True))
+    with pytest.raises(KeyError, match="inside"):
+        background.result()
+    assert told == [True]
+
+
+@pytest.mark.world_size(2)
+def test_every_rank_is_told_at_the_same_step(tmp_path):
+    told = []
+
+    class Request:
+        reason, weights_only = "test", False
+
+        def __init__(self, path):
+            self.path = path
+
+        def saved(self, path):
+            told.append((trainer.global_step, path.name))
+
+    class Asks(Callback):
+        def on_train_step_end(self, trainer, module):
+            if trainer.global_step % 3 == 0:
+                trainer.request_checkpoint("test", Request(tmp_path / str(trainer.global_step)))
+
+    trainer = Trainer(max_epochs=1, callbacks=[Asks()], strategy="ddp", devices=2, enable_checkpointing=False, **QUIET)
+    trainer.fit(Net(), BATCHES * 4)
+    everyone = trainer.strategy.world.all_gather_object(told)
+    assert everyone[0] == everyone[1]
+    assert [name for _, name in told] == ["3", "6", "9", "12", "15"]
+    for name in ("3", "6", "9", "12", "15"):
+        verify_checkpoint(tmp_path / name)
