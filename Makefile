@@ -12,7 +12,7 @@ help:
 	@echo "make test-quick  the tests that are not marked slow"
 	@echo "make soak        runs that are killed KILLS times (1000) and end as if they had not been"
 	@echo "make check       format, lint, types, architecture"
-	@echo "make bench       what the loop costs, beside a hand-written one"
+	@echo "make bench       what the loop and its checkpoints cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
 	@echo "make clean       remove .venv and caches"
 
@@ -47,6 +47,7 @@ check: .venv/.stamp
 
 bench: .venv/.stamp
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/checkpoint.py
 
 docs: .venv/.stamp
 	$(BIN)/python docs/generate_hooks.py
