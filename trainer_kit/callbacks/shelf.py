@@ -230,8 +230,11 @@ class Shelf:
                 )
             return False
         held = self.retention
-        held.kept, held.newest, held.pending = dict(kept), state["newest"], []
-        held.yielding = list(state["yielding"])
-        held.displaced = dict.fromkeys(state["yielding"], ("", None))
+        # A checkpoint may have been written by anybody: what it names elsewhere is not this shelf's to delete.
+        place = state["dirpath"]
+        held.kept = {path: score for path, score in kept.items() if os.path.dirname(path) == place}
+        held.newest, held.pending = state["newest"] if os.path.dirname(state["newest"]) == place else "", []
+        held.yielding = [path for path in state["yielding"] if os.path.dirname(path) == place]
+        held.displaced = dict.fromkeys(held.yielding, ("", None))
         self._taken = list(state["taken"])
         return True

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainer_kit.checkpoint.dtypes import CARRIERS, numpy_dtype, torch_dtype
 from trainer_kit.checkpoint.files import TENSOR_DTYPES, flatten
 from trainer_kit.core.errors import CheckpointError
 
@@ -31,21 +32,6 @@ _TAG: Final = "$"
 _SOURCE: Final = "the state to save"
 _FIX: Final = "keep only plain data, tensors and arrays in state_dict(), and rebuild the rest in load_state_dict()"
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
-# Dtypes that safetensors does not hold everywhere: flattened and looked at as these.
-_CARRIERS: Final = {
-    getattr(torch, name): carrier
-    for name, carrier in {
-        "complex32": torch.float16,
-        "complex64": torch.float32,
-        "complex128": torch.float64,
-        "float8_e4m3fnuz": torch.uint8,
-        "float8_e5m2fnuz": torch.uint8,
-        "float8_e8m0fnu": torch.uint8,
-        "float4_e2m1fn_x2": torch.uint8,
-    }.items()
-    if hasattr(torch, name)
-}
-
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -276,9 +262,9 @@ class _Encoder:
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.dtype in TENSOR_DTYPES:
             return _record("tensor", self._collect(tensor, path))
-        if tensor.dtype not in _CARRIERS:
+        if tensor.dtype not in CARRIERS:
             raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
-        flat = flatten(tensor).view(_CARRIERS[tensor.dtype])
+        flat = flatten(tensor).view(CARRIERS[tensor.dtype])
         dtype = str(tensor.dtype).removeprefix("torch.")
         return _record("tensor", self._collect(flat, path), dtype=dtype, shape=list(tensor.shape))
 
@@ -319,9 +305,9 @@ class _Decoder:
             raise self._damage(path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it")
         try:
             return read(self, tree, path)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-            if isinstance(error, RecursionError):
-                raise
+        except (CheckpointError, RecursionError):
+            raise
+        except Exception as error:  # each type refuses in its own way what it cannot be made of
             raise self._damage(path, f"damaged record of a {tree[_TAG]}: {error}") from error
 
     def _damage(self, path: tuple[str, ...], reason: str, fix: str | None = None) -> CheckpointError:
@@ -344,6 +330,8 @@ class _Decoder:
 
     def enum(self, record: dict[str, Any], path: tuple[str, ...]) -> EnumRecord:
         kind, name, value = record["v"]
+        if not isinstance(kind, str) or not (name is None or isinstance(name, str)):
+            raise TypeError("its names are no strings")
         return EnumRecord(kind, name, self.decode(value, (*path, "value")))
 
     def stored(self, record: dict[str, Any], path: tuple[str, ...]) -> Tensor:
@@ -353,27 +341,21 @@ class _Decoder:
 
     def tensor(self, record: dict[str, Any], path: tuple[str, ...]) -> Tensor:
         stored = self.stored(record, path)
-        return stored.view(_dtype(record["dtype"])).reshape(record["shape"]) if "dtype" in record else stored
+        if "dtype" not in record:
+            return stored
+        dtype = torch_dtype(record["dtype"])
+        if stored.dtype is not CARRIERS.get(dtype) or stored.dim() != 1:
+            raise TypeError(f"{dtype} in a tensor of {stored.dtype}")
+        return stored.view(dtype).reshape(record["shape"])
 
     def array(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         stored = self.stored(record, path).cpu().numpy()
         if "dtype" not in record:
             return stored
-        return np.ndarray(tuple(record["shape"]), _numpy_dtype(record["dtype"]), stored.data)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch.{name} is not a dtype")
-    return dtype
-
-
-def _numpy_dtype(name: str) -> np.dtype[Any]:
-    dtype = np.dtype(str(name))
-    if dtype.kind not in _SCALARS:
-        raise TypeError(f"{dtype} is not a plain dtype")
-    return dtype
+        array = np.ndarray(tuple(record["shape"]), numpy_dtype(record["dtype"]), stored.data)
+        if array.size > max(stored.size, 1):  # elements of no width: any number of them takes no byte
+            raise TypeError("it has more elements than bytes")
+        return array
 
 
 _READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], Any]]] = {
@@ -382,12 +364,12 @@ _READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], 
     "bytes": lambda _, record, __: base64.b64decode(record["v"], validate=True),
     "bytearray": lambda _, record, __: bytearray(base64.b64decode(record["v"], validate=True)),
     "complex": lambda _, record, __: complex(*map(float, record["v"])),
-    "dtype": lambda _, record, __: _dtype(record["v"]),
+    "dtype": lambda _, record, __: torch_dtype(record["v"]),
     "device": lambda _, record, __: torch.device(record["v"]),
     "size": lambda _, record, __: torch.Size(record["v"]),
     "timedelta": lambda _, record, __: timedelta(*record["v"]),
     "path": lambda _, record, __: Path(record["v"]),
-    "numpy": lambda _, record, __: np.ndarray((), _numpy_dtype(record["dtype"]), bytes.fromhex(record["v"]))[()],
+    "numpy": lambda _, record, __: np.ndarray((), numpy_dtype(record["dtype"]), bytes.fromhex(record["v"]))[()],
     "tuple": lambda decoder, record, path: tuple(decoder.items(record, path)),
     "set": lambda decoder, record, path: set(decoder.items(record, path)),
     "frozenset": lambda decoder, record, path: frozenset(decoder.items(record, path)),

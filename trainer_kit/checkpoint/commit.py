@@ -24,6 +24,7 @@ from trainer_kit.checkpoint.hidden import Hidden, hidden_path
 from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
+    DOCUMENT_MOST,
     FILE_NAME,
     MANIFEST,
     SHARD,
@@ -97,7 +98,11 @@ def take_snapshot(
         raise CheckpointError(
             "the state to save", f"info.{next(iter(loose))}", "the info of a checkpoint holds no tensors or arrays"
         )
-    return Snapshot(json.dumps(trees, allow_nan=False).encode(), tensors, header)
+    document = json.dumps(trees, allow_nan=False).encode()
+    if len(document) > DOCUMENT_MOST:  # as much as is read
+        found = f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
+        raise CheckpointError("the state to save", None, f"{found} {in_units(DOCUMENT_MOST)} can be saved")
+    return Snapshot(document, tensors, header)
 
 
 def write_checkpoint(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.files import flatten
 from trainer_kit.checkpoint.read import read_checkpoint, read_info
+from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["Difference", "diff"]
 
@@ -74,7 +75,10 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
     """
     one = {"info": read_info(a), **read_checkpoint(a)}
     two = {"info": read_info(b), **read_checkpoint(b)}
-    return [found for part in {**one, **two} for found in _differences(part, one, two)]
+    try:
+        return [found for part in {**one, **two} for found in _differences(part, one, two)]
+    except RecursionError:
+        raise CheckpointError(a, None, "it is nested too deeply to be compared") from None
 
 
 def _differences(part: str, one: dict[str, Any], two: dict[str, Any]) -> Iterator[Difference]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any, Final
 
 import torch
 import xxhash
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from trainer_kit.core.errors import CheckpointError
@@ -21,6 +23,7 @@ __all__ = [
     "checksum",
     "flatten",
     "in_units",
+    "read_file",
     "read_tensors",
     "safetensors_bytes",
     "sync_directory",
@@ -115,10 +118,34 @@ def write_file(path: Path, buffers: Iterable[Any]) -> dict[str, Any]:
 def checksum(path: Path) -> str:
     """The xxh3-64 of a file's bytes, in hex."""
     digest = xxhash.xxh3_64()
-    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as file:
+    with open(path, "rb", opener=_open_itself) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All bytes of a regular file: no link is followed, and nothing that stands there in its place is waited for.
+
+    Args:
+        path: the file.
+        most: bytes that it may have, so that no file can ask for all memory.
+
+    Raises:
+        OSError: it is not there, larger, something else, or cannot be read.
+    """
+    with open(path, "rb", opener=_open_itself) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "not a regular file")
+        if status.st_size > most:
+            raise OSError(errno.EFBIG, f"{in_units(status.st_size)}, where at most {in_units(most)} are written")
+        return file.read(most)
+
+
+def _open_itself(path: str, flags: int) -> int:
+    # A pipe would be waited for without O_NONBLOCK; on regular files it does nothing.
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -131,7 +158,7 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             # Some releases hand out views of a mapping of the file, which must not outlive the file.
             return {name: file.get_tensor(name).clone() for name in list(file.keys())}
-    except (SafetensorError, OSError, ValueError) as error:
+    except Exception as error:  # the header is data: torch refuses what it asks for in many ways
         raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
 
 

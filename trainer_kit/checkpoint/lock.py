@@ -11,13 +11,14 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Final, final
 
-from trainer_kit.checkpoint.files import write_file
+from trainer_kit.checkpoint.files import read_file, write_file
 from trainer_kit.checkpoint.hidden import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
 
 LOCK: Final = ".lock"
+_MOST: Final = 1 << 16  # bytes of a lock
 _ATTEMPTS: Final = 20
 _SETTLED: Final = 0.05
 """Seconds after which a takeover is looked at again."""
@@ -161,10 +162,10 @@ def is_free(directory: str | os.PathLike[str]) -> bool:
 def _read(file: Path) -> Owner | None:
     """None where there is no lock, or a file that no process wrote to its end: nobody is hindered by that."""
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = json.loads(read_file(file, _MOST).decode())
         process = Process(str(content["host"]), int(content["pid"]), str(content["start"]))
         return Owner(process, str(content["since"]))
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+    except (FileNotFoundError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
 
 

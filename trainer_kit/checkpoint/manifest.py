@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import stat
 from pathlib import Path
 from typing import Any, Final
 
-from trainer_kit.checkpoint.files import checksum
+from trainer_kit.checkpoint.files import checksum, read_file
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = [
     "DOCUMENT",
+    "DOCUMENT_MOST",
     "FILE_NAME",
     "MANIFEST",
     "SHARD",
@@ -30,10 +32,13 @@ __all__ = [
 
 MANIFEST: Final = "manifest.json"
 DOCUMENT: Final = "state.json"
+DOCUMENT_MOST: Final = 256 << 20
+"""Bytes of a ``state.json``: parsed, it takes up to twenty times as many."""
 SHARD: Final = ".safetensors"
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """Names a manifest may list: nothing hidden, nothing with a separator."""
 
+_MOST: Final = 64 << 20  # bytes of a manifest
 _FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # a name on disk; written whole it would read as an import
 _VERSION: Final = 1
 _FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
@@ -73,21 +78,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if not stat.S_ISREG(mode):
         raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)
     try:
-        raw = file.read_bytes()
+        raw = read_file(file, _MOST)
     except OSError as error:
         raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
     manifest = load_json(file, raw)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX)
     recorded = manifest.pop("sha256", None)
-    # The bytes are compared too: some changes of the text do not change what it says.
-    if recorded != _digest(manifest) or raw != dump_manifest(manifest):
+    try:
+        # The bytes are compared too: some changes of the text do not change what it says.
+        unchanged = recorded == _digest(manifest) and raw == dump_manifest(manifest)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
+    if not unchanged:
         raise CheckpointError(file, "sha256", "the manifest was changed after it was written", fix=_FIX)
-    if manifest.get("version") != _VERSION:
+    version = manifest.get("version")
+    if type(version) is not int or version != _VERSION:
         raise CheckpointError(
             file,
             "version",
-            f"format {manifest.get('version')}, this library reads {_VERSION}",
+            f"format {version!r}, this library reads {_VERSION}",
             fix="upgrade trainer_kit",
         )
     _check_shape(file, manifest)
@@ -148,19 +158,25 @@ def is_ours(path: Path) -> bool:
 
 
 def may_be_ours(file: Path) -> bool:
-    """Whether this library gives files such names."""
-    named = file.name in (MANIFEST, DOCUMENT) or file.name.endswith(SHARD)
-    return named and file.is_file() and not file.is_symlink()
+    """Whether this is a file with a name that this library gives."""
+    return _named_as_ours(file) and file.is_file() and not file.is_symlink()
+
+
+def _named_as_ours(file: Path) -> bool:
+    return file.name in (MANIFEST, DOCUMENT) or file.name.endswith(SHARD)
 
 
 def was_checkpoint(path: Path) -> bool:
-    """As `is_ours`, also where the manifest itself is damaged or gone, but nothing else is in the directory."""
+    """As `is_ours`, also where the manifest itself is damaged, gone, or something else than a file, but no other name
+    is in the directory.
+    """
     if is_ours(path):
         return True
-    if path.is_symlink() or not path.is_dir():
+    try:
+        files = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+    except OSError:  # nobody can say what it is
         return False
-    files = list(path.iterdir())
-    return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(may_be_ours, files))
+    return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(_named_as_ours, files))
 
 
 def load_json(file: Path, raw: bytes) -> Any:
@@ -170,13 +186,40 @@ def load_json(file: Path, raw: bytes) -> Any:
         CheckpointError: for anything that is not JSON.
     """
     try:
-        return json.loads(raw.decode(), parse_constant=_no_constant)
+        return json.loads(
+            raw.decode(),
+            parse_constant=_no_constant,
+            parse_int=_integer,
+            parse_float=_finite,
+            object_pairs_hook=_without_twins,
+        )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
 
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _integer(text: str) -> int:
+    value = int(text) if len(text) <= 20 else 2**63  # the time that Python takes grows with the square of the digits
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"an integer of {len(text)} digits is beyond 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"a number beyond all floats: {text[:20]}")
+    return value
+
+
+def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key stands twice in one object")
+    return made
 
 
 def _digest(content: dict[str, Any]) -> str:

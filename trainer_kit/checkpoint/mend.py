@@ -14,7 +14,7 @@ from trainer_kit.checkpoint.files import sync_directory
 from trainer_kit.checkpoint.hidden import DAMAGED
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import MANIFEST, was_checkpoint
-from trainer_kit.checkpoint.read import read_info, verify_checkpoint
+from trainer_kit.checkpoint.read import read_info, step_of, verify_checkpoint
 from trainer_kit.checkpoint.store import mark, read_index
 from trainer_kit.core.errors import CheckpointError
 
@@ -157,11 +157,11 @@ def _damage(path: Path) -> CheckpointError | None:
 def _step(path: Path) -> int:
     """From its info, else from its name, else -1."""
     try:
-        step = read_info(path).get("step")
+        step = step_of(read_info(path))
     except CheckpointError:
         number = _NUMBER.search(path.name)
         step = None if number is None else int(number[1])
-    return step if type(step) is int else -1
+    return -1 if step is None else step
 
 
 def _time(path: Path) -> int:

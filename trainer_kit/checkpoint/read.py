@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer_kit.checkpoint.codec import decode
-from trainer_kit.checkpoint.files import read_tensors
-from trainer_kit.checkpoint.manifest import DOCUMENT, MANIFEST, check_content, check_files, load_json, read_manifest
+from trainer_kit.checkpoint.files import read_file, read_tensors
+from trainer_kit.checkpoint.manifest import (
+    DOCUMENT,
+    DOCUMENT_MOST,
+    MANIFEST,
+    check_content,
+    check_files,
+    load_json,
+    read_manifest,
+)
 from trainer_kit.core.errors import CheckpointError, did_you_mean
 
-__all__ = ["is_complete", "read_checkpoint", "read_info", "verify_checkpoint"]
+__all__ = ["is_complete", "read_checkpoint", "read_info", "step_of", "verify_checkpoint"]
 
 
 def read_checkpoint(
@@ -56,7 +64,7 @@ def read_checkpoint(
         check_content(root, manifest, [DOCUMENT, *(shards[part] for part in wanted if shards[part] is not None)])
     document = root / DOCUMENT
     try:
-        trees = load_json(document, document.read_bytes())
+        trees = load_json(document, read_file(document, DOCUMENT_MOST))
     except OSError as error:
         raise CheckpointError(document, None, f"the file cannot be read: {error}") from error
     state = {}
@@ -96,6 +104,12 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(info, dict):
         raise CheckpointError(root / MANIFEST, "info", "the info is not a dict")
     return info
+
+
+def step_of(info: Mapping[str, Any]) -> int | None:
+    """The optimizer steps that an ``info`` speaks of; None where it has no such number."""
+    step = info.get("step")
+    return step if type(step) is int and -(2**63) <= step < 2**63 else None
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:

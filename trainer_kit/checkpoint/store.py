@@ -9,16 +9,18 @@ from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any, Final, final
 
-from trainer_kit.checkpoint.files import sync_directory, write_file
+from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import DAMAGED, hidden_path
 from trainer_kit.checkpoint.manifest import MANIFEST, load_json
-from trainer_kit.checkpoint.read import is_complete, read_info
+from trainer_kit.checkpoint.read import is_complete, read_info, step_of
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["CheckpointRecord", "checkpoints", "lookup", "mark", "read_index"]
 
 _INDEX: Final = "index.json"
 _FORMAT: Final = "trainer_kit.index"
+_MOST: Final = 16 << 20  # bytes of an index
+_LATEST: Final = 253402300799  # the last second that a datetime can say
 
 
 @final
@@ -66,9 +68,8 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
             info, time = read_info(entry), (entry / MANIFEST).stat().st_mtime_ns
         except (CheckpointError, OSError):  # deleted while we look
             continue
-        step = info.get("step")
-        created = datetime.fromtimestamp(time / 1e9, timezone.utc)
-        records.append((time, CheckpointRecord(entry, step if type(step) is int else None, created, info)))
+        created = datetime.fromtimestamp(min(max(time / 1e9, 0), _LATEST), timezone.utc)
+        records.append((time, CheckpointRecord(entry, step_of(info), created, info)))
     records.sort(key=lambda item: (-1 if item[1].step is None else item[1].step, item[0], item[1].path.name))
     return [record for _, record in records]
 
@@ -128,7 +129,7 @@ def read_index(root: Path) -> dict[str, str] | None:
     """The names given in a directory, with the paths within it; None where there is no index or it is damaged."""
     file = root / _INDEX
     try:
-        content = load_json(file, file.read_bytes())
+        content = load_json(file, read_file(file, _MOST))
     except (OSError, CheckpointError):
         return None
     names = content.get("names") if isinstance(content, dict) and content.get("format") == _FORMAT else None
@@ -138,4 +139,8 @@ def read_index(root: Path) -> dict[str, str] | None:
 
 
 def _inside(path: PurePosixPath) -> bool:
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+    try:
+        os.fsencode(path)
+    except ValueError:  # no file system has such a name
+        return False
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in str(path)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
+import stat
+import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,15 +46,11 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     file = Path(path)
     if file.is_dir():
         return _tensors(file, read_checkpoint(file, parts=["model"], device=device)["model"])
-    try:
-        with open(file, "rb") as stream:
-            start = stream.read(9)
-    except OSError as error:
-        raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
+    start = _start(file)
     if start[8:] == _JSON:  # behind the length of the header
         return read_tensors(file, device)
     if start.startswith((_ZIP, _PICKLE)):
-        return _tensors(file, _torch_load(file, device))
+        return _tensors(file, _state_dict(_torch_load(file, device)), file.stat().st_size)
     raise CheckpointError(
         file,
         None,
@@ -59,26 +59,49 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     )
 
 
+def _start(file: Path) -> bytes:
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
+            raise CheckpointError(file, None, "this is not a regular file")
+        with open(file, "rb") as stream:
+            return stream.read(9)
+    except OSError as error:
+        raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
+
+
 def _torch_load(file: Path, device: torch.device | str) -> Any:
     try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("it is compressed, as torch.save never writes it")
         content = torch.load(file, map_location=device, weights_only=True)
     except Exception as error:  # whatever a hostile file provokes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error
+    return content
+
+
+def _state_dict(content: Any) -> Any:
     nested = content.get("state_dict") if isinstance(content, dict) else None
     return nested if isinstance(nested, dict) else content
 
 
-def _tensors(file: Path, content: Any) -> dict[str, Tensor]:
+def _tensors(file: Path, content: Any, most: float = math.inf) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(file, None, f"it holds a {type(content).__name__}, not a state_dict")
     weights = {}
     for name, value in content.items():
         if isinstance(value, Tensor) and isinstance(name, str):
+            if value.numel() * value.element_size() > most:  # strides of 0 make a byte stand for all memory
+                raise CheckpointError(file, name, f"a tensor of {list(value.shape)} is larger than its file")
             weights[name] = value.detach()
         elif not (isinstance(name, str) and name.endswith("_extra_state")):
             raise CheckpointError(
-                file, str(name), f"a {type(value).__name__} where a state_dict has a tensor", fix="save a state_dict"
+                file,
+                name if isinstance(name, str) else f"a {type(name).__name__}",
+                f"a {type(value).__name__} where a state_dict has a tensor",
+                fix="save a state_dict",
             )
     return weights
 
@@ -91,10 +114,11 @@ def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
         parts = ["hyper_parameters"] if _has_hparams(file) else []
         kept = read_checkpoint(file, parts=parts).get("hyper_parameters", {})
     else:
-        with open(file, "rb") as stream:
-            is_pickled = stream.read(2).startswith((_ZIP, _PICKLE[:1]))
-        content = torch.load(file, map_location="cpu", weights_only=True) if is_pickled else {}
-        kept = content.get("hyper_parameters", {})
+        start = _start(file)
+        pickled = start[8:] != _JSON and start.startswith((_ZIP, _PICKLE))
+        kept = _torch_load(file, "cpu").get("hyper_parameters", {}) if pickled else {}
+    if not isinstance(kept, Mapping):
+        raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
     return weights, dict(kept)
 
 

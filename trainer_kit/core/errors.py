@@ -119,8 +119,17 @@ class CheckpointError(TrainerKitError):
     """
 
     def __init__(self, file: object, key: str | None, reason: str, *, fix: str | None = None) -> None:
-        self.file, self.key, self.reason = str(file), key, reason
-        super().__init__(f"{self.file}: {reason}", found=None if key is None else f"key {key!r}", fix=fix)
+        # What a file says of itself may be made to harm the terminal it is shown on, or be of any length.
+        self.file, self.key, self.reason = _printable(str(file)), key, _printable(reason)
+        found = None if key is None else f"key {key[:200]!r}"
+        super().__init__(f"{self.file}: {self.reason}", found=found, fix=None if fix is None else _printable(fix))
+
+
+def _printable(text: str, most: int = 1000) -> str:
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class NonFiniteError(TrainerKitError):

@@ -39,7 +39,16 @@ class Progress:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, int | float]) -> None:
-        """Take over the counts of ``state``; a count that an older state lacks stays as it is."""
+        """Take over the counts of ``state``; a count that an older state lacks stays as it is.
+
+        Raises:
+            ValueError: for what is no count.
+        """
+        for field in fields(self):
+            value = state.get(field.name, 0)
+            known = (int, float) if field.name == "seconds" else (int,)
+            if type(value) not in known or not 0 <= value < 2**63:
+                raise ValueError(f"{field.name}={value!r} is no count")
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])

@@ -68,6 +68,8 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
     if "numpy" in state:
+        if not 0 <= state["numpy"][2] <= 624:  # NumPy would read beyond its 624 words
+            raise ValueError(f"a Mersenne Twister has no position {state['numpy'][2]}")
         np.random.set_state(tuple(state["numpy"]))
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())

@@ -9,11 +9,12 @@ from typing import Any
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST
 from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
-from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info
+from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, on_rank_zero
+from trainer_kit.engine.state import fitting
 
 __all__ = ["find_checkpoint", "holds_weights", "load_weights", "read_state"]
 
@@ -67,8 +68,8 @@ def _choose(trainer: Any, places: list[Path]) -> Path | None:
         path, damaged = newest_verified(place)
         rejected += damaged
         if path is not None:
-            step = read_info(path).get("step")
-            sound.append((step if isinstance(step, int) else -1, path))
+            step = step_of(read_info(path))
+            sound.append((-1 if step is None else step, path))
     if rejected and not sound:
         path, problem = rejected[0]
         raise CheckpointError(
@@ -97,6 +98,8 @@ def read_state(path: Path, weights_only: bool) -> dict[str, Any]:
     """The whole state, or the weights of anything that holds weights."""
     if path.is_dir() and is_complete(path) and not weights_only:
         state = read_checkpoint(path)
+        if not isinstance(state.get("model"), dict):
+            raise CheckpointError(path, "model", "there are no weights in this checkpoint")
         state["state_dict"] = state.pop("model")
         return state
     if not path.is_dir() and not weights_only:
@@ -116,4 +119,5 @@ def load_weights(module: Any, path: Path, bus: Bus) -> None:
     state = read_state(path, weights_only=not (path.is_dir() and is_complete(path)))
     for hook in bus.on_load_checkpoint:
         hook(state)
-    module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+    with fitting("state_dict", RuntimeError):
+        module.load_state_dict(state["state_dict"], strict=module.strict_loading)

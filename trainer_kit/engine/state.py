@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import nn
 from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.codec import encode
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.optimize import Optimizers
 from trainer_kit.engine.run import Fit
 
-__all__ = ["collect", "configured", "module_state", "optimizer_state", "plain_hparams", "restore", "restore_optimizer"]
+__all__ = [
+    "collect",
+    "configured",
+    "fitting",
+    "module_state",
+    "optimizer_state",
+    "plain_hparams",
+    "restore",
+    "restore_optimizer",
+]
 
 _CONFIGURED: Final = "configured"
 
@@ -173,41 +183,72 @@ def restore(
     """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``."""
     for hook in run.bus.on_load_checkpoint:
         hook(state)
-    run.module.load_state_dict(state["state_dict"], strict=strict)
+    with fitting("state_dict", RuntimeError):  # torch names the weights of another model
+        run.module.load_state_dict(state["state_dict"], strict=strict)
     if "optimizer_states" not in state:
         return  # weights only
     names = {id(parameter): name for name, parameter in run.module.named_parameters()}
-    if len(state["optimizer_states"]) != len(made.optimizers):
-        raise CheckpointError(
-            "optimizer_states",
-            None,
-            f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured",
-        )
     changed: dict[int, dict[str, Any]] = {}
-    for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
-        changed[id(optimizer)] = restore_optimizer(optimizer, saved, names, run.say)
-    for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=False):
-        today = [(part, part.base_lrs) for part in _parts(config.scheduler) if hasattr(part, "base_lrs")]
-        config.scheduler.load_state_dict(dict(saved))
-        if "lr" in changed.get(id(config.optimizer), {}):
-            for part, rates in today:
-                part.base_lrs = rates
-    run.precision.load_state_dict(state["precision"])
-    run.progress.load_state_dict(state["progress"])
-    _divide_anew(run, state.get("batch_samples"))
-    run.schedule.go_on(run.progress)
-    run.finite = run.progress.step
-    for callback in callbacks:
-        if callback.state_key in state["callbacks"]:
-            callback.load_state_dict(state["callbacks"][callback.state_key])
-    if datamodule is not None and state["datamodule"]:
-        datamodule.load_state_dict(state["datamodule"])
+    with fitting("optimizer_states"):
+        if len(state["optimizer_states"]) != len(made.optimizers):
+            found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
+            raise CheckpointError("optimizer_states", None, found)
+        for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
+            changed[id(optimizer)] = restore_optimizer(optimizer, saved, names, run.say)
+    with fitting("lr_schedulers"):
+        for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=False):
+            today = [(part, part.base_lrs) for part in _parts(config.scheduler) if hasattr(part, "base_lrs")]
+            config.scheduler.load_state_dict(dict(saved))
+            if "lr" in changed.get(id(config.optimizer), {}):
+                for part, rates in today:
+                    part.base_lrs = rates
+    with fitting("precision"):
+        run.precision.load_state_dict(state["precision"])
+    with fitting("progress"):
+        run.progress.load_state_dict(state["progress"])
+        _divide_anew(run, state.get("batch_samples"))
+        run.schedule.go_on(run.progress)
+        run.finite = run.progress.step
+    with fitting("callbacks"):
+        for callback in callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+    with fitting("datamodule"):
+        if datamodule is not None and state["datamodule"]:
+            datamodule.load_state_dict(state["datamodule"])
+    _restore_of_rank(run, state)
+
+
+def _restore_of_rank(run: Fit, state: Mapping[str, Any]) -> None:
     rank = run.strategy.world.rank
-    run.metrics.load_state_dict(state["metrics"][rank if rank < len(state["metrics"]) else 0])
-    if len(state["rng"]) == run.strategy.world.size:
-        restore_rng(state["rng"][rank], run.strategy.device)
-    else:
-        run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")
+    with fitting("metrics"):
+        run.metrics.load_state_dict(state["metrics"][rank if rank < len(state["metrics"]) else 0])
+    with fitting("rng"):
+        if len(state["rng"]) == run.strategy.world.size:
+            restore_rng(state["rng"][rank], run.strategy.device)
+        else:
+            run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")
+
+
+@contextmanager
+def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
+    """What was saved may be of any shape, and everybody says in a way of their own that it does not fit.
+
+    Args:
+        part: of the state.
+        passed: errors that are raised as they are.
+
+    Raises:
+        CheckpointError: in place of every other error.
+    """
+    as_they_are: tuple[type[Exception], ...] = (TrainerKitError, *passed)
+    try:
+        yield
+    except as_they_are:
+        raise
+    except Exception as error:
+        reason = f"it does not fit what this run is made of: {type(error).__name__}: {error}"
+        raise CheckpointError(part, None, reason) from error
 
 
 def _divide_anew(run: Fit, samples: int | None) -> None:
