@@ -12,6 +12,8 @@ from torchmetrics import MaxMetric, MeanMetric, MetricCollection, SumMetric
 
 from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.core.errors import LogError
+from trainer_kit.core.progress import Progress
+from trainer_kit.engine.metrics import Metrics
 
 
 class Rows:
@@ -776,3 +778,37 @@ def test_a_computed_value_is_a_value():
             self.mean.reset()
 
     assert fit(Computed(), max_epochs=2).rows.of("mean") == [(3, 2.0), (6, 2.0)]
+
+
+def test_sums_of_a_checkpoint_join_values_of_a_device():
+    metrics = Metrics(Progress())
+    metrics.hook = "training_step"
+    options = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "sync_dist": True}
+    options |= {"add_dataloader_idx": True, "batch_size": 2, "rank_zero_only": False}
+    for name in ("mean", "max"):
+        metrics.log(name, torch.tensor(3.0), reduce_fx=name, **options)
+    again = Metrics(Progress())
+    again.load_state_dict(metrics.state_dict())
+    again.hook = "training_step"
+    for name in ("mean", "max"):
+        again.log(name, torch.tensor(3.0, device="meta"), reduce_fx=name, **options)
+        again.table[("training_step", name, None)].fold()
+        assert again.table[("training_step", name, None)].sums.device.type == "meta"
+
+
+def test_a_metric_that_no_checkpoint_can_find_is_named_once(tmp_path):
+    class Hidden(Net):
+        def __init__(self):
+            super().__init__()
+            self.aside = [MeanMetric()]  # a list: no submodule
+
+        def training_step(self, batch, batch_idx):
+            self.aside[0].update(batch.float())
+            self.log("aside", self.aside[0], on_step=False, on_epoch=True)
+            if batch_idx:
+                self.trainer.save_checkpoint(tmp_path / "inside")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.warns(UserWarning, match="what 'aside' has counted is in no checkpoint") as said:
+        Trainer(max_epochs=1, barebones=True, accelerator="cpu").fit(Hidden(), loader())
+    assert len(said) == 1

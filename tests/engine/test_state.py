@@ -316,3 +316,85 @@ def test_an_epoch_that_was_left_early_is_saved_as_finished(tmp_path):
         "batch": 3,
         "samples": 12,
     }
+
+
+def spread(values):
+    return values.max() - values.min()
+
+
+class Left(TrainModule):
+    """Logs by a function of its own, in some batches of an epoch."""
+
+    def __init__(self, *batches):
+        super().__init__()
+        self.weight, self.batches = nn.Parameter(torch.ones(1)), batches
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx in self.batches:
+            self.log("range", batch.mean(), on_step=False, on_epoch=True, reduce_fx=spread)
+        return (self.weight * batch.mean()).sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_function_that_reduced_and_did_not_come_back_is_nan_and_said(tmp_path):
+    batches = [torch.ones(2, 1)] * 4
+    trainer = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[keeper := Inside(tmp_path, at=2)])
+    trainer.fit(Left(0), batches)
+    again = Trainer(max_epochs=1, barebones=True, accelerator="cpu")
+    with pytest.warns(UserWarning, match="'range' is NaN for this epoch: its reduce_fx is a function"):
+        again.fit(Left(0), batches, ckpt_path=keeper.path)
+    assert again.callback_metrics["range"].isnan()
+
+
+class Inside(Callback):
+    """Saves at the start of a batch, or at the end of a step."""
+
+    def __init__(self, directory, at=None, batch=None):
+        self.path, self.at, self.batch = directory / "inside", at, batch
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == self.at:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize(("where", "said"), [({"batch": 3}, True), ({"at": 1}, False)])
+def test_a_checkpoint_from_inside_a_step_says_so(tmp_path, capsys, where, said):
+    keeper = Inside(tmp_path, **where)
+    options = {"max_epochs": 1, "barebones": True, "accelerator": "cpu", "accumulate_grad_batches": 2}
+    Trainer(**options, callbacks=keeper).fit(Left(), [torch.ones(2, 1)] * 4)
+    module = Left()
+    Trainer(**options).fit(module, [torch.ones(2, 1)] * 4, ckpt_path=keeper.path)
+    assert ("taken inside step 2, which runs again" in capsys.readouterr().out) is said
+    torch.testing.assert_close(module.weight.detach(), torch.tensor([0.8]))
+
+
+class Hears(Callback):
+    def __init__(self):
+        self.heard = []
+
+    def on_train_start(self, trainer, module):
+        self.heard.append("train")
+        module.log("started", torch.rand(()))
+
+    def on_train_epoch_start(self, trainer, module):
+        self.heard.append("epoch")
+        module.log("begun", torch.rand(()), reduce_fx="sum")
+
+
+def test_what_a_resumed_run_calls_again_draws_and_logs_without_a_trace(tmp_path):
+    batches, ends = [torch.ones(2, 1)] * 4, []
+    for ckpt in (None, tmp_path / "inside"):
+        torch.manual_seed(1 if ckpt is None else 2)
+        hears = Hears()
+        trainer = Trainer(max_epochs=2, barebones=True, accelerator="cpu", callbacks=[hears, Inside(tmp_path, at=3)])
+        trainer.fit(Left(0, 3), batches, ckpt_path=ckpt)
+        ends.append((trainer.callback_metrics, torch.get_rng_state().tolist()))
+        assert hears.heard == ["train", "epoch", "epoch"]
+    assert ends[0] == ends[1]
+    assert set(ends[0][0]) == {"started", "begun", "range"}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -136,6 +137,24 @@ def assert_same(one: nn.Module | dict[str, Any], other: nn.Module | dict[str, An
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
     assert not different, {name: (left[name] - right[name]).abs().max().item() for name in different}
+
+
+def same_state(one: Any, other: Any, at: str = "") -> None:
+    """Nested states, equal in every bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), at
+        for key in one:
+            same_state(one[key], other[key], f"{at}.{key}")
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), at
+        for i, (left, right) in enumerate(zip(one, other, strict=True)):
+            same_state(left, right, f"{at}[{i}]")
+    elif isinstance(one, Tensor):
+        assert torch.equal(one, other), at
+    elif isinstance(one, np.ndarray):
+        assert (one == other).all(), at
+    else:
+        assert one == other or (one != one and other != other), f"{at}: {one} {other}"
 
 
 def assert_close(one: nn.Module, other: nn.Module, rtol: float = 1e-12) -> None:

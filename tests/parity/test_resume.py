@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, adamw, assert_same, make_batches, make_net, sgd
+from tests.parity.plain import Batch, Classifier, adamw, assert_same, make_batches, make_net, same_state, sgd
 
 EPOCHS, STEPS = 3, 4  # 15 batches in windows of 4
 
@@ -142,24 +142,6 @@ def run(
     val = DataLoader(Noised(10), batch_size=4)
     trainer.fit(module, train, val, ckpt_path=ckpt)
     return trainer, recorder, values
-
-
-def same_state(one: Any, other: Any, at: str = "") -> None:
-    """Nested states, equal in every bit."""
-    if isinstance(one, dict):
-        assert one.keys() == other.keys(), at
-        for key in one:
-            same_state(one[key], other[key], f"{at}.{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(other), at
-        for i, (left, right) in enumerate(zip(one, other, strict=True)):
-            same_state(left, right, f"{at}[{i}]")
-    elif isinstance(one, Tensor):
-        assert torch.equal(one, other), at
-    elif isinstance(one, np.ndarray):
-        assert (one == other).all(), at
-    else:
-        assert one == other or (one != one and other != other), f"{at}: {one} {other}"
 
 
 def assert_equal_ends(whole: Any, resumed: Any, module: nn.Module, again: nn.Module, since: int) -> None:

@@ -83,7 +83,8 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        if self.logging_interval != "step":
+        # A run that is resumed inside an epoch has its rate already.
+        if self.logging_interval != "step" and not trainer.progress.epoch_batch:
             self._log(trainer, "epoch")
 
     def _log(self, trainer: TrainerLike, interval: str) -> None:

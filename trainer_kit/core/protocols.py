@@ -122,6 +122,10 @@ class Strategy(Protocol):
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clip unscaled gradients, over all shards; ``algorithm`` is norm or value."""
 
+    @property
+    def own_buffers(self) -> bool:
+        """Whether a data rank's buffers (running statistics) stay its own from one step to the next."""
+
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, every data rank has the buffers of data rank 0; afterwards its own again."""
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Iterable, Sequence
+from copy import copy
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -143,26 +147,57 @@ class Entry:
         self.weights.clear()
         if self.sums is None:
             self.sums = pair
-        elif self.reduce in ("mean", "sum"):
-            self.sums = self.sums + pair
+            return
+        before = self.sums.to(pair)  # what a checkpoint held is on the host
+        if self.reduce in ("mean", "sum"):
+            self.sums = before + pair
         else:
             best = torch.minimum if self.reduce == "min" else torch.maximum
-            self.sums = torch.stack([best(self.sums[0], pair[0]), self.sums[1] + pair[1]])
+            self.sums = torch.stack([best(before[0], pair[0]), before[1] + pair[1]])
 
     def step_pair(self) -> Tensor:
         """The latest value alone, as ``fold`` would have it."""
         kind = "mean" if callable(self.reduce) else self.reduce
         return _pair(kind, _stacked([self.last]), [self.last_weight])
 
-    def plain_options(self) -> list[Any]:
-        """The options as a checkpoint can hold them; a function that reduces comes back with the next `log`."""
+    def state(self, place: str | None) -> list[Any]:
+        """What was recorded, as a checkpoint can hold it; a function that reduces comes back with the next `log`.
+
+        Args:
+            place: where the module has the metric object that was logged.
+        """
+        self.fold()
+        values = [float(v) for v in self.values]  # sync point: a checkpoint is being taken
         options = list(self.options)
-        options[4] = self.reduce if isinstance(self.reduce, str) else "mean"
-        return options
+        options[4] = self.reduce if isinstance(self.reduce, str) else "function"
+        latest = {"value": self.last, "weight": self.last_weight, "turn": self.turn, "metric": place}
+        return [self.hook, self.base, self.loader, self.sums, values, list(self.weights), options, latest]
+
+    @staticmethod
+    def of_state(state: Sequence[Any]) -> Entry:
+        """What `state` returned; its metric object is for the caller to find."""
+        hook, name, loader, sums, values, weights, *rest = state
+        options = list(rest[0]) if rest else [False, None, False, True, "mean", True, True, False]
+        if options[4] == "function":
+            options[4] = partial(_unknown, name)
+        entry = Entry(hook, name, loader, tuple(options))
+        entry.sums, entry.values, entry.weights = sums, list(values), list(weights)
+        entry.restored = True
+        if len(rest) > 1:
+            entry.last, entry.last_weight, entry.turn = (rest[1][key] for key in ("value", "weight", "turn"))
+        return entry
+
+    def copy(self) -> Entry:
+        """The same, to be logged into without a trace."""
+        twin = copy(self)
+        twin.values, twin.weights = list(self.values), list(self.weights)
+        return twin
 
     def adopt(self, restored: Entry) -> None:
-        """Take over the sums that a checkpoint held."""
+        """Take over what a checkpoint held."""
         self.sums, self.values, self.weights = restored.sums, restored.values, restored.weights
+        self.last, self.last_weight, self.turn = restored.last, restored.last_weight, restored.turn
+        self.metric = restored.metric
 
     def clear(self) -> None:
         """Forget what was recorded."""
@@ -173,6 +208,15 @@ class Entry:
         if self.metric is not None:
             self.metric.reset()
             self.metric = None
+
+
+def _unknown(name: str, values: Tensor) -> float:
+    warnings.warn(
+        f"{name!r} is NaN for this epoch: its reduce_fx is a function, which no checkpoint holds, and since the run was"
+        ' resumed nobody logged it again; "mean", "sum", "min" and "max" are kept',
+        stacklevel=2,
+    )
+    return math.nan
 
 
 _NAMED: Final[dict[Any, str]] = {

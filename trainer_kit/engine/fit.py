@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
+from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import settle_save
@@ -15,13 +18,15 @@ __all__ = ["fit"]
 def fit(run: Fit) -> None:
     """Train until a limit is reached or a stop is asked for."""
     bus, progress, strategy, micro, stepper = run.bus, run.progress, run.strategy, run.micro, run.stepper
-    for hook in bus.on_train_start:
-        hook()
+    with _again(run) if run.resumed else nullcontext():
+        for hook in bus.on_train_start:
+            hook()
     goes_on = continues(run)
     while goes_on:
         _begin_epoch(run)
-        for hook in bus.on_train_epoch_start:
-            hook()
+        with _again(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
+            for hook in bus.on_train_epoch_start:
+                hook()
         completed = True
         try:
             for _ in run.windows.epoch(progress):  # k micro-batches
@@ -45,6 +50,13 @@ def fit(run: Fit) -> None:
     for hook in bus.on_train_end:
         hook()
     settle_end(run)
+
+
+@contextmanager
+def _again(run: Fit) -> Iterator[None]:
+    """What a resumed run calls once more prepares its process; what it draws and logs is in the checkpoint already."""
+    with preserved_rng(run.strategy.device), run.metrics.unheard():
+        yield
 
 
 def _begin_epoch(run: Fit) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final, final
 
@@ -13,6 +15,7 @@ from trainer_kit.core.errors import LogError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.engine.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
+from trainer_kit.engine.metric_objects import place_of, restore_running, running_states
 from trainer_kit.engine.reduction import agreed, reduced
 
 __all__ = ["Metrics"]
@@ -39,6 +42,7 @@ class Metrics:
 
     __slots__ = (
         "_flushed",
+        "_homeless",
         "_shown",
         "_tables",
         "absent",
@@ -70,6 +74,7 @@ class Metrics:
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
         self.table = self._tables["train"]
         self._shown: dict[str, Tensor] = {}
+        self._homeless: set[int] = set()
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
@@ -173,6 +178,16 @@ class Metrics:
         self.loader = None
         self.absent.clear()
 
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """What is logged inside of training is forgotten."""
+        before = self.table
+        self._tables["train"] = self.table = {key: entry.copy() for key, entry in before.items()}
+        try:
+            yield
+        finally:
+            self._tables["train"] = self.table = before
+
     def forget(self) -> None:
         """A new run: nothing recorded, nothing reduced."""
         self._tables = {"train": {}}
@@ -254,24 +269,52 @@ class Metrics:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Partial sums of the running epoch, and what was reduced last."""
-        running = []
-        for (hook, name, loader), entry in self._tables["train"].items():
-            entry.fold()
-            if entry.sums is not None or entry.values:
-                values = [float(v) for v in entry.values]  # sync point: a checkpoint is being taken
-                running.append([hook, name, loader, entry.sums, values, list(entry.weights), entry.plain_options()])
-        return {"running": running, "callback": dict(self.callback)}
+        """Partial sums of the running epoch, the latest values, and what was reduced last."""
+        recorded = [entry for entry in self._tables["train"].values() if entry.recorded]
+        names = {*self.callback, *chain.from_iterable(entry.now() for entry in recorded)}
+        return {
+            "running": [entry.state(self._place(entry)) for entry in recorded],
+            "objects": {} if self.module is None else running_states(self.module),
+            "callback": dict(self.callback),
+            "logged": dict(self.logged),
+            "progress_bar": dict(self.progress_bar),
+            "others": {
+                name: value  # put in by a callback
+                for name, value in self._shown.items()
+                if name not in names and isinstance(value, (Tensor, int, float))
+            },
+            "flushed": self._flushed,
+        }
+
+    def _place(self, entry: Entry) -> str | None:
+        if entry.metric is None:
+            return None
+        place = place_of(entry.metric, self.module)
+        if place is None and id(entry.metric) not in self._homeless:
+            self._homeless.add(id(entry.metric))
+            warnings.warn(
+                f"what {entry.name!r} has counted is in no checkpoint taken inside an epoch: keep its"
+                f" {type(entry.metric).__name__} as an attribute of the module",
+                stacklevel=2,
+            )
+        return place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; options may change with the next `log` of that name."""
         self.callback.update(state.get("callback", {}))
-        for hook, name, loader, sums, values, weights, *rest in state.get("running", []):
-            options = tuple(rest[0]) if rest else (False, None, False, True, "mean", True, True, False)
-            entry = Entry(hook, name, loader, options)
-            entry.sums, entry.values, entry.weights = sums, list(values), list(weights)
-            entry.restored = True
-            self._tables["train"][(hook, name, loader)] = entry
+        self.logged.update(state.get("logged", {}))
+        self.progress_bar.update(state.get("progress_bar", {}))
+        self._shown.update(state.get("others", {}))
+        self._flushed = state.get("flushed", -1)
+        if self.module is not None:
+            restore_running(self.module, state.get("objects", {}))
+        for saved in state.get("running", []):
+            entry = Entry.of_state(saved)
+            place = saved[7]["metric"] if len(saved) > 7 else None
+            if place is not None:
+                entry.metric = dict(self.module.named_modules()).get(place)
+            if entry.recorded:
+                self._tables["train"][(entry.hook, entry.base, entry.loader)] = entry
 
     def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
         entry = self._new(name, options)

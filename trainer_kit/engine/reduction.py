@@ -14,6 +14,7 @@ from torch import nn
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.protocols import Group
 from trainer_kit.engine.entry import Entry
+from trainer_kit.engine.metric_objects import place_of
 
 __all__ = ["agreed", "reduced"]
 
@@ -68,8 +69,7 @@ def _place(metric: Any, module: nn.Module | None) -> str | None:
     """Where another rank finds the same metric object; it computes together with all of them."""
     if metric is None:
         return None
-    found = () if module is None else module.named_modules()
-    place: str | None = next((name for name, part in found if part is metric), None)
+    place = place_of(metric, module)
     if place is None:
         raise LogError(
             "a metric object that only some ranks have a batch for must be found on the others",

@@ -42,6 +42,7 @@ class Fit:
         since: monotonic seconds up to which time was taken.
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
+        resumed: whether it goes on from a checkpoint.
     """
 
     module: Any
@@ -70,6 +71,7 @@ class Fit:
     since: float = 0.0
     elapsed: float = 0.0
     finite: int = 0
+    resumed: bool = False
 
     def wake(self) -> None:
         """Settle at the end of this step."""

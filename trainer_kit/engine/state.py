@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.codec import encode
@@ -74,17 +74,30 @@ def collect(
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
         state["progress"] = _finished(run)
+        state["inside_step"] = run.micro.started == progress.step
         state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
         state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
         state["seed"] = seed
         state["batch_samples"] = run.windows.feed.samples(0)
-        own = (rng_state(run.strategy.device), run.metrics.state_dict())
-        everyone = run.strategy.world.all_gather_object(own)
-        state["rng"] = [rng for rng, _ in everyone]
-        state["metrics"] = [metrics for _, metrics in everyone]
+        own = (rng_state(run.strategy.device), run.metrics.state_dict(), _own_buffers(run))
+        state["rng"], state["metrics"], buffers = map(
+            list, zip(*run.strategy.world.all_gather_object(own), strict=True)
+        )
+        if any(buffers):
+            state["buffers"] = buffers
     for hook in run.bus.on_save_checkpoint if hooks else ():
         hook(state)
     return state
+
+
+def _own_buffers(run: Fit) -> dict[str, Tensor]:
+    """What rank 0's ``state_dict`` says nothing about: the buffers of the other ranks, on the CPU, to be sent."""
+    strategy = run.strategy
+    if strategy.world.rank == 0 or not strategy.own_buffers:
+        return {}
+    kept = run.module.state_dict()
+    buffers = run.module.named_buffers()
+    return {name: buffer.detach().cpu() for name, buffer in buffers if name in kept}  # sync point: a checkpoint
 
 
 def _finished(run: Fit) -> dict[str, int | float]:
@@ -208,7 +221,7 @@ def restore(
         run.progress.load_state_dict(state["progress"])
         _divide_anew(run, state.get("batch_samples"))
         run.schedule.go_on(run.progress)
-        run.finite = run.progress.step
+        run.finite, run.resumed = run.progress.step, True
     with fitting("callbacks"):
         for callback in callbacks:
             if callback.state_key in state["callbacks"]:
@@ -223,11 +236,19 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any]) -> None:
     rank = run.strategy.world.rank
     with fitting("metrics"):
         run.metrics.load_state_dict(state["metrics"][rank if rank < len(state["metrics"]) else 0])
+    if state.get("inside_step"):
+        run.say(
+            f"this checkpoint was taken inside step {run.progress.step + 1}, which runs again: what it drew and did to"
+            " buffers before is not undone (trainer.request_checkpoint takes one between two steps)"
+        )
     with fitting("rng"):
         if len(state["rng"]) == run.strategy.world.size:
             restore_rng(state["rng"][rank], run.strategy.device)
         else:
             run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")
+    with fitting("buffers"):
+        if "buffers" in state and len(state["buffers"]) == run.strategy.world.size:
+            run.module.load_state_dict(state["buffers"][rank], strict=False)
 
 
 @contextmanager

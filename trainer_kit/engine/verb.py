@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
 from typing import Any, final
@@ -203,8 +204,10 @@ class Verb:
         if asleep:
             trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(asleep[:5])}")
         self._introduce_to_loggers()
-        for hook in self.bus.on_fit_start:
-            hook()
+        # The generators of a resumed run stand where its checkpoint has them.
+        with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
+            for hook in self.bus.on_fit_start:
+                hook()
         self._check_sanity(run)
         return run
 

@@ -184,6 +184,11 @@ class DDPStrategy:
         """Clip by norm or by value: every rank has the whole gradients."""
         clip_gradients(parameters, value, algorithm)
 
+    @property
+    def own_buffers(self) -> bool:
+        """The wrapper's forward gives every rank those of rank 0; not where it is told not to, or is not called."""
+        return not (self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None)
+
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
         return borrowed_buffers(module, self.world)

@@ -107,6 +107,11 @@ class SingleDeviceStrategy:
         """Clip by norm or by value."""
         clip_gradients(parameters, value, algorithm)
 
+    @property
+    def own_buffers(self) -> bool:
+        """There is one copy."""
+        return False
+
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """There is one copy."""
         return nullcontext()

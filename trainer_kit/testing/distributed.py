@@ -141,6 +141,8 @@ class _Call:
         import torch
 
         torch.set_num_threads(1)
+        # Workers of loaders start as in any process of the user's, not each from a server that imports everything anew.
+        multiprocessing.set_start_method(None, force=True)
         with (
             open(Path(self.directory, f"stack-{rank}"), "w", encoding="utf-8") as stack,
             warnings.catch_warnings(),

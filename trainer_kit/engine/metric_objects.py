@@ -1,0 +1,49 @@
+"""torchmetrics' objects in the middle of an epoch: modules whose running state is in no ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+__all__ = ["place_of", "restore_running", "running_states"]
+
+
+def place_of(metric: Any, module: nn.Module | None) -> str | None:
+    """The name by which ``module`` holds a metric, or None where it is no submodule."""
+    found = () if module is None else module.named_modules()
+    return next((name for name, part in found if part is metric), None)
+
+
+def running_states(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """What each metric of ``module`` has counted since it was reset, on the CPU, by the metric's name."""
+    collections: list[Any] = [part for part in module.modules() if hasattr(type(part), "compute_groups")]
+    for part in collections:
+        part.items(copy_state=False)  # of metrics that count the same, only the first is up to date until asked
+    states = {}
+    parts: dict[str, Any] = dict(module.named_modules())
+    for name, part in parts.items():
+        if hasattr(type(part), "update_count") and part.update_count:
+            state = {"state": part.metric_state, "updates": part.update_count, "latest": part._forward_cache}
+            states[name] = apply_to_collection(state, Tensor, _on_host)
+    return states
+
+
+def _on_host(value: Tensor) -> Tensor:
+    return value.detach().cpu().clone()  # sync point: a checkpoint is being taken
+
+
+def restore_running(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put `running_states` back into the metrics that are still there."""
+    parts: dict[str, Any] = dict(module.named_modules())
+    for name, saved in states.items():
+        if name not in parts or not hasattr(type(parts[name]), "update_count"):
+            continue
+        metric = parts[name]
+        saved = apply_to_collection(dict(saved), Tensor, lambda value, to=metric.device: value.to(to))
+        for key, value in saved["state"].items():
+            setattr(metric, key, value)
+        # Only `update` counts, and there is no other way to say that it was called.
+        metric._update_count, metric._computed, metric._forward_cache = saved["updates"], None, saved["latest"]
