@@ -271,7 +271,7 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
         validate_epochs=settings.validate_epochs or 1,
         validates=validation is not None,
         log_every=settings.log_every,
-        agree_every=25 if world > 1 else 0,
+        agree_every=50 if world > 1 else 0,
     )
 
 

@@ -112,7 +112,9 @@ class Windows:
         """Several ranks: windows are equally long on all of them."""
         micro = self.micro
         self._by_samples = self.feed.even and (self.loss_weight is None or not self.weighting)
-        while self._load_together(list(islice(batches, self.length)), start):
+        usual = self._by_samples and self.loss_weight is None and self.ahead is None
+        load = self._load_one if usual else self._load_together
+        while load(list(islice(batches, self.length)), start):
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
@@ -153,6 +155,17 @@ class Windows:
             micro.sizes[-1] += samples % longest
         micro.count, micro.batches, micro.weights = len(batches), batches, weights
         self._weigh_window(weights, total)
+        return True
+
+    def _load_one(self, window: list[Any], start: int) -> bool:
+        """As `_load_together`, with less to do for the usual window: one batch, and everybody knows its samples."""
+        samples = self.feed.samples(start) if len(window) == 1 and window[0] is not EMPTY else None
+        if samples is None:
+            return self._load_together(window, start)
+        micro, size = self.micro, (self._size or self._window_size)(window[0])
+        micro.batches, micro.sizes, micro.weights, micro.count = window, [samples], [size], 1
+        factor = size * self.divisor / samples if self.weighting else 1.0
+        micro.factors = None if factor == 1.0 else [factor]
         return True
 
     def _weigh_window(self, weights: Sequence[float], total: float) -> None:
