@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from time import monotonic
 from typing import Any, Final, Protocol, TextIO, final
+
+from trainer_kit.core.bars import bar_class
 
 __all__ = ["Line", "PlainLine", "TerminalLine", "View"]
 
@@ -68,7 +68,7 @@ class TerminalLine:
 
     def __init__(self, file: TextIO, position: int) -> None:
         self.due = 0.0
-        self._bar = _bar_class()(file=file, position=position, dynamic_ncols=True, leave=True, delay=1e-9, unit="batch")
+        self._bar = bar_class()(file=file, position=position, dynamic_ncols=True, leave=True, delay=1e-9, unit="batch")
         self._bar.delay = 0.0  # its constructor would have drawn an empty line
         if measure := self._bar.dynamic_ncols:
             # Terminals without a size (of containers, of recorders) say 0 by 0, and would be shown nothing.
@@ -123,18 +123,6 @@ class PlainLine:
 
     def close(self, leave: bool) -> None:
         """Nothing stays open."""
-
-
-@cache
-def _bar_class() -> Any:
-    from tqdm import tqdm
-
-    class _Bar(tqdm):  # type: ignore[type-arg]
-        # No thread that watches over slow bars, and no lock shared between processes: one rank draws.
-        monitor_interval = 0
-        _lock = threading.RLock()
-
-    return _Bar
 
 
 def _sized(columns: int | None, rows: int | None) -> tuple[int | None, int | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any, Literal, NamedTuple, final, get_args
 
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_kit.core.errors import DataError, did_you_mean
 from trainer_kit.data.order import EMPTY, length_of
 
-__all__ = ["CombinedLoader", "Leaf", "Mode", "combine", "combined_length", "is_tree"]
+__all__ = ["CombinedLoader", "Leaf", "Mode", "Spot", "combine", "combined_length", "is_tree", "spots_at"]
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
 
@@ -24,6 +24,19 @@ class Leaf(NamedTuple):
     """Batches of a pass, None when unknown."""
     open: Callable[[int, int], Iterator[Any]]
     """``open(turn, start)``: the batches of pass ``turn`` from batch ``start`` on."""
+    again: Callable[[int, int], Iterator[Any]] | None = None
+    """The same for a second look at what was read before."""
+
+
+class Spot(NamedTuple):
+    """Where one of them is."""
+
+    turn: int
+    """Its passes before this one."""
+    batch: int
+    """Batches read of this one."""
+    over: bool
+    """Whether it has ended, and is not started again."""
 
 
 @final
@@ -133,20 +146,67 @@ def combined_length(mode: Mode, lengths: list[int | None]) -> int | None:
     return sum(known) if mode == "sequential" else max(known, default=0)
 
 
-def combine(mode: Mode, leaves: list[Leaf], join: Callable[[Any], Any], start: int = 0) -> Iterator[Any]:
+def spots_at(mode: Mode, lengths: Sequence[int | None], start: int) -> list[Spot] | None:
+    """Where each loader is at batch ``start``; None where only reading would tell.
+
+    Example:
+        >>> spots_at("max_size_cycle", [5, 2], 3)
+        [Spot(turn=0, batch=3, over=False), Spot(turn=1, batch=1, over=False)]
+    """
+    if not start or mode in ("min_size", "max_size"):
+        return [Spot(0, start, False)] * len(lengths)
+    spots = []
+    for length in lengths:
+        if mode == "max_size_cycle":
+            if not length:
+                return None
+            spots.append(Spot(*divmod(start, length), False))
+        elif start and length is None:
+            return None
+        else:
+            read = start if length is None else min(start, length)
+            spots.append(Spot(0, read, over=read == length))
+            start -= read
+    return spots
+
+
+def combine(
+    mode: Mode,
+    leaves: list[Leaf],
+    join: Callable[[Any], Any],
+    start: int = 0,
+    spots: Sequence[Spot] | None = None,
+) -> Iterator[Any]:
     """The batches of several loaders from batch ``start`` on.
 
     Where a rank has no share of one loader's last global batch (`EMPTY`): ``max_size`` gives None in its place,
     ``max_size_cycle`` this rank's batch before it, ``min_size`` ends this rank's data with `EMPTY`.
+
+    Args:
+        mode: see `CombinedLoader`.
+        leaves: the loaders.
+        join: puts one batch from each into the user's shape.
+        start: the batch to begin with.
+        spots: where each loader is at ``start``; None: that is worked out from the lengths.
     """
+    if spots is None:
+        spots = spots_at(mode, [leaf.length for leaf in leaves], start)
     if mode == "sequential":
-        return chain.from_iterable(_sequential(leaves, start))
+        parts = _sequential(leaves, start) if spots is None else map(_opened, leaves, spots)
+        return chain.from_iterable(parts)
+    if spots is None:
+        # Where a pass of unknown length stands after `start` batches is only found by reading them.
+        return islice(combine(mode, leaves, join), start, None)
     if mode == "max_size_cycle":
-        return _cycled(leaves, join, start)
-    iterators = [leaf.open(0, start) for leaf in leaves]
+        return _cycled(leaves, join, spots)
+    iterators = [_opened(leaf, spot) for leaf, spot in zip(leaves, spots, strict=True)]
     if mode == "min_size":
         return (EMPTY if _has_empty(parts) else join(parts) for parts in zip(*iterators, strict=False))
     return (_join_ended(parts, join) for parts in zip_longest(*iterators))
+
+
+def _opened(leaf: Leaf, spot: Spot) -> Iterator[Any]:
+    return iter(()) if spot.over else leaf.open(spot.turn, spot.batch)
 
 
 def _has_empty(parts: Iterable[Any]) -> bool:
@@ -178,17 +238,12 @@ def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Any]]:
 _END = object()
 
 
-def _cycled(leaves: list[Leaf], join: Callable[[Any], Any], start: int) -> Iterator[Any]:
-    if start and any(not leaf.length for leaf in leaves):
-        # Where a pass of unknown length stands after `start` batches is only found by reading them.
-        yield from islice(_cycled(leaves, join, 0), start, None)
-        return
-    places = [divmod(start, leaf.length) if leaf.length and start else (0, 0) for leaf in leaves]
-    turns, positions = [turn for turn, _ in places], [position for _, position in places]
+def _cycled(leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spot]) -> Iterator[Any]:
+    turns, positions = [place.turn for place in places], [place.batch for place in places]
     ended = [turn > 0 for turn in turns]
     if not leaves or all(ended):
         return
-    iterators = [leaf.open(*place) for leaf, place in zip(leaves, places, strict=True)]
+    iterators = [leaf.open(place.turn, place.batch) for leaf, place in zip(leaves, places, strict=True)]
     parts: list[Any] = [None] * len(leaves)
     while True:
         before = list(parts)
@@ -209,5 +264,5 @@ def _cycled(leaves: list[Leaf], join: Callable[[Any], Any], start: int) -> Itera
         for i, leaf in enumerate(leaves):
             if parts[i] is EMPTY and fresh and positions[i] > 1:
                 known = before[i] is not None
-                parts[i] = before[i] if known else next(leaf.open(turns[i], positions[i] - 2), EMPTY)
+                parts[i] = before[i] if known else next((leaf.again or leaf.open)(turns[i], positions[i] - 2), EMPTY)
         yield EMPTY if _has_empty(parts) else join(parts)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import count
 from typing import Any, final
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.errors import DataError
-from trainer_kit.data.combined import CombinedLoader, Leaf, combine, combined_length, is_tree
-from trainer_kit.data.order import derive_seed
-from trainer_kit.data.sources import IndexedSource, ListSource, Place, Source, StreamSource
+from trainer_kit.data.combined import CombinedLoader, is_tree
+from trainer_kit.data.place import Place, Source
+from trainer_kit.data.several import CombinedSource
+from trainer_kit.data.sources import IndexedSource, ListSource
+from trainer_kit.data.streams import StreamSource
+from trainer_kit.data.track import Track
 
 __all__ = ["Feed"]
 
@@ -40,6 +40,7 @@ class Feed:
         seed: any whole number; with the epoch it decides the order.
         shard: False: every rank reads the loader as it is.
         batch_size: samples a micro-batch on each rank, in place of the loader's own.
+        reproducible: seed each sample in this process too, where there are no workers; what it draws is put back.
         ordered: for evaluation: a torch ``DistributedSampler`` is undone, for it repeats samples; every sample is read
             exactly once over all ranks.
 
@@ -66,13 +67,24 @@ class Feed:
         seed: int = 0,
         shard: bool = True,
         batch_size: int | None = None,
+        reproducible: bool = False,
         ordered: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise DataError("a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}")
-        place = Place(rank=rank, size=size, seed=seed, shard=shard, batch_size=batch_size, ordered=ordered)
+        place = Place(
+            rank=rank,
+            size=size,
+            seed=seed,
+            shard=shard,
+            batch_size=batch_size,
+            reproducible=reproducible,
+            ordered=ordered,
+        )
         self.loader = loader
         self._source = _open(loader, place)
+        self.track = Track(self._source, size)
+        """Where it is, for a checkpoint."""
         self.per_rank_batch_size: int | None = self._source.per_rank_batch_size
         """Samples a micro-batch on this rank, but for the last; None when unknown."""
 
@@ -93,6 +105,25 @@ class Feed:
         """
         return self._source.samples(index)
 
+    @property
+    def stateful(self) -> bool:
+        """Whether the loader's own state is read after each batch (torchdata's ``state_dict`` protocol)."""
+        return self._source.stateful
+
+    @property
+    def once(self) -> bool:
+        """Whether it can be read only once, over all epochs."""
+        return self._source.once
+
+    @property
+    def stride(self) -> list[tuple[str, int]]:
+        """How much of a loader's order a global micro-batch covers: (unit, number), one for each loader."""
+        return self._source.stride
+
+    def first_state(self) -> Any:
+        """The loader's state before anything is read: whether it can be saved is asked before the first step."""
+        return self._source.first_state()
+
     def describe(self) -> str:
         """One line: what is read, in which order, and how it is divided."""
         return self._source.describe()
@@ -102,20 +133,20 @@ class Feed:
 
         Args:
             epoch: from 0; the order depends on it.
-            start: the micro-batch to begin with. Map-style data are skipped by index; a stream is read up to there,
-                with a warning.
+            start: the micro-batch to begin with. Map-style data are skipped by index, a loader with a state goes on
+                from it; any other stream is read up to there, with a warning.
 
         Yields:
             batches, or `EMPTY` where this rank has no share of a global micro-batch.
         """
-        return self._source.epoch(epoch, start)
+        return self.track.epoch(epoch, start)
 
 
 def _open(loader: Any, place: Place) -> Source:
     if is_tree(loader):
         loader = CombinedLoader(loader)
     if isinstance(loader, CombinedLoader):
-        return _CombinedSource(loader, place)
+        return CombinedSource(loader, place, _open)
     if isinstance(loader, DataLoader):
         kind = StreamSource if isinstance(loader.dataset, IterableDataset) else IndexedSource
         return kind(loader, place)
@@ -131,38 +162,3 @@ def _open(loader: Any, place: Place) -> Source:
             fix="call it and pass what it returns" if callable(loader) else "pass a DataLoader or a list of batches",
         )
     return StreamSource(loader, place)
-
-
-@final
-class _CombinedSource:
-    """Every leaf is a source of its own, so division and order are those of each loader."""
-
-    def __init__(self, combined: CombinedLoader, place: Place) -> None:
-        self.combined = combined
-        # A seed each: two loaders over one dataset must not come in the same order.
-        places = (replace(place, seed=derive_seed(place.seed, 1 + i)) for i in count())
-        self.sources = [_open(loader, own) for loader, own in zip(combined.flattened, places, strict=False)]
-        sizes = {source.per_rank_batch_size for source in self.sources}
-        self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
-
-    @property
-    def length(self) -> int | None:
-        return combined_length(self.combined.mode, [source.length for source in self.sources])
-
-    @property
-    def even(self) -> bool:
-        return all(source.even for source in self.sources)
-
-    def samples(self, index: int) -> None:
-        return None
-
-    def describe(self) -> str:
-        return f"{self.combined.mode} of: " + "; ".join(source.describe() for source in self.sources)
-
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0) -> Iterator[Any]:
-        leaves = [Leaf(source.length, partial(_turn, source, epoch)) for source in self.sources]
-        return combine(self.combined.mode, leaves, self.combined.join, start)
-
-
-def _turn(source: Source, epoch: int, turn: int, start: int) -> Iterator[Any]:
-    return source.epoch(epoch, start, turn)

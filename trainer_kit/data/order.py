@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Final, Protocol, final
 
 import numpy as np
@@ -81,6 +81,11 @@ def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[An
         yield from taken
 
 
+def _begun(items: Iterator[Any]) -> Iterator[Any]:
+    """The same items, the first of which has been asked for."""
+    return chain(list(islice(items, 1)), items)
+
+
 def _seed_globals(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -122,6 +127,9 @@ class Split(Protocol):
 
     def __iter__(self) -> Iterator[Any]: ...
     def __len__(self) -> int: ...
+    def draw(self) -> None:
+        """Draw the order now, and not as the loader comes to need it."""
+
     def samples(self, index: int) -> int | None:
         """Samples of global micro-batch ``index``."""
 
@@ -147,9 +155,13 @@ class SampleBlocks:
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        self._seed, self._start, self._sample_seed = seed, start, sample_seed
+        self._start, self._sample_seed = start, sample_seed
         self.handed, self.empty = 0, False
         self._short: tuple[int, int] | None = None
+        self._drawn = drawn(self.order, seed)
+
+    def draw(self) -> None:
+        self._drawn = _begun(self._drawn)
 
     def __len__(self) -> int:
         count, whole = len(self.order), self.batch_size * self.size  # type: ignore[arg-type]
@@ -181,7 +193,7 @@ class SampleBlocks:
     def _from(self, first: int) -> Iterator[Any]:
         if type(self.order) is SequentialSampler:
             return iter(range(len(self.order.data_source))[first:])
-        return islice(drawn(self.order, self._seed), first, None)
+        return islice(self._drawn, first, None)
 
     def samples(self, index: int) -> int | None:
         whole = self.batch_size * self.size
@@ -213,16 +225,19 @@ class BatchTurns:
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        self._seed, self._start, self._sample_seed = seed, start, sample_seed
+        self._start, self._sample_seed = start, sample_seed
         self.handed, self.empty = 0, False
         self._counts: list[int] = []
+        self._drawn = drawn(self.order, seed, _BATCH_CHUNK if self.sized else _CHUNK)
+
+    def draw(self) -> None:
+        self._drawn = _begun(self._drawn)
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.size)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        order = drawn(self.order, self._seed, _BATCH_CHUNK if self.sized else _CHUNK)
-        order = islice(order, self._start * self.size, None)
+        order = islice(self._drawn, self._start * self.size, None)
         at = self._start * self.size + self.rank
         while turn := list(islice(order, self.size)):
             if self.sized:

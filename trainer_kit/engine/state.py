@@ -13,6 +13,7 @@ from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.optimize import Optimizers
+from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
 
 __all__ = [
@@ -73,14 +74,14 @@ def collect(
         state["optimizer_states"] = [optimizer_state(o, names) for o in made.optimizers]
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
-        state["progress"] = _finished(run)
+        done = state["progress"] = _finished(run)
         state["inside_step"] = run.micro.started == progress.step
         state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
         state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
         state["seed"] = seed
-        state["batch_samples"] = run.windows.feed.samples(0)
-        own = (rng_state(run.strategy.device), run.metrics.state_dict(), _own_buffers(run))
-        state["rng"], state["metrics"], buffers = map(
+        state["stride"] = run.windows.feed.stride
+        own = (rng_state(run.strategy.device), run.metrics.state_dict(), _own_buffers(run), reading_state(run, done))
+        state["rng"], state["metrics"], buffers, state["loaders"] = map(
             list, zip(*run.strategy.world.all_gather_object(own), strict=True)
         )
         if any(buffers):
@@ -191,7 +192,13 @@ def _parts(scheduler: Any) -> Iterator[Any]:
 
 
 def restore(
-    run: Fit, state: Mapping[str, Any], made: Optimizers, callbacks: list[Any], datamodule: Any, strict: bool
+    run: Fit,
+    state: Mapping[str, Any],
+    made: Optimizers,
+    callbacks: list[Any],
+    datamodule: Any,
+    strict: bool,
+    global_batch_size: int | None = None,
 ) -> None:
     """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``."""
     for hook in run.bus.on_load_checkpoint:
@@ -219,9 +226,10 @@ def restore(
         run.precision.load_state_dict(state["precision"])
     with fitting("progress"):
         run.progress.load_state_dict(state["progress"])
-        _divide_anew(run, state.get("batch_samples"))
-        run.schedule.go_on(run.progress)
-        run.finite, run.resumed = run.progress.step, True
+    with fitting("loaders"):
+        restore_reading(run, state, global_batch_size)
+    run.schedule.go_on(run.progress)
+    run.finite, run.resumed = run.progress.step, True
     with fitting("callbacks"):
         for callback in callbacks:
             if callback.state_key in state["callbacks"]:
@@ -270,20 +278,3 @@ def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
     except Exception as error:
         reason = f"it does not fit what this run is made of: {type(error).__name__}: {error}"
         raise CheckpointError(part, None, reason) from error
-
-
-def _divide_anew(run: Fit, samples: int | None) -> None:
-    """A position inside an epoch counts micro-batches: of another size, it is another number of them."""
-    now, progress = run.windows.feed.samples(0), run.progress
-    if samples == now or samples is None or now is None or not progress.epoch_batch:
-        return
-    batches, rest = divmod(progress.epoch_batch * samples, now)
-    if rest:
-        raise CheckpointError(
-            "progress",
-            "epoch_batch",
-            f"{progress.epoch_batch} batches of {samples} samples are no whole number of batches of {now}",
-            fix="resume with as many ranks and samples a batch, from an epoch's end, or use global_batch_size",
-        )
-    run.say(f"going on at batch {batches} of the epoch: {progress.epoch_batch} of {samples} samples were trained on")
-    progress.epoch_batch = batches

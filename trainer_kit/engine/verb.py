@@ -194,7 +194,8 @@ class Verb:
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
         if state is not None:
             strict = module.strict_loading
-            restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict)
+            size = trainer.settings.global_batch_size
+            restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
             trainer.print(f"resuming from step {trainer.progress.step} ({path})")
         if run.checkpoints:
             _dry_run(trainer, run)
@@ -365,7 +366,7 @@ def _dry_run(trainer: Any, run: Fit) -> None:
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
-    encode(state, {}, copy=False)
+    encode({**state, "loaders": run.windows.feed.first_state()}, {}, copy=False)
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.print(

@@ -66,10 +66,17 @@ class Windows:
         if self.ahead is not None:
             batches = self._ahead(self._sized(batch) for batch in batches)
         if self.group.size > 1:
-            return self._together(batches, start)
-        if self.ahead is not None or self.loss_weight is not None:
-            return self._weighed_windows(batches, start)
-        return self._alone(batches, start)
+            windows = self._together(batches, start)
+        elif self.ahead is not None or self.loss_weight is not None:
+            windows = self._weighed_windows(batches, start)
+        else:
+            windows = self._alone(batches, start)
+        return self._tracked(windows) if self.feed.stateful else windows
+
+    def _tracked(self, windows: Iterator[Micro]) -> Iterator[Micro]:
+        for micro in windows:
+            self.feed.track.forget(micro.first)
+            yield micro
 
     def _alone(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
         """One rank, and a batch weighs its samples: nothing to ask, and no factor for a window of one."""

@@ -1,0 +1,123 @@
+"""Which part of the data is read where, and what `Feed` asks of every kind of loader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from trainer_kit.core.errors import DataError
+
+__all__ = ["Place", "Source", "copied", "kind_of", "refuse_batch_size", "set_epoch"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Which part of the data is read here, and how."""
+
+    rank: int = 0
+    size: int = 1
+    seed: int = 0
+    shard: bool = True
+    batch_size: int | None = None
+    ordered: bool = False
+    reproducible: bool = False
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """(rank, size) of the division that is ours to make."""
+        return (self.rank, self.size) if self.shard else (0, 1)
+
+
+class Source(Protocol):
+    """What `Feed` asks of a loader; the meaning of each is documented there."""
+
+    @property
+    def length(self) -> int | None: ...
+    @property
+    def even(self) -> bool: ...
+    @property
+    def per_rank_batch_size(self) -> int | None: ...
+    @property
+    def indexed(self) -> bool:
+        """Whether a batch is found without reading those before it."""
+
+    @property
+    def once(self) -> bool:
+        """Whether it can be read only once, over all epochs."""
+
+    @property
+    def stateful(self) -> bool:
+        """Whether `state` tells more with each batch, and `epoch` can begin with it."""
+
+    @property
+    def workers(self) -> list[int]:
+        """How many processes read, one for each loader with a state: it is known for as many only."""
+
+    @property
+    def rolls(self) -> bool:
+        """Whether an epoch may depend on how far the ones before it were read."""
+
+    @property
+    def generators(self) -> list[Any]:
+        """The user's own, that the order is drawn from."""
+
+    @property
+    def stride(self) -> list[tuple[str, int]]:
+        """How much of a loader's order one global micro-batch covers: (unit, number), one for each loader."""
+
+    def samples(self, index: int) -> int | None: ...
+    def describe(self) -> str: ...
+    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
+        """``turn`` counts the passes within one epoch; ``state`` is that of batch ``start``, where there is one."""
+
+    def state(self) -> Any:
+        """What `epoch` needs besides the position to begin behind the last batch; None where that is nothing."""
+
+    def first_state(self) -> Any:
+        """The state before anything is read: whether it can be saved is asked before the first step."""
+
+    def divided_anew(self, state: Any, further: int) -> Any:
+        """The state of the last of several ranks, for any rank of another number of them; raises where it is none.
+
+        ``further`` batches, over all ranks, are to be read and thrown away behind it.
+        """
+
+
+def kind_of(thing: Any) -> str:
+    return type(thing).__name__
+
+
+def set_epoch(epoch: int, *parts: Any) -> None:
+    seen: set[int] = set()
+    for part in parts:
+        if id(part) not in seen and callable(found := getattr(part, "set_epoch", None)):
+            found(epoch)
+        seen.add(id(part))
+
+
+def refuse_batch_size(loader: Any, place: Place) -> None:
+    if place.batch_size is not None:
+        raise DataError(
+            f"the batch size of this {kind_of(loader)} cannot be set from outside",
+            found=f"global_batch_size={place.batch_size * place.size} for batches that it makes by itself",
+            fix="leave global_batch_size out, or pass a DataLoader(dataset, batch_size=...)",
+        )
+
+
+def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | None]:
+    """A loader of the user's class with all its attributes, and the generator its workers are seeded from.
+
+    No generator where the user gave one: that one is obeyed, and drawing from it disturbs nobody.
+    """
+    mine = copy.copy(loader)
+    generator = torch.Generator() if loader.generator is None else None
+    # DataLoader.__setattr__ refuses to set these.
+    mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
+    if "_initial_iter_for_state_dict" in mine.__dict__:
+        mine.__dict__["_initial_iter_for_state_dict"] = False  # that was the other's iterator
+    return mine, generator

@@ -1,0 +1,180 @@
+"""Where the reading of a loader is, so that another process can go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, final
+
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data.generators import generator_states, restore_generators
+from trainer_kit.data.order import EMPTY
+from trainer_kit.data.place import Source
+
+__all__ = ["Track"]
+
+
+@final
+class Track:
+    """Reads a source, and keeps its state after each of the last batches.
+
+    Reading may be ahead of training, so the state that a checkpoint needs is not that of the moment. A source that
+    has none (`Source.stateful`) is read as it is.
+
+    A checkpoint has the state ahead of the last batch, which is read once more and thrown away: only so is a loader in
+    the condition in which it was, at the end of its data too, and whether it starts again with each epoch or goes on.
+    Nothing that this reads draws from the global generators.
+
+    Args:
+        source: is read.
+        size: data ranks.
+    """
+
+    def __init__(self, source: Source, size: int) -> None:
+        self._source, self._size = source, size
+        self._states: dict[int, Any] = {}
+        self._epoch, self._at, self._ended = -1, 0, False
+        self._opened: tuple[int, int] | None = None
+        self._before: dict[str, Any] | None = None
+
+    def epoch(self, epoch: int, start: int) -> Iterator[Any]:
+        """The batches of an epoch from ``start`` on; see `Feed.epoch`."""
+        source = self._source
+        saved = self._before if self._opened is None else self.state_dict(epoch, start)
+        resumes, virgin = self._opened is None and saved is not None, self._opened is None
+        if resumes and saved is not None:
+            with preserved_rng():
+                iterator = self._go_on(saved, epoch, start)
+        else:
+            iterator = source.epoch(epoch, start)
+        self._before, self._opened = saved, (epoch, start)
+        self._epoch, self._at, self._ended = epoch, start, False
+        if not source.stateful:
+            return iterator
+        self._states = {}
+        if resumes and saved is not None and saved["epoch"] == epoch and not saved.get("divided"):
+            self._states[saved["batch"]] = saved["state"]
+            if saved["skip"]:
+                self._states[start] = source.state()
+        elif virgin and not resumes and not start:
+            self._states[0] = None  # nobody has read from it yet: a new one is the same
+        return self._noted(iterator, start)
+
+    def _noted(self, batches: Iterator[Any], at: int) -> Iterator[Any]:
+        state, states = self._source.state, self._states
+        for batch in batches:
+            at += 1
+            if batch is not EMPTY:  # whose loader may have ended: the state ahead of it stands for it
+                states[at] = state()
+            self._at = at
+            yield batch
+        self._ended = True
+
+    def forget(self, first: int) -> None:
+        """A window that begins with batch ``first`` was loaded: what is older is not asked for any more."""
+        states = self._states
+        keep = min(first, max(states, default=0)) - 1
+        for at in [at for at in states if at < keep]:
+            del states[at]
+
+    def state_dict(self, epoch: int | None = None, batch: int = 0, read: int = 0) -> dict[str, Any] | None:
+        """What a checkpoint keeps besides these numbers; None for nothing.
+
+        Args:
+            epoch: completed epochs; None between two of them.
+            batch: completed micro-batches of the running epoch.
+            read: completed micro-batches of the whole run.
+        """
+        source = self._source
+        if self._opened is None or self._opened == (epoch, batch):
+            return self._before
+        if source.once and not source.stateful:
+            return {**self._record(0, None), "epoch": epoch, "passed": read - batch}
+        if not source.stateful and not source.generators:
+            return None
+        inside = epoch == self._epoch
+        if not source.stateful and inside:
+            return self._record(batch, source.state())
+        record = self._record(0, None)
+        if inside or source.rolls:
+            last = min(batch, self._at) if inside else self._at
+            # Of an epoch of one batch there is no state ahead of it.
+            ahead = max((at for at in self._states if at < last), default=last)
+            record = self._record(ahead, self._states.get(ahead))
+            # Where this rank's data ended before the others' it is the end that is gone on from.
+            record.update(skip=last - ahead, ended=self._ended and (not inside or batch > last))
+        if not inside:
+            record["generators"] = generator_states(source.generators)
+        return record
+
+    def _record(self, batch: int, state: Any) -> dict[str, Any]:
+        return {
+            "epoch": self._epoch,
+            "batch": batch,
+            "state": state,
+            "skip": 0,
+            "ended": False,
+            "passed": 0,
+            "generators": None,
+            "workers": self._source.workers if self._source.stateful else [],
+        }
+
+    def load_state_dict(self, ranks: Sequence[Mapping[str, Any] | None], rank: int) -> None:
+        """Begin where a checkpoint says.
+
+        Args:
+            ranks: what `state_dict` gave on each rank.
+            rank: this one.
+
+        Raises:
+            CheckpointError: the loader cannot begin with that.
+        """
+        saved = ranks[rank] if len(ranks) == self._size else self._divided_anew(ranks[-1], len(ranks))
+        if saved is None:
+            return
+        reads, then, now = saved["state"] is not None or saved["skip"], saved["workers"], self._source.workers
+        if self._source.stateful and reads and list(then) != now:
+            raise CheckpointError(
+                "loaders",
+                "workers",
+                f"where the data are is known for {_named(then)} worker processes, and there are {_named(now)}",
+                fix=f"resume with num_workers={_named(then)}",
+            )
+        self._before = dict(saved)
+
+    def _divided_anew(self, last: Mapping[str, Any] | None, ranks: int) -> dict[str, Any] | None:
+        """The last rank has read all that the others have: for any number of ranks it is there that they go on."""
+        if last is None or not self._source.stateful:
+            return None if last is None else dict(last)
+        saved = dict(last)
+        if saved["generators"] is not None and saved["ended"]:  # the next pass begins at the beginning
+            return {**saved, "state": None, "skip": 0, "ended": False}
+        if saved["state"] is not None or saved["skip"]:
+            saved["state"] = self._source.divided_anew(saved["state"], saved["skip"] * ranks)
+        return {**saved, "skip": 0, "divided": True}
+
+    def _go_on(self, saved: Mapping[str, Any], epoch: int, start: int) -> Iterator[Any]:
+        source = self._source
+        if saved["passed"]:
+            return source.epoch(epoch, start + saved["passed"])
+        if saved["epoch"] == epoch:
+            iterator = source.epoch(epoch, saved["batch"] if source.stateful else start, 0, saved["state"])
+            _pass(iterator, saved)
+            return iterator
+        if saved["state"] is not None or saved["skip"]:
+            _pass(source.epoch(saved["epoch"], saved["batch"], 0, saved["state"]), saved)
+        restore_generators(source.generators, saved["generators"] or ())
+        return source.epoch(epoch, start)
+
+
+def _named(workers: Sequence[int]) -> str:
+    return ", ".join(map(str, workers)) or "no"
+
+
+def _pass(batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
+    for _ in islice(batches, saved["skip"]):
+        pass
+    if saved["ended"]:
+        for _ in batches:
+            pass
