@@ -21,6 +21,7 @@ __all__ = [
     "SHARD",
     "check_content",
     "check_files",
+    "digest",
     "dump_manifest",
     "is_ours",
     "load_json",
@@ -58,7 +59,7 @@ def new_manifest(files: dict[str, Any], parts: dict[str, str | None], info: Any,
 
 def dump_manifest(content: dict[str, Any]) -> bytes:
     """The bytes of the manifest with its own SHA-256 inside, made over its canonical JSON."""
-    return (json.dumps({**content, "sha256": _digest(content)}, indent=1, allow_nan=False) + "\n").encode()
+    return (json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False) + "\n").encode()
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -70,7 +71,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     file = path / MANIFEST
     try:
         mode = file.lstat().st_mode
-    except OSError:
+    except OSError as error:
+        if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
         if path.is_dir():
             raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
         reason = "this is a file, not a checkpoint directory" if path.exists() else "there is no checkpoint here"
@@ -87,7 +90,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     recorded = manifest.pop("sha256", None)
     try:
         # The bytes are compared too: some changes of the text do not change what it says.
-        unchanged = recorded == _digest(manifest) and raw == dump_manifest(manifest)
+        unchanged = recorded == digest(manifest) and raw == dump_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
     if not unchanged:
@@ -222,7 +225,8 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _digest(content: dict[str, Any]) -> str:
+def digest(content: Any) -> str:
+    """The SHA-256, in hex, of plain data as canonical JSON."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
@@ -14,7 +16,7 @@ from trainer_kit.checkpoint.files import sync_directory
 from trainer_kit.checkpoint.hidden import DAMAGED
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import MANIFEST, was_checkpoint
-from trainer_kit.checkpoint.read import read_info, step_of, verify_checkpoint
+from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
 from trainer_kit.checkpoint.store import mark, read_index
 from trainer_kit.core.errors import CheckpointError
 
@@ -48,9 +50,11 @@ def candidates(directory: str | os.PathLike[str]) -> list[Path]:
     """
     root = Path(directory)
     entries = list(root.iterdir()) if root.is_dir() else []
+    index = read_index(root) or {}
     counted = (e for e in entries if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
-    found = sorted(((_step(e), _time(e), e) for e in counted if was_checkpoint(e)), reverse=True)
-    named = (read_index(root) or {}).get("last")
+    mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
+    found = sorted(((_step(e), _time(e), e) for e in mine), reverse=True)
+    named = index.get("last")
     last = next((step for step, _, entry in found if entry.name == named), None)
     if last is not None:
         found.sort(key=lambda item: (item[2].name != named, item[0] > last))
@@ -154,13 +158,22 @@ def _damage(path: Path) -> CheckpointError | None:
     return None
 
 
+def _is_closed(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink() and not os.access(path, os.R_OK | os.X_OK)
+
+
+def _is_named(path: Path, index: Mapping[str, str]) -> bool:
+    """Whether it is called as a checkpoint is, by its name or by the index."""
+    return _NUMBER.search(path.name) is not None or path.name in index.values()
+
+
 def _step(path: Path) -> int:
-    """From its info, else from its name, else -1."""
-    try:
-        step = step_of(read_info(path))
-    except CheckpointError:
-        number = _NUMBER.search(path.name)
-        step = None if number is None else int(number[1])
+    """From its info if that is about these files, else from its name, else -1."""
+    number = _NUMBER.search(path.name)
+    step = None if number is None else int(number[1])
+    if is_complete(path):
+        with suppress(CheckpointError):
+            step = step_of(read_info(path))
     return -1 if step is None else step
 
 

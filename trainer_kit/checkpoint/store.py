@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import DAMAGED, hidden_path
-from trainer_kit.checkpoint.manifest import MANIFEST, load_json
+from trainer_kit.checkpoint.manifest import MANIFEST, digest, load_json
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of
 from trainer_kit.core.errors import CheckpointError
 
@@ -98,7 +98,8 @@ def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | No
         if root not in target.parents or not is_complete(target):
             raise CheckpointError(target, None, f"not a complete checkpoint in {root}, so it cannot be {name!r}")
         index[name] = target.relative_to(root).as_posix()
-    content = json.dumps({"format": _FORMAT, "version": 1, "names": dict(sorted(index.items()))}, indent=1) + "\n"
+    index = dict(sorted(index.items()))
+    content = json.dumps({"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1) + "\n"
     work = hidden_path(root / _INDEX, "tmp")
     try:
         write_file(work, [content.encode()])
@@ -133,7 +134,7 @@ def read_index(root: Path) -> dict[str, str] | None:
     except (OSError, CheckpointError):
         return None
     names = content.get("names") if isinstance(content, dict) and content.get("format") == _FORMAT else None
-    if not isinstance(names, dict):
+    if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(names):
         return None
     return {name: path for name, path in names.items() if isinstance(path, str) and _inside(PurePosixPath(path))}
 

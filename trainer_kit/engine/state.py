@@ -270,7 +270,7 @@ def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
     Raises:
         CheckpointError: in place of every other error.
     """
-    as_they_are: tuple[type[Exception], ...] = (TrainerKitError, *passed)
+    as_they_are: tuple[type[Exception], ...] = (TrainerKitError, Warning, *passed)
     try:
         yield
     except as_they_are:
