@@ -100,7 +100,8 @@ def test_two_runs_one_directory(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "trained\n"
-        before = sorted(os.listdir(tmp_path))
+        while (before := sorted(os.listdir(tmp_path))) != [LOCK, "index.json", "step-00000002"]:
+            time.sleep(0.01)  # its save of step 2 goes on behind its third step
         looks = Looks(tmp_path)
         began = time.monotonic()
         with pytest.raises(CheckpointError, match=f"locked by pid {first.pid} on host .* since 20") as caught:
