@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, STRATEGIES
 from trainer_kit.precision import make_precision
@@ -133,6 +134,12 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
     """
     if logger is False:
         return []
+    if is_url(root) and (logger in (None, True) or isinstance(logger, str)):
+        raise ConfigurationError(
+            "loggers write to a directory of this machine",
+            found=f"default_root_dir={root!r}",
+            fix='pass logger=TensorBoardLogger("logs") or logger=False; checkpoints go to the URL all the same',
+        )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
     several: Iterable[Any] = logger if isinstance(logger, Sequence) and not isinstance(logger, str) else [logger]

@@ -9,6 +9,7 @@ from typing import Any
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.location import is_url, locate
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS
 from trainer_kit.engine.evaluate import evaluate, predict
@@ -72,7 +73,8 @@ class Trainer(Session):
         plugins: a precision object.
         sync_batchnorm: convert batch norms; on accelerators only.
         reload_dataloaders_every_n_epochs: refused unless 0.
-        default_root_dir: where runs are written (default: the working directory).
+        default_root_dir: where runs are written (default: the working directory). A URL that fsspec knows takes the
+            checkpoints; loggers stay on this machine.
         max_duration: a limit in any unit.
         compile: True, or arguments of ``torch.compile``, for ``training_step``.
         seed: of the order of the data; by default `seed_everything`'s, else drawn once and kept in checkpoints.
@@ -177,6 +179,7 @@ class Trainer(Session):
         chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
         quiet = bool(barebones or self.settings.fast)
         root = os.fspath(default_root_dir or os.getcwd())
+        root = str(locate(root)) if is_url(root) else root
         super().__init__(
             environment=environment,
             strategy=chosen,
@@ -228,7 +231,7 @@ class Trainer(Session):
                 module's own.
             val_dataloaders: a loader or a list of loaders.
             datamodule: brings the loaders.
-            ckpt_path: a checkpoint to go on from: a path, ``"last"`` or ``"best"``.
+            ckpt_path: a checkpoint to go on from: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: take only the weights from it.
         """
         if self.start is not None:
@@ -255,7 +258,7 @@ class Trainer(Session):
         Args:
             model: the module; by default the one that was fitted, with its best weights.
             dataloaders: a loader, a list of loaders, or a DataModule.
-            ckpt_path: weights to load: a path, ``"last"`` or ``"best"``.
+            ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             verbose: print the values.
             datamodule: brings the loaders.
         """
@@ -287,7 +290,7 @@ class Trainer(Session):
             dataloaders: a loader, a list of loaders, or a DataModule.
             datamodule: brings the loaders.
             return_predictions: False keeps nothing, for callbacks that write.
-            ckpt_path: weights to load: a path, ``"last"`` or ``"best"``.
+            ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
         """
         if self.start is not None:
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)

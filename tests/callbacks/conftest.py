@@ -32,6 +32,7 @@ class FakeTrainer:
     def __init__(self, run_dir, callbacks=(), *, batches=4, val_batches=(), world_size=1, rank=0, **attributes):
         self.progress = Progress()
         self.run_dir, self.callbacks = Path(run_dir), list(callbacks)
+        self.checkpoint_dir = self.run_dir / "checkpoints"
         self.world_size, self.global_rank, self.is_global_zero = world_size, rank, rank == 0
         self.num_training_batches, self.num_val_batches = batches, list(val_batches)
         self.strategy = SimpleNamespace(world=OneOf(world_size), device=torch.device("cpu"))

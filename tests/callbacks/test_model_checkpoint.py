@@ -575,7 +575,7 @@ def test_verbose(make_trainer):
         ({"every_n_train_steps": 2, "train_time_interval": timedelta(1)}, "only one interval"),
         ({"every_n_train_steps": -1}, "zero or more"),
         ({"every_n_epochs": "often"}, "cannot be read"),
-        ({"dirpath": "s3://bucket/run"}, "directory of this machine"),
+        ({"dirpath": "s4://bucket/run"}, "no storage is reached by s4://"),
         ({"filename": "a/{epoch}"}, "one directory"),
     ],
 )

@@ -20,6 +20,7 @@ from trainer_kit.callbacks.shelf import Shelf
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.location import absolute
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["ModelCheckpoint"]
@@ -38,7 +39,7 @@ class ModelCheckpoint(Callback):
     every epoch where there is no validation.
 
     Args:
-        dirpath: where; default ``checkpoints`` in the run's directory.
+        dirpath: where, a path or a URL that fsspec knows; default ``checkpoints`` in the run's directory.
         filename: a template for the directories' names, such as ``"{epoch}-{val_loss:.2f}"``; default
             ``step-00001200``. Fields are ``epoch``, ``step`` and whatever was logged.
         monitor: a logged value by which checkpoints are compared. None: the newest is the best.
@@ -58,7 +59,8 @@ class ModelCheckpoint(Callback):
         enable_version_counter: append ``-v1``, … to a name in use; False overwrites.
 
     Raises:
-        ConfigurationError: for arguments that do not fit together, and once ``monitor`` should have been logged.
+        ConfigurationError: for arguments that do not fit together, for a URL that nothing here can reach, and once
+            ``monitor`` should have been logged.
 
     Example:
         >>> best = ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.2f}", save_top_k=2)
@@ -94,10 +96,6 @@ class ModelCheckpoint(Callback):
                 found=f"save_top_k={save_top_k}, monitor={monitor!r}",
                 fix="give monitor= the logged value to compare by" if save_top_k > 1 else None,
             )
-        if dirpath is not None and "://" in os.fspath(dirpath):
-            raise ConfigurationError(
-                "dirpath is a directory of this machine", found=str(dirpath), fix="mount it, or copy checkpoints there"
-            )
         self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.save_on_train_epoch_end = save_weights_only, save_on_train_epoch_end
@@ -114,7 +112,7 @@ class ModelCheckpoint(Callback):
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
         self._shelf = Shelf(
-            None if dirpath is None else os.path.abspath(os.path.expanduser(dirpath)),
+            None if dirpath is None else str(absolute(os.path.expanduser(dirpath))),
             CheckpointName(filename, auto_insert_metric_name),
             Retention(save_top_k, watched.better if monitor is not None else _later),
             weights_only=save_weights_only,
@@ -131,7 +129,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def dirpath(self) -> str | None:
-        """The directory, absolute; None before the run's own is known."""
+        """The directory, absolute, or its URL; None before the run's own is known."""
         return self._shelf.dirpath
 
     @property

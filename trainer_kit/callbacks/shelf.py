@@ -6,12 +6,12 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.retention import Retention
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.protocols import TrainerLike
 
 __all__ = ["Shelf"]
@@ -23,7 +23,7 @@ class _Request:
     """What the loop is handed."""
 
     reason: str
-    path: Path
+    path: Location
     weights_only: bool
     shelf: Shelf
     done: bool = False
@@ -32,16 +32,16 @@ class _Request:
     def next_try(self) -> str:
         return self.shelf.next_try()
 
-    def committed(self, path: Path) -> str | None:
+    def committed(self, path: Location) -> str | None:
         self.done = True
         return self.shelf._saved(str(self.path))
 
-    def saved(self, path: Path) -> None:
+    def saved(self, path: Location) -> None:
         problem = None if self.done else self.shelf._saved(str(self.path))
         if problem is not None:
             warnings.warn(problem, stacklevel=2)
 
-    def failed(self, path: Path) -> None:
+    def failed(self, path: Location) -> None:
         self.shelf.retention.fail(str(self.path))
 
 
@@ -50,7 +50,7 @@ class Shelf:
     """Names, asks for, keeps and deletes checkpoints.
 
     Args:
-        dirpath: the directory, absolute; None until the run's own is known.
+        dirpath: the directory, absolute, or its URL; None until the run's own is known.
         name: makes a name from values.
         retention: decides what stays.
         weights_only: what is asked for.
@@ -93,7 +93,7 @@ class Shelf:
     def open(self, trainer: TrainerLike, others: Iterable[Shelf]) -> None:
         """At ``setup``, before anything is restored."""
         if self._default:
-            self.dirpath = os.path.abspath(trainer.run_dir / "checkpoints")
+            self.dirpath = str(absolute(trainer.checkpoint_dir))
         self._others = list(others)
         self._is_zero = trainer.is_global_zero
 
@@ -106,17 +106,17 @@ class Shelf:
         """
         self.asked_step = trainer.global_step  # no step was made since
         assert self.dirpath is not None
-        from trainer_kit.checkpoint.store import lookup
+        from trainer_kit.checkpoint.store import entries, lookup
 
         kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
         gone: list[str] = []
         there: list[str] = []
         cut_short = False
         if trainer.is_global_zero:
-            cut_short = restored and lookup(self.dirpath, "last") == Path(newest)
-            gone = [path for path in (*(kept if restored else ()), before) if path and not os.path.isdir(path)]
-            if not restored and os.path.isdir(self.dirpath):
-                there = sorted(os.listdir(self.dirpath))
+            cut_short = restored and lookup(self.dirpath, "last") == locate(newest)
+            gone = [path for path in (*(kept if restored else ()), before) if path and not locate(path).is_dir()]
+            if not restored:
+                there = sorted(entry.name for entry in entries(locate(self.dirpath)))
         if trainer.world_size > 1:
             gone, there, cut_short = trainer.strategy.world.broadcast((gone, there, cut_short))
         # Deleted by the sitting that this one goes back behind, or by hand.
@@ -154,15 +154,16 @@ class Shelf:
         path = self._free(name, trainer.global_step)
         self.asked_step = trainer.global_step
         self.retention.ask(path, score)
-        trainer.request_checkpoint(reason, _Request(reason, Path(path), self.weights_only, self))
+        trainer.request_checkpoint(reason, _Request(reason, locate(path), self.weights_only, self))
         return path
 
     def _free(self, name: str, step: int) -> str:
         assert self.dirpath is not None
-        path, version = os.path.join(self.dirpath, name), 0
+        directory, version = locate(self.dirpath), 0
+        path = str(directory / name)
         while self.versions and self._used(path, step):
             version += 1
-            path = os.path.join(self.dirpath, f"{name}-v{version}")
+            path = str(directory / f"{name}-v{version}")
         return path
 
     def _used(self, path: str, step: int) -> bool:
@@ -195,10 +196,10 @@ class Shelf:
             if names:
                 mark(self.dirpath, **names)
             for old in ready:
-                if os.path.lexists(old) and not any(other.retention.holds(old) for other in self._others):
+                if locate(old).exists() and not any(other.retention.holds(old) for other in self._others):
                     remove_checkpoint(old)
         except (CheckpointError, OSError) as error:
-            self.retention.put_off(path, [old for old in ready if os.path.lexists(old)])
+            self.retention.put_off(path, [old for old in ready if _may_be_there(old)])
             return f"after saving {path}: {error}"
         return None
 
@@ -237,4 +238,11 @@ class Shelf:
         held.yielding = [path for path in state["yielding"] if os.path.dirname(path) == place]
         held.displaced = dict.fromkeys(held.yielding, ("", None))
         self._taken = list(state["taken"])
+        return True
+
+
+def _may_be_there(path: str) -> bool:
+    try:
+        return locate(path).exists()
+    except OSError:  # the storage does not say
         return True

@@ -33,7 +33,9 @@ from trainer_kit.checkpoint.manifest import (
     may_be_ours,
     new_manifest,
 )
+from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, upload_directory
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
     "Snapshot",
@@ -111,11 +113,11 @@ def write_checkpoint(
     *,
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
-) -> Path:
+) -> Location:
     """Write a checkpoint directory; when this returns it is durable, when it raises there is nothing new.
 
     Args:
-        path: the directory to make; its parents are made too.
+        path: the directory to make, or its URL; its parents are made too.
         state: parts by name. Tensors of the part ``model`` go to ``model.safetensors``, and so on; all else to
             ``state.json``. See `trainer_kit.checkpoint.codec.encode` for what can be saved.
         info: small plain data kept in the manifest, such as ``{"step": 1200, "epoch": 3}``.
@@ -139,7 +141,7 @@ def write_checkpoint(
     return write_snapshot(target, take_snapshot(state, info=info, copy=False), overwrite=overwrite)
 
 
-def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False) -> Path:
+def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False) -> Location:
     """The second half of `write_checkpoint`: no training state is touched, so any thread may run it."""
     target = check_target(path, overwrite)
     parts = _name_parts(snapshot.tensors)
@@ -153,8 +155,10 @@ def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrit
 
 
 @contextmanager
-def work_directory(target: Path, needed: int, *, overwrite: bool = False) -> Iterator[Path]:
+def work_directory(target: Location, needed: int, *, overwrite: bool = False) -> Iterator[Location]:
     """A hidden directory beside ``target``, which becomes ``target`` durably at the end, or is gone after an error.
+
+    At a URL it is one that `trainer_kit.checkpoint.remote.upload_directory` makes.
 
     Whoever writes into it syncs its files, and writes the manifest last.
 
@@ -166,6 +170,13 @@ def work_directory(target: Path, needed: int, *, overwrite: bool = False) -> Ite
     Raises:
         CheckpointError: for too little space, or any failed I/O, also of the code inside.
     """
+    if isinstance(target, RemotePath):
+        try:
+            with upload_directory(target) as there:
+                yield there
+        except OSError as error:
+            raise _failure(target, error, needed) from error
+        return
     work, made = hidden_path(target, "tmp"), _missing_parents(target)
     try:
         for parent in reversed(made):
@@ -200,11 +211,14 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: when it is not a checkpoint of this library, or cannot be deleted.
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
     if not is_ours(target):
         raise CheckpointError(target, None, "not a checkpoint of this library, so it is not deleted")
-    hidden = hidden_path(target, "tmp")
     try:
+        if isinstance(target, RemotePath):
+            delete(target)
+            return
+        hidden = hidden_path(target, "tmp")
         os.rename(target, hidden)
         sync_directory(target.parent)
         shutil.rmtree(hidden)
@@ -220,7 +234,9 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
     Returns:
         How many entries were removed or put back.
     """
-    root, count = Path(directory), 0
+    root, count = locate(directory), 0
+    if isinstance(root, RemotePath):
+        return clean_uploads(root)
     if not root.is_dir():
         return 0
     for entry in sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")):  # old ones are put back first
@@ -242,16 +258,20 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
     return count
 
 
-def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     """``path``, absolute, when a checkpoint may be written there.
 
     Raises:
         CheckpointError: it may not: the name is hidden, or something is there that stays.
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
     if not target.name or target.name.startswith("."):
         raise CheckpointError(target, None, "a hidden name is not counted as a checkpoint", fix="use another name")
-    if os.path.lexists(target):
+    try:
+        taken = not is_vacant(target) if isinstance(target, RemotePath) else os.path.lexists(target)
+    except OSError as error:
+        raise _failure(target, error, 0) from error
+    if taken:
         if not overwrite:
             raise CheckpointError(target, None, "it exists already", fix="pass overwrite=True, or use another name")
         if not is_ours(target):
@@ -288,7 +308,10 @@ def _check_space(target: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _failure(target: Path, error: OSError, needed: int) -> CheckpointError:
+def _failure(target: Location, error: OSError, needed: int) -> CheckpointError:
+    if isinstance(target, RemotePath):
+        reason = error.strerror or str(error) or type(error).__name__
+        return CheckpointError(target, None, f"{reason} (need {in_units(needed)})")
     try:
         near = next(parent for parent in target.parents if parent.exists())
         free = in_units(shutil.disk_usage(near).free)

@@ -18,6 +18,7 @@ from trainer_kit.checkpoint.files import TENSOR_DTYPES, safetensors_bytes, sync_
 from trainer_kit.checkpoint.hidden import hidden_path
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.location import RemotePath, absolute
 
 __all__ = ["ExportFormat", "export"]
 
@@ -69,7 +70,11 @@ def export(
         ...     sorted(file.name for file in Path(f"{directory}/hub").iterdir())
         ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
     """
-    path = Path(os.path.abspath(target))
+    path = absolute(target)
+    if isinstance(path, RemotePath):
+        raise ConfigurationError(
+            "weights are exported to this machine", found=str(path), fix="export to a local path, and copy it there"
+        )
     kind, limit = _choose(path, format), _bytes(max_shard_size)
     if os.path.lexists(path):
         raise CheckpointError(path, None, "it exists already", fix="use another name, or delete it first")

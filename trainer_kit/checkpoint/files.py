@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath
 
 __all__ = [
     "TENSOR_DTYPES",
@@ -95,36 +96,49 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     return 8 + len(text) + end, buffers()
 
 
-def write_file(path: Path, buffers: Iterable[Any]) -> dict[str, Any]:
+def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
     """Write and fsync a new file; returns its manifest entry: ``{"size": bytes, "xxh3_64": hex}``.
 
     Raises:
         OSError: when it exists or cannot be written.
     """
     digest, size = xxhash.xxh3_64(), 0
-    with open(path, "xb") as file:
+
+    def chunks() -> Iterator[memoryview]:
+        nonlocal size
         for buffer in buffers:
             view = memoryview(buffer)
             for start in range(0, len(view), _CHUNK):
                 chunk = view[start : start + _CHUNK]
                 digest.update(chunk)
-                file.write(chunk)
+                yield chunk
             size += len(view)
-        file.flush()
-        os.fsync(file.fileno())
+
+    if isinstance(path, RemotePath):
+        path.write_chunks(chunks())
+    else:
+        with open(path, "xb") as file:
+            for chunk in chunks():
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
     return {"size": size, "xxh3_64": digest.hexdigest()}
 
 
-def checksum(path: Path) -> str:
+def checksum(path: Location) -> str:
     """The xxh3-64 of a file's bytes, in hex."""
     digest = xxhash.xxh3_64()
+    if isinstance(path, RemotePath):
+        for part in path.read_chunks():
+            digest.update(part)
+        return digest.hexdigest()
     with open(path, "rb", opener=_open_itself) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-def read_file(path: Path, most: int) -> bytes:
+def read_file(path: Location, most: int) -> bytes:
     """All bytes of a regular file: no link is followed, and nothing that stands there in its place is waited for.
 
     Args:
@@ -134,13 +148,19 @@ def read_file(path: Path, most: int) -> bytes:
     Raises:
         OSError: it is not there, larger, something else, or cannot be read.
     """
+    if isinstance(path, RemotePath):
+        _check_file(path.lstat(), most)
+        return b"".join(path.read_chunks())
     with open(path, "rb", opener=_open_itself) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file")
-        if status.st_size > most:
-            raise OSError(errno.EFBIG, f"{in_units(status.st_size)}, where at most {in_units(most)} are written")
+        _check_file(os.fstat(file.fileno()), most)
         return file.read(most)
+
+
+def _check_file(status: os.stat_result, most: int) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    if status.st_size > most:
+        raise OSError(errno.EFBIG, f"{in_units(status.st_size)}, where at most {in_units(most)} are written")
 
 
 def _open_itself(path: str, flags: int) -> int:

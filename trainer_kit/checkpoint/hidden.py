@@ -13,7 +13,9 @@ import secrets
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Final, TypeVar, final
+
+from trainer_kit.core.location import RemotePath
 
 __all__ = ["DAMAGED", "Hidden", "Process", "hidden_path"]
 
@@ -23,7 +25,10 @@ DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
 _PATTERN: Final = re.compile(r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL)
 
 
-def hidden_path(target: Path, suffix: str) -> Path:
+_Place = TypeVar("_Place", Path, RemotePath)
+
+
+def hidden_path(target: _Place, suffix: str) -> _Place:
     """A new hidden sibling of ``target``; ``suffix`` is tmp or old."""
     pid = os.getpid()
     token = f"{_short(socket.gethostname())}{_short(_start(pid) or '')}{secrets.token_hex(3)}"
@@ -38,11 +43,13 @@ class Hidden:
     Attributes:
         target: the name of the checkpoint it stands beside.
         suffix: tmp or old.
-        stale: its writer ran on this host and is dead. Other hosts' processes cannot be seen: theirs is never stale.
+        here: its writer runs, or ran, on this host. Other hosts' processes cannot be seen.
+        stale: its writer ran on this host and is dead.
     """
 
     target: str
     suffix: str
+    here: bool
     stale: bool
 
     @classmethod
@@ -53,7 +60,7 @@ class Hidden:
             return None
         target, pid, host, start, suffix = match.groups()
         here = host == _short(socket.gethostname())
-        return cls(target, suffix, here and not _lives(int(pid), start))
+        return cls(target, suffix, here, here and not _lives(int(pid), start))
 
 
 @final

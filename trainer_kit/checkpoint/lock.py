@@ -14,6 +14,7 @@ from typing import IO, Any, Final, final
 from trainer_kit.checkpoint.files import read_file, write_file
 from trainer_kit.checkpoint.hidden import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
 
@@ -67,13 +68,16 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = absolute(directory)
         self.owner = Owner(Process.this(), datetime.now(timezone.utc).isoformat(" ", "seconds"))
         self._file = self.directory / LOCK
         self._made: list[Path] = []
         try:
             self._make_directory()
-            self._acquire()
+            if isinstance(self._file, RemotePath):
+                self._acquire_remote(self._file)
+            else:
+                self._acquire(self._file)
         except BaseException as error:
             self._remove_directory()
             if isinstance(error, OSError):
@@ -91,6 +95,9 @@ class DirectoryLock:
         self._remove_directory()
 
     def _make_directory(self) -> None:
+        if isinstance(self.directory, RemotePath):
+            self.directory.mkdir()
+            return
         missing = []
         for path in (self.directory, *self.directory.parents):
             if os.path.lexists(path):
@@ -105,36 +112,57 @@ class DirectoryLock:
             with suppress(OSError):  # it is in use by now
                 self._made.pop().rmdir()
 
-    def _acquire(self) -> None:
-        work = hidden_path(self._file, "tmp")
-        content = {**asdict(self.owner.process), "since": self.owner.since}
+    def _content(self) -> bytes:
+        return (json.dumps({**asdict(self.owner.process), "since": self.owner.since}) + "\n").encode()
+
+    def _acquire(self, file: Path) -> None:
+        work = hidden_path(file, "tmp")
         try:
-            write_file(work, [(json.dumps(content) + "\n").encode()])
+            write_file(work, [self._content()])
             for _ in range(_ATTEMPTS):
-                if _put(work, self._file) or self._take_over(work):
+                if _put(work, file) or self._take_over(work, file):
                     return
         finally:
             work.unlink(missing_ok=True)
         raise self._refusal("others that take the lock at the same time")
 
-    def _take_over(self, work: Path) -> bool:
+    def _take_over(self, work: Path, file: Path) -> bool:
         """Put ``work`` in the place of a dead owner's lock; False when it changed hands meanwhile."""
-        owner = _read(self._file)
+        owner = _read(file)
         if owner is not None and not owner.process.dead:
             raise self._refusal(str(owner))
         try:
-            with _open(self._file) as stale:
+            with _open(file) as stale:
                 _wait_for(stale)
-                if not os.path.samestat(os.fstat(stale.fileno()), os.stat(self._file)) or _read(self._file) != owner:
+                if not os.path.samestat(os.fstat(stale.fileno()), os.stat(file)) or _read(file) != owner:
                     return False
                 mine = os.stat(work)
-                os.replace(work, self._file)
+                os.replace(work, file)
         except FileNotFoundError:
             return False
         time.sleep(_SETTLED)  # where files cannot be locked, another one may have done the same just now
-        if not os.path.samestat(mine, os.stat(self._file)):
-            raise self._refusal(str(_read(self._file)))
+        if not os.path.samestat(mine, os.stat(file)):
+            raise self._refusal(str(_read(file)))
         return True
+
+    def _acquire_remote(self, file: RemotePath) -> None:
+        """Where the storage can create a file only once, one of two gets it; elsewhere who comes last keeps it."""
+        probe = hidden_path(file, "tmp")  # deleting is tried as well
+        probe.write_bytes(self._content())
+        probe.unlink()
+        if file.exists():
+            owner = _read(file)
+            if owner is None:  # somebody may be writing it
+                time.sleep(_SETTLED)
+                owner = _read(file)
+            if owner is not None and not owner.process.dead:
+                raise self._refusal(str(owner))
+            file.unlink(missing_ok=True)
+        with suppress(FileExistsError):
+            file.write_bytes(self._content(), new=True)
+        time.sleep(_SETTLED)
+        if _read(file) != self.owner:
+            raise self._refusal(str(_read(file) or "others that take the lock at the same time"))
 
     def _refusal(self, by: str) -> CheckpointError:
         return CheckpointError(
@@ -148,7 +176,7 @@ class DirectoryLock:
 def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
     """Who writes here now; None for nobody, or for somebody who is dead."""
     with suppress(OSError):
-        owner = _read(Path(directory) / LOCK)
+        owner = _read(locate(directory) / LOCK)
         return None if owner is None or owner.process.dead else owner
     return None
 
@@ -159,7 +187,7 @@ def is_free(directory: str | os.PathLike[str]) -> bool:
     return owner is None or owner.process == Process.this()
 
 
-def _read(file: Path) -> Owner | None:
+def _read(file: Location) -> Owner | None:
     """None where there is no lock, or a file that no process wrote to its end: nobody is hindered by that."""
     try:
         content: Any = json.loads(read_file(file, _MOST).decode())

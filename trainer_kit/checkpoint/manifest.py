@@ -7,13 +7,14 @@ import json
 import math
 import re
 import stat
-from pathlib import Path
 from typing import Any, Final
 
 from trainer_kit.checkpoint.files import checksum, read_file
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath
 
 __all__ = [
+    "AGAIN",
     "DOCUMENT",
     "DOCUMENT_MOST",
     "FILE_NAME",
@@ -23,6 +24,7 @@ __all__ = [
     "check_files",
     "digest",
     "dump_manifest",
+    "files_of",
     "is_ours",
     "load_json",
     "may_be_ours",
@@ -38,6 +40,8 @@ DOCUMENT_MOST: Final = 256 << 20
 SHARD: Final = ".safetensors"
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """Names a manifest may list: nothing hidden, nothing with a separator."""
+AGAIN: Final = re.compile(r"again-[0-9a-f]{8}")
+"""Directories within a checkpoint at a URL that was written more than once: one of them holds its files."""
 
 _MOST: Final = 64 << 20  # bytes of a manifest
 _FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # a name on disk; written whole it would read as an import
@@ -62,7 +66,7 @@ def dump_manifest(content: dict[str, Any]) -> bytes:
     return (json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False) + "\n").encode()
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Location) -> dict[str, Any]:
     """The manifest of the checkpoint at ``path``, itself verified; the files it lists are not looked at.
 
     Raises:
@@ -107,16 +111,23 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def check_files(path: Path, manifest: dict[str, Any]) -> None:
+def files_of(path: Location, manifest: dict[str, Any]) -> Location:
+    """Where the files are that the manifest at ``path`` lists."""
+    return path / manifest["within"] if "within" in manifest else path
+
+
+def check_files(path: Location, manifest: dict[str, Any]) -> None:
     """Exactly the listed files are there, regular and of their size. Reads no content.
 
     Raises:
         CheckpointError: naming the missing, foreign or resized file.
     """
     try:
-        found = {entry.name: entry.lstat() for entry in path.iterdir()}
+        entries = [(entry.name, entry.lstat()) for entry in path.iterdir()]
     except OSError as error:
         raise CheckpointError(path, None, f"the directory cannot be read: {error}") from error
+    # At a URL it may be under way to be replaced.
+    found = {n: s for n, s in entries if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))}
     for name, status in sorted(found.items()):
         if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
@@ -132,7 +143,7 @@ def check_files(path: Path, manifest: dict[str, Any]) -> None:
             )
 
 
-def check_content(path: Path, manifest: dict[str, Any], names: list[str]) -> None:
+def check_content(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
     """The listed files hold the bytes that were written.
 
     Raises:
@@ -148,41 +159,47 @@ def check_content(path: Path, manifest: dict[str, Any], names: list[str]) -> Non
             raise CheckpointError(path / name, None, f"damaged: checksum {found}, but {recorded} was written", fix=_FIX)
 
 
-def is_ours(path: Path) -> bool:
+def is_ours(path: Location) -> bool:
     """Whether a directory was once a checkpoint of this library, damaged or not: what may be deleted."""
     file = path / MANIFEST
     try:
         if path.is_symlink() or not stat.S_ISREG(file.lstat().st_mode):
             return False
-        with open(file, "rb") as stream:
-            return f'"{_FORMAT}"'.encode() in stream.read(128)
+        if isinstance(file, RemotePath):
+            start = next(file.read_chunks(128), b"")
+        else:
+            with open(file, "rb") as stream:
+                start = stream.read(128)
+        return f'"{_FORMAT}"'.encode() in start
     except OSError:
         return False
 
 
-def may_be_ours(file: Path) -> bool:
+def may_be_ours(file: Location) -> bool:
     """Whether this is a file with a name that this library gives."""
     return _named_as_ours(file) and file.is_file() and not file.is_symlink()
 
 
-def _named_as_ours(file: Path) -> bool:
+def _named_as_ours(file: Location) -> bool:
     return file.name in (MANIFEST, DOCUMENT) or file.name.endswith(SHARD)
 
 
-def was_checkpoint(path: Path) -> bool:
+def was_checkpoint(path: Location) -> bool:
     """As `is_ours`, also where the manifest itself is damaged, gone, or something else than a file, but no other name
     is in the directory.
     """
+    if isinstance(path, RemotePath) and not (path / MANIFEST).exists():
+        return False  # there, what has none is an upload under way, or was one
     if is_ours(path):
         return True
     try:
-        files = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
+        files: list[Any] = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
     except OSError:  # nobody can say what it is
         return False
     return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(_named_as_ours, files))
 
 
-def load_json(file: Path, raw: bytes) -> Any:
+def load_json(file: Location, raw: bytes) -> Any:
     """Parse JSON strictly.
 
     Raises:
@@ -230,7 +247,10 @@ def digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def _check_shape(file: Path, manifest: dict[str, Any]) -> None:
+def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
+    within = manifest.get("within")
+    if within is not None and not (isinstance(within, str) and AGAIN.fullmatch(within)):
+        raise CheckpointError(file, "within", "a directory name that could lead out of the checkpoint", fix=_FIX)
     files, parts = manifest.get("files"), manifest.get("parts")
     if not isinstance(files, dict) or not isinstance(parts, dict) or DOCUMENT not in files:
         raise CheckpointError(file, "files", "the manifest lists no files or no parts", fix=_FIX)

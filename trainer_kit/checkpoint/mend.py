@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
@@ -17,8 +16,10 @@ from trainer_kit.checkpoint.hidden import DAMAGED
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import MANIFEST, was_checkpoint
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
-from trainer_kit.checkpoint.store import mark, read_index
+from trainer_kit.checkpoint.remote import move
+from trainer_kit.checkpoint.store import entries, mark, read_index
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["Repair", "candidates", "newest_verified", "repair", "set_aside"]
 
@@ -37,23 +38,25 @@ class Repair:
         discarded: how many half-written entries of dead processes were removed or put back.
     """
 
-    sound: list[Path]
-    damaged: list[tuple[Path, CheckpointError]]
-    left: list[tuple[Path, CheckpointError]]
+    sound: list[Location]
+    damaged: list[tuple[Location, CheckpointError]]
+    left: list[tuple[Location, CheckpointError]]
     discarded: int
 
 
-def candidates(directory: str | os.PathLike[str]) -> list[Path]:
+def candidates(directory: str | os.PathLike[str]) -> list[Location]:
     """What is or was a checkpoint in ``directory``, damaged or not, the best to go on from first.
 
     That is what the index calls ``last``; then what was taken before it, by falling step; then the others.
     """
-    root = Path(directory)
-    entries = list(root.iterdir()) if root.is_dir() else []
+    root = locate(directory)
     index = read_index(root) or {}
-    counted = (e for e in entries if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
+    counted = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
     mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
-    found = sorted(((_step(e), _time(e), e) for e in mine), reverse=True)
+    try:
+        found = sorted(((_step(e), _time(e), e) for e in mine), reverse=True)
+    except OSError as error:
+        raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
     named = index.get("last")
     last = next((step for step, _, entry in found if entry.name == named), None)
     if last is not None:
@@ -61,13 +64,15 @@ def candidates(directory: str | os.PathLike[str]) -> list[Path]:
     return [entry for *_, entry in found]
 
 
-def newest_verified(directory: str | os.PathLike[str]) -> tuple[Path | None, list[tuple[Path, CheckpointError]]]:
+def newest_verified(
+    directory: str | os.PathLike[str],
+) -> tuple[Location | None, list[tuple[Location, CheckpointError]]]:
     """The first of `candidates` of which every byte is as it was written, and the damaged ones ahead of it.
 
     Raises:
         CheckpointError: one cannot be judged: it is of a newer format, or may not be read.
     """
-    damaged: list[tuple[Path, CheckpointError]] = []
+    damaged: list[tuple[Location, CheckpointError]] = []
     for path in candidates(directory):
         problem = _damage(path)
         if problem is None:
@@ -76,20 +81,23 @@ def newest_verified(directory: str | os.PathLike[str]) -> tuple[Path | None, lis
     return None, damaged
 
 
-def set_aside(path: str | os.PathLike[str]) -> Path:
+def set_aside(path: str | os.PathLike[str]) -> Location:
     """Rename a damaged checkpoint to ``<name>.damaged``, where nothing counts it any more; returns where it is now.
 
     Raises:
         CheckpointError: it cannot be renamed.
     """
-    old = Path(os.path.abspath(path))
+    old = absolute(path)
     new, count = old.with_name(f"{old.name}.damaged"), 1
-    while os.path.lexists(new):
+    while new.exists() or new.is_symlink():
         count += 1
         new = old.with_name(f"{old.name}.damaged-{count}")
     try:
-        os.rename(old, new)
-        sync_directory(old.parent)
+        if isinstance(old, RemotePath):
+            move(old, old.with_name(new.name))
+        else:
+            os.rename(old, new)
+            sync_directory(old.parent)
     except OSError as error:
         raise CheckpointError(old, None, f"could not be set aside: {error.strerror or error}") from error
     return new
@@ -115,7 +123,7 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
         ...     [path.name for path in done.sound], [path.name for path, _ in done.damaged]
         (['step-3'], ['step-6.damaged'])
     """
-    root = Path(os.path.abspath(directory))
+    root = absolute(directory)
     if not root.is_dir():
         raise CheckpointError(root, None, "there is no such directory")
     lock = DirectoryLock(root)
@@ -137,17 +145,17 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
     return done
 
 
-def _rebuild_index(root: Path, sound: list[Path]) -> None:
+def _rebuild_index(root: Location, sound: list[Location]) -> None:
     named = read_index(root) or {}
-    known = {path.relative_to(root).as_posix(): path for path in sound}
-    names: dict[str, Path | None] = {name: known.get(path) for name, path in named.items() if "/" not in path}
+    known = {path.name: path for path in sound}
+    names: dict[str, Location | None] = {name: known.get(path) for name, path in named.items() if "/" not in path}
     if sound:
         names["last"] = names.get("last") or sound[0]
-    if names or os.path.lexists(root / "index.json"):
+    if names or (root / "index.json").exists():
         mark(root, **names)
 
 
-def _damage(path: Path) -> CheckpointError | None:
+def _damage(path: Location) -> CheckpointError | None:
     try:
         verify_checkpoint(path)
     except CheckpointError as error:
@@ -158,16 +166,18 @@ def _damage(path: Path) -> CheckpointError | None:
     return None
 
 
-def _is_closed(path: Path) -> bool:
+def _is_closed(path: Location) -> bool:
+    if isinstance(path, RemotePath):
+        return False
     return path.is_dir() and not path.is_symlink() and not os.access(path, os.R_OK | os.X_OK)
 
 
-def _is_named(path: Path, index: Mapping[str, str]) -> bool:
+def _is_named(path: Location, index: Mapping[str, str]) -> bool:
     """Whether it is called as a checkpoint is, by its name or by the index."""
     return _NUMBER.search(path.name) is not None or path.name in index.values()
 
 
-def _step(path: Path) -> int:
+def _step(path: Location) -> int:
     """From its info if that is about these files, else from its name, else -1."""
     number = _NUMBER.search(path.name)
     step = None if number is None else int(number[1])
@@ -177,7 +187,7 @@ def _step(path: Path) -> int:
     return -1 if step is None else step
 
 
-def _time(path: Path) -> int:
+def _time(path: Location) -> int:
     for file in (path / MANIFEST, path):
         try:
             return file.stat().st_mtime_ns

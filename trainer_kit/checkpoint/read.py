@@ -17,12 +17,15 @@ from trainer_kit.checkpoint.manifest import (
     MANIFEST,
     check_content,
     check_files,
+    files_of,
     load_json,
     read_manifest,
 )
+from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError, did_you_mean
+from trainer_kit.core.location import locate
 
-__all__ = ["is_complete", "read_checkpoint", "read_info", "step_of", "verify_checkpoint"]
+__all__ = ["is_complete", "read_checkpoint", "read_info", "size_of", "step_of", "verify_checkpoint"]
 
 
 def read_checkpoint(
@@ -34,7 +37,7 @@ def read_checkpoint(
     """The state that was written, by part.
 
     Args:
-        path: a checkpoint directory.
+        path: a checkpoint directory, or its URL.
         parts: which parts to read; None for all. Only their files are read, and checksummed.
         verify: compare checksums before anything is decoded. The manifest, the list of files and their sizes are
             checked in any case.
@@ -51,8 +54,8 @@ def read_checkpoint(
         ...     read_checkpoint(path, parts=["model"])
         {'model': {'w': tensor([1., 1.])}}
     """
-    root = Path(path)
-    manifest = read_manifest(root)
+    manifest = read_manifest(locate(path))
+    root = files_of(locate(path), manifest)
     check_files(root, manifest)
     shards = manifest["parts"]
     wanted = list(shards if parts is None else parts)
@@ -60,18 +63,24 @@ def read_checkpoint(
         if part not in shards:
             fix = did_you_mean(part, shards) if shards else None
             raise CheckpointError(root, part, "this checkpoint has no such part", fix=fix)
-    if verify:
-        check_content(root, manifest, [DOCUMENT, *(shards[part] for part in wanted if shards[part] is not None)])
+    names = [DOCUMENT, *(shards[part] for part in wanted if shards[part] is not None)]
+    with fetched(root, names) as here:
+        if verify:
+            check_content(here, manifest, names)
+        return _decode(here, {part: shards[part] for part in wanted}, device)
+
+
+def _decode(root: Path, shards: dict[str, str | None], device: torch.device | str) -> dict[str, Any]:
     document = root / DOCUMENT
     try:
         trees = load_json(document, read_file(document, DOCUMENT_MOST))
     except OSError as error:
         raise CheckpointError(document, None, f"the file cannot be read: {error}") from error
     state = {}
-    for part in wanted:
+    for part, shard in shards.items():
         if not isinstance(trees, dict) or part not in trees:
             raise CheckpointError(document, part, "the manifest names this part, but it is not in the file")
-        tensors = {} if shards[part] is None else read_tensors(root / shards[part], device)
+        tensors = {} if shard is None else read_tensors(root / shard, device)
         state[part] = decode(trees[part], tensors, at=part, file=document)
     return state
 
@@ -86,8 +95,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: naming the first file that is missing, foreign or damaged, and why.
     """
-    root = Path(path)
-    manifest = read_manifest(root)
+    manifest = read_manifest(locate(path))
+    root = files_of(locate(path), manifest)
     check_files(root, manifest)
     check_content(root, manifest, list(manifest["files"]))
     return manifest
@@ -99,11 +108,16 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         CheckpointError: when there is no manifest, or it is damaged.
     """
-    root = Path(path)
+    root = locate(path)
     info = decode(read_manifest(root).get("info"), {}, at="info", file=root / MANIFEST)
     if not isinstance(info, dict):
         raise CheckpointError(root / MANIFEST, "info", "the info is not a dict")
     return info
+
+
+def size_of(path: str | os.PathLike[str]) -> int:
+    """The bytes of a checkpoint's files, as its manifest lists them."""
+    return sum(entry["size"] for entry in read_manifest(locate(path))["files"].values())
 
 
 def step_of(info: Mapping[str, Any]) -> int | None:
@@ -115,8 +129,8 @@ def step_of(info: Mapping[str, Any]) -> int | None:
 def is_complete(path: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint stands here with every file in its full size; checksums are not read."""
     try:
-        root = Path(path)
-        check_files(root, read_manifest(root))
+        manifest = read_manifest(locate(path))
+        check_files(files_of(locate(path), manifest), manifest)
     except CheckpointError:
         return False
     return True

@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any, Final, final
 
 from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
@@ -14,8 +14,9 @@ from trainer_kit.checkpoint.hidden import DAMAGED, hidden_path
 from trainer_kit.checkpoint.manifest import MANIFEST, digest, load_json
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
-__all__ = ["CheckpointRecord", "checkpoints", "lookup", "mark", "read_index"]
+__all__ = ["CheckpointRecord", "checkpoints", "entries", "lookup", "mark", "read_index"]
 
 _INDEX: Final = "index.json"
 _FORMAT: Final = "trainer_kit.index"
@@ -35,7 +36,7 @@ class CheckpointRecord(os.PathLike[str]):
         info: what it was written with.
     """
 
-    path: Path
+    path: Location
     step: int | None
     created: datetime
     info: dict[str, Any] = field(compare=False)
@@ -61,7 +62,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
         ['step-3', 'step-20']
     """
     records = []
-    for entry in Path(directory).iterdir() if Path(directory).is_dir() else ():
+    for entry in entries(locate(directory)):
         if entry.name.startswith(".") or DAMAGED.fullmatch(entry.name) or entry.is_symlink() or not is_complete(entry):
             continue
         try:
@@ -72,6 +73,18 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
         records.append((time, CheckpointRecord(entry, step_of(info), created, info)))
     records.sort(key=lambda item: (-1 if item[1].step is None else item[1].step, item[0], item[1].path.name))
     return [record for _, record in records]
+
+
+def entries(root: Location) -> list[Any]:
+    """What stands directly in a directory; an absent one has nothing.
+
+    Raises:
+        CheckpointError: nobody can say what is there.
+    """
+    try:
+        return list(root.iterdir()) if root.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
 
 
 def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None) -> None:
@@ -88,35 +101,53 @@ def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | No
         ...     lookup(directory, "best").name, lookup(directory, "last").name
         ('step-3', 'step-3')
     """
-    root = Path(os.path.abspath(directory))
+    root = absolute(directory)
     index = read_index(root) or {}
     for name, path in names.items():
         if path is None:
             index.pop(name, None)
             continue
-        target = Path(os.path.abspath(path))
-        if root not in target.parents or not is_complete(target):
+        target = absolute(path)
+        within = _within(root, target)
+        if within is None or not is_complete(target):
             raise CheckpointError(target, None, f"not a complete checkpoint in {root}, so it cannot be {name!r}")
-        index[name] = target.relative_to(root).as_posix()
+        index[name] = within
     index = dict(sorted(index.items()))
     content = json.dumps({"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1) + "\n"
-    work = hidden_path(root / _INDEX, "tmp")
     try:
-        write_file(work, [content.encode()])
-        os.replace(work, root / _INDEX)
-        sync_directory(root)
+        _put(root / _INDEX, content.encode())
     except OSError as error:
-        work.unlink(missing_ok=True)
         raise CheckpointError(root / _INDEX, None, f"could not be written: {error}") from error
 
 
-def lookup(directory: str | os.PathLike[str], name: str) -> Path | None:
+def _put(file: Location, data: bytes) -> None:
+    if isinstance(file, RemotePath):
+        file.write_bytes(data)
+        return
+    work = hidden_path(file, "tmp")
+    try:
+        write_file(work, [data])
+        os.replace(work, file)
+        sync_directory(file.parent)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
+
+
+def _within(root: Location, target: Location) -> str | None:
+    if isinstance(root, RemotePath) or isinstance(target, RemotePath):
+        start = f"{root / 'x'}"[:-1]
+        return str(target).removeprefix(start) if str(target).startswith(start) else None
+    return target.relative_to(root).as_posix() if root in target.parents else None
+
+
+def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
     """The checkpoint of this name, or None.
 
     ``last`` is found without the index too: where the index is missing, damaged, or points at a checkpoint that is
     gone or torn, it is the newest complete checkpoint.
     """
-    root = Path(directory)
+    root = locate(directory)
     entry = (read_index(root) or {}).get(name)
     if entry is not None and is_complete(root / entry):
         return root / entry
@@ -126,12 +157,18 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Path | None:
     return newest[-1].path if newest else None
 
 
-def read_index(root: Path) -> dict[str, str] | None:
-    """The names given in a directory, with the paths within it; None where there is no index or it is damaged."""
-    file = root / _INDEX
+def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
+    """The names given in a directory, with the paths within it; None where there is no index or it is damaged.
+
+    Raises:
+        CheckpointError: a storage fails.
+    """
+    file = locate(directory) / _INDEX
     try:
         content = load_json(file, read_file(file, _MOST))
-    except (OSError, CheckpointError):
+    except (OSError, CheckpointError) as error:
+        if isinstance(file, RemotePath) and not isinstance(error, (FileNotFoundError, CheckpointError)):
+            raise CheckpointError(file, None, f"cannot be read: {error}") from error  # a new one would lose its names
         return None
     names = content.get("names") if isinstance(content, dict) and content.get("format") == _FORMAT else None
     if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(names):

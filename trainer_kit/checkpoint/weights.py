@@ -16,7 +16,9 @@ from torch import Tensor
 from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath, locate
 
 __all__ = ["read_module", "read_weights"]
 
@@ -43,9 +45,12 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         ...     read_weights(f"{directory}/old.ckpt")
         {'w': tensor([1., 1.])}
     """
-    file = Path(path)
+    file = locate(path)
     if file.is_dir():
         return _tensors(file, read_checkpoint(file, parts=["model"], device=device)["model"])
+    if isinstance(file, RemotePath):
+        with fetched(file.parent, [file.name]) as here:
+            return read_weights(here / file.name, device)
     start = _start(file)
     if start[8:] == _JSON:  # behind the length of the header
         return read_tensors(file, device)
@@ -87,7 +92,7 @@ def _state_dict(content: Any) -> Any:
     return nested if isinstance(nested, dict) else content
 
 
-def _tensors(file: Path, content: Any, most: float = math.inf) -> dict[str, Tensor]:
+def _tensors(file: Location, content: Any, most: float = math.inf) -> dict[str, Tensor]:
     if not isinstance(content, dict):
         raise CheckpointError(file, None, f"it holds a {type(content).__name__}, not a state_dict")
     weights = {}
@@ -108,12 +113,16 @@ def _tensors(file: Path, content: Any, most: float = math.inf) -> dict[str, Tens
 
 def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and the hyperparameters beside them (none where there are none), for ``load_from_checkpoint``."""
-    file = Path(path)
-    weights = read_weights(file)
+    file = locate(path)
     if file.is_dir():
+        weights = read_weights(file)
         parts = ["hyper_parameters"] if _has_hparams(file) else []
         kept = read_checkpoint(file, parts=parts).get("hyper_parameters", {})
+    elif isinstance(file, RemotePath):
+        with fetched(file.parent, [file.name]) as here:
+            return read_module(here / file.name)
     else:
+        weights = read_weights(file)
         start = _start(file)
         pickled = start[8:] != _JSON and start.startswith((_ZIP, _PICKLE))
         kept = _torch_load(file, "cpu").get("hyper_parameters", {}) if pickled else {}
@@ -122,5 +131,5 @@ def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
     return weights, dict(kept)
 
 
-def _has_hparams(directory: Path) -> bool:
+def _has_hparams(directory: Location) -> bool:
     return "hyper_parameters" in read_manifest(directory)["parts"]

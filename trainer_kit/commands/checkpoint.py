@@ -5,15 +5,28 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, RemotePath, is_url, locate
 
 __all__ = ["checkpoint"]
 
-_CHECKPOINT = click.Path(exists=True, path_type=Path)
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+class _Place(click.Path):
+    """A path of this machine, or a URL: whether that is there is found out by the command."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if not is_url(value):
+            return super().convert(value, parameter, context)
+        found = locate(value)
+        return found if isinstance(found, RemotePath) else super().convert(found, parameter, context)
+
+
+_CHECKPOINT = _Place(exists=True, path_type=Path)
+_DIRECTORY = _Place(exists=True, file_okay=False, path_type=Path)
 
 # The room of checkpoints is imported by the command that runs: it brings torch, which --help can do without.
 
@@ -25,16 +38,17 @@ def checkpoint() -> None:
 
 @checkpoint.command("ls")
 @click.argument("directory", type=_DIRECTORY, default=".")
-def _ls(directory: Path) -> None:
+def _ls(directory: Location) -> None:
     """List the complete checkpoints in DIRECTORY: step, epoch, size, age, names (last, best)."""
     from trainer_kit.checkpoint.files import in_units
+    from trainer_kit.checkpoint.read import size_of
     from trainer_kit.checkpoint.store import checkpoints, read_index
 
     named = read_index(directory) or {}
     rows = [("CHECKPOINT", "STEP", "EPOCH", "SIZE", "SAVED (UTC)", "NAMES")]
     for record in checkpoints(directory):
         names = sorted(name for name, path in named.items() if path == record.path.name)
-        size = in_units(sum(file.stat().st_size for file in record.path.iterdir()))
+        size = in_units(size_of(record.path))
         step, epoch = (str(record.info.get(key, "-")) for key in ("step", "epoch"))
         rows.append((record.path.name, step, epoch, size, f"{record.created:%Y-%m-%d %H:%M:%S}", ", ".join(names)))
     if len(rows) == 1:
@@ -47,7 +61,7 @@ def _ls(directory: Path) -> None:
 
 @checkpoint.command("verify")
 @click.argument("paths", type=_CHECKPOINT, nargs=-1, required=True)
-def _verify(paths: tuple[Path, ...]) -> None:
+def _verify(paths: tuple[Location, ...]) -> None:
     """Read every byte of the checkpoints at PATHS, or in the directories at PATHS. Exit code 1: one is damaged."""
     from trainer_kit.checkpoint.manifest import was_checkpoint
     from trainer_kit.checkpoint.mend import candidates
@@ -73,7 +87,7 @@ def _verify(paths: tuple[Path, ...]) -> None:
 @click.argument("a", type=_CHECKPOINT)
 @click.argument("b", type=_CHECKPOINT)
 @click.option("--exit-code", is_flag=True, help="Leave with 1 when they differ.")
-def _diff(a: Path, b: Path, exit_code: bool) -> None:
+def _diff(a: Location, b: Location, exit_code: bool) -> None:
     """Print in which values checkpoints A and B differ, bit by bit; nothing for equal ones."""
     from trainer_kit.checkpoint.compare import diff
 
@@ -92,7 +106,7 @@ def _diff(a: Path, b: Path, exit_code: bool) -> None:
     help="By default the suffix of TARGET decides; none is huggingface.",
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout.")
-def _export(source: Path, target: Path, format: str | None, max_shard_size: str) -> None:
+def _export(source: Location, target: Path, format: str | None, max_shard_size: str) -> None:
     """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
     from trainer_kit.checkpoint.convert import export
 
@@ -101,7 +115,7 @@ def _export(source: Path, target: Path, format: str | None, max_shard_size: str)
 
 @checkpoint.command("repair")
 @click.argument("directory", type=_DIRECTORY)
-def _repair(directory: Path) -> None:
+def _repair(directory: Location) -> None:
     """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, write the index anew."""
     from trainer_kit.checkpoint.mend import repair
 

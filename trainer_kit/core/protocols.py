@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
 
 __all__ = ["CheckpointRequest", "Group", "Logger", "MicroSteps", "ModuleLike", "Precision", "Strategy", "TrainerLike"]
@@ -184,10 +185,10 @@ class CheckpointRequest(Protocol):
     """
 
     reason: str
-    path: Path
+    path: Location
     weights_only: bool
 
-    def saved(self, path: Path) -> None:
+    def saved(self, path: Location) -> None:
         """The checkpoint exists, durably. Called between two steps, soon after it does, on every rank."""
 
 
@@ -246,7 +247,11 @@ class TrainerLike(Protocol):
     def log_dir(self) -> str | None: ...
     @property
     def run_dir(self) -> Path:
-        """Where this run writes; the same on every rank."""
+        """Where this run writes on this machine; the same on every rank."""
+
+    @property
+    def checkpoint_dir(self) -> Location:
+        """Where checkpoints go that nobody gave a directory; a URL where the root directory is one."""
 
     def stop(self, reason: str) -> None: ...
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None: ...

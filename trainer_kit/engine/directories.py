@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.protocols import Group
 
 __all__ = ["checkpoint_directories", "clean_directory", "on_rank_zero", "take_directories"]
@@ -18,11 +17,11 @@ __all__ = ["checkpoint_directories", "clean_directory", "on_rank_zero", "take_di
 _T = TypeVar("_T")
 
 
-def checkpoint_directories(trainer: Any) -> list[Path]:
+def checkpoint_directories(trainer: Any) -> list[Location]:
     """Of the callbacks that keep checkpoints, in their order, else the run's own; the first takes what has no path."""
     named = (getattr(keeper, "dirpath", None) for keeper in trainer.checkpoint_callbacks)
-    found = [Path(os.path.abspath(directory)) for directory in named if directory]
-    return list(dict.fromkeys(found)) or [trainer.run_dir / "checkpoints"]
+    found = [absolute(directory) for directory in named if directory]
+    return list(dict.fromkeys(found)) or [trainer.checkpoint_dir]
 
 
 def take_directories(trainer: Any, cleanup: list[Callable[[BaseException | None], Any]]) -> None:
@@ -65,7 +64,7 @@ def _releasing(lock: DirectoryLock) -> Callable[[BaseException | None], None]:
     return lambda error: lock.release()
 
 
-def clean_directory(trainer: Any, directory: Path) -> None:
+def clean_directory(trainer: Any, directory: Location) -> None:
     """Discard what dead runs left half written there, and say so once."""
     count = 0
     with suppress(OSError):  # what stays is hidden and harmless

@@ -12,6 +12,7 @@ from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, is_url, locate
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, on_rank_zero
 from trainer_kit.engine.state import fitting
@@ -19,7 +20,7 @@ from trainer_kit.engine.state import fitting
 __all__ = ["find_checkpoint", "holds_weights", "load_weights", "read_state"]
 
 
-def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Path | None:
+def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Location | None:
     """The path behind ``ckpt_path``; None for None, and for ``"last"`` ahead of the first checkpoint of a fit.
 
     Args:
@@ -32,7 +33,7 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Pat
     if ckpt_path == "best":
         for callback in keepers:
             if callback.best_model_path:
-                return Path(callback.best_model_path)
+                return locate(callback.best_model_path)
         raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
     if ckpt_path == "last":
         newest = on_rank_zero(trainer.strategy.world, lambda: _newest(trainer, keepers))
@@ -41,27 +42,33 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Pat
         if newest is None:  # the same command starts a run and goes on with it
             trainer.print(f"no checkpoint below {trainer.default_root_dir} yet: this run starts from the beginning")
         return newest
-    path = Path(ckpt_path)
-    if not path.exists():
+    path = locate(ckpt_path)
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise CheckpointError(path, None, f"cannot be reached: {error}") from error
+    if not there:
         raise CheckpointError(path, None, "does not exist")
     return path
 
 
-def _newest(trainer: Any, keepers: Sequence[Any]) -> Path | None:
+def _newest(trainer: Any, keepers: Sequence[Any]) -> Location | None:
     """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
-    named = [Path(callback.dirpath) for callback in keepers if callback.dirpath]
-    found = _choose(trainer, list(dict.fromkeys([*named, trainer.run_dir / "checkpoints"])))
+    named = [locate(callback.dirpath) for callback in keepers if callback.dirpath]
+    found = _choose(trainer, list(dict.fromkeys([*named, trainer.checkpoint_dir])))
     if found is not None:
         return found
+    if is_url(trainer.default_root_dir):
+        return None  # every run of it writes to the same directory
     # A new process has a new run directory: look at the runs before it.
     earlier = [d for d in Path(trainer.default_root_dir).glob("**/checkpoints") if candidates(d)]
     return _choose(trainer, [max(earlier, key=_changed)]) if earlier else None
 
 
-def _choose(trainer: Any, places: list[Path]) -> Path | None:
+def _choose(trainer: Any, places: list[Location]) -> Location | None:
     """The newest sound one of these directories; damaged ones ahead of it are named, and set aside by a fit."""
-    sound: list[tuple[int, Path]] = []
-    rejected: list[tuple[Path, CheckpointError]] = []
+    sound: list[tuple[int, Location]] = []
+    rejected: list[tuple[Location, CheckpointError]] = []
     for place in places:
         if trainer.state_verb == "fit" and is_free(place):
             clean_directory(trainer, place)
@@ -94,7 +101,7 @@ def _changed(directory: Path) -> int:
     )
 
 
-def read_state(path: Path, weights_only: bool) -> dict[str, Any]:
+def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
     """The whole state, or the weights of anything that holds weights."""
     if path.is_dir() and is_complete(path) and not weights_only:
         state = read_checkpoint(path)
@@ -107,14 +114,14 @@ def read_state(path: Path, weights_only: bool) -> dict[str, Any]:
     return {"state_dict": read_weights(path)}
 
 
-def holds_weights(path: Path | None) -> CheckpointError:
+def holds_weights(path: Location | None) -> CheckpointError:
     """The error for a run that is to go on from weights alone."""
     return CheckpointError(
         path, None, "holds weights, not a run", fix="pass weights_only=True to start a new run from them"
     )
 
 
-def load_weights(module: Any, path: Path, bus: Bus) -> None:
+def load_weights(module: Any, path: Location, bus: Bus) -> None:
     """Put the weights of a checkpoint into a module."""
     state = read_state(path, weights_only=not (path.is_dir() and is_complete(path)))
     for hook in bus.on_load_checkpoint:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Precision, Strategy
 from trainer_kit.engine.bus import Bus
@@ -59,9 +59,9 @@ class Fit:
     validation: Evaluation | None
     publish: Callable[[Mapping[str, float], int], None]
     collect: Callable[[bool], dict[str, Any]]
-    directory: Callable[[], Path]
+    directory: Callable[[], Location]
     checkpoints: bool
-    announce: Callable[[Path], None]
+    announce: Callable[[Location], None]
     say: Callable[[str], None]
     saver: Saver
     due: int = 0

@@ -8,13 +8,13 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 from trainer_kit.checkpoint.background import Background
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.engine.finite import check_finite
 from trainer_kit.engine.run import Fit
@@ -58,7 +58,7 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     return True if run.saver.behind and not last else settle_save(run)
 
 
-def save_to(run: Fit, path: Path, weights_only: bool) -> None:
+def save_to(run: Fit, path: Location, weights_only: bool) -> None:
     """Write one checkpoint of now; it is durable when this returns, on every rank.
 
     Raises:
@@ -86,16 +86,16 @@ def settle_save(run: Fit) -> bool:
     outcome = _outcome(run, save)
     for path, failure in outcome.items():
         if failure is None:
-            run.announce(Path(path))
+            run.announce(locate(path))
         else:
-            _report(run, save, Path(path), failure)
+            _report(run, save, locate(path), failure)
     for line in save.said:
         run.say(line)
     for request in save.requests:
         if request is not None and str(request.path) in outcome:
             failed = outcome[str(request.path)] is not None
             told = getattr(request, "failed", _nobody) if failed else request.saved
-            told(Path(request.path))
+            told(locate(request.path))
     return not any(outcome.values())
 
 
@@ -111,7 +111,7 @@ def abandon_save(run: Fit) -> None:
     if save.writing is not None:
         for path, failure in save.writing.result().items():
             if failure is not None:
-                _report(run, save, Path(path), failure)
+                _report(run, save, locate(path), failure)
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
@@ -152,7 +152,9 @@ def _write(save: Save, snapshots: dict[bool, Snapshot]) -> Outcome:
             continue
         outcome[path] = None
         for request in save.requests_of(path):
-            problem = _mark_last(Path(path)) if request is None else getattr(request, "committed", _nobody)(Path(path))
+            problem = (
+                _mark_last(locate(path)) if request is None else getattr(request, "committed", _nobody)(locate(path))
+            )
             if problem:
                 save.said.append(problem)
     return outcome
@@ -185,13 +187,13 @@ def _outcome(run: Fit, save: Save) -> Outcome:
     return outcome
 
 
-def _path(run: Fit, request: CheckpointRequest | None) -> Path:
+def _path(run: Fit, request: CheckpointRequest | None) -> Location:
     if request is not None:
-        return Path(request.path)
+        return locate(request.path)
     return run.directory() / f"step-{run.progress.step:08d}"
 
 
-def _mark_last(path: Path) -> str | None:
+def _mark_last(path: Location) -> str | None:
     """Whoever goes on from ``last`` goes on from here: of what no callback keeps nobody else says so."""
     try:
         mark(path.parent, last=path)
@@ -200,11 +202,11 @@ def _mark_last(path: Path) -> str | None:
     return None
 
 
-def _report(run: Fit, save: Save, path: Path, failure: CheckpointError) -> None:
+def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> None:
     if run.strategy.world.rank != 0:
         return
     steps = []
-    with suppress(OSError):
+    with suppress(CheckpointError, OSError):
         steps = [record.step for record in checkpoints(path.parent) if record.step is not None]
     kept = f"kept step {max(steps)}" if steps else "no checkpoint is there yet"
     next_try = next(
@@ -221,5 +223,5 @@ def _say_slow(run: Fit, save: Save) -> None:
     run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); training goes on")
 
 
-def _nobody(path: Path) -> None:
+def _nobody(path: Location) -> None:
     """Nobody wants to know."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
 from trainer_kit.core.registry import LOGGERS
@@ -280,12 +281,12 @@ class Session(Position):
         """Write a checkpoint directory now; every rank must call it.
 
         Args:
-            filepath: the directory to write; one that is there is replaced.
+            filepath: the directory to write, or its URL; one that is there is replaced.
             weights_only: leave out optimizers and everything else but weights and hyperparameters.
         """
         if self.run is None:
             raise ConfigurationError("there is nothing to save", fix="call save_checkpoint during or after fit()")
-        save_to(self.run, Path(filepath), weights_only)
+        save_to(self.run, absolute(filepath), weights_only)
 
     # -- in a step -----------------------------------------------------------------------------------------------
 
@@ -323,13 +324,19 @@ class Session(Position):
 
     @property
     def run_dir(self) -> Path:
-        """Where this run writes; the same on every rank."""
+        """Where this run writes on this machine; the same on every rank."""
         if self._run_dir is None:
             self._run_dir = next(
                 (str(d) for d in (getattr(logger, "log_dir", None) for logger in self._loggers) if d),
-                self.default_root_dir,
+                os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir,
             )
         return Path(self._run_dir)
+
+    @property
+    def checkpoint_dir(self) -> Location:
+        """Where checkpoints go that nobody gave a directory; a URL where the root directory is one."""
+        root = locate(self.default_root_dir) if is_url(self.default_root_dir) else self.run_dir
+        return root / "checkpoints"
 
     def agree_on_run(self) -> None:
         """Give every rank the run directory and the seed of rank 0; open the journal."""
@@ -341,7 +348,7 @@ class Session(Position):
             # Whatever becomes of a tracker, every value of the run stands in a file of its own directory.
             self.journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
 
-    def announce_checkpoint(self, path: Path) -> None:
+    def announce_checkpoint(self, path: Location) -> None:
         """Tell the loggers that a checkpoint exists."""
         for logger in self.every_logger if self.is_global_zero else ():
             if hasattr(logger, "after_save_checkpoint"):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Literal, final
 
 import torch
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.location import Location, RemotePath, locate
 from trainer_kit.loggers.layout import DEFAULT_NAME
 from trainer_kit.loggers.params import params_dict, plain
 
@@ -76,7 +76,7 @@ class WandbLogger:
         }
         self._run, self._owned = experiment, False
         self._log_model, self._checkpoint_name, self._prefix = log_model, checkpoint_name, prefix
-        self._checkpoints: dict[Path, None] = {}
+        self._checkpoints: dict[Location, None] = {}
         self.hparams: dict[str, Any] = {}
 
     @property
@@ -162,9 +162,9 @@ class WandbLogger:
             path: the checkpoint, a directory or a file.
         """
         if self._log_model == "all":
-            self._upload(Path(path))
+            self._upload(locate(path))
         elif self._log_model:
-            self._checkpoints[Path(path)] = None
+            self._checkpoints[locate(path)] = None
 
     def watch(
         self,
@@ -252,14 +252,16 @@ class WandbLogger:
         media = [make(item, **{name: values[i] for name, values in kwargs.items()}) for i, item in enumerate(items)]
         self.log_metrics({key: media}, step)
 
-    def _upload(self, path: Path) -> None:
+    def _upload(self, path: Location) -> None:
         import wandb
 
         run = self.experiment
         artifact = wandb.Artifact(
             self._checkpoint_name or f"model-{run.id}", type="model", metadata={"original_name": path.name}
         )
-        if path.is_dir():
+        if isinstance(path, RemotePath):
+            artifact.add_reference(str(path), checksum=False)  # it stays where it is
+        elif path.is_dir():
             artifact.add_dir(str(path))
         else:
             artifact.add_file(str(path))
