@@ -103,7 +103,8 @@ def rename_entry(name):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda m: m.update(version=2), "upgrade"),
+        (lambda m: m.update(version=3), "upgrade"),
+        (lambda m: m.update(version=2), "without number of shards or layout"),
         (lambda m: m.update(format="other"), "not a trainer_kit checkpoint"),
         (lambda m: m.pop("files"), "no files"),
         (lambda m: m.update(files=[]), "no files"),

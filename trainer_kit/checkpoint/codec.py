@@ -26,12 +26,14 @@ from trainer_kit.checkpoint.dtypes import CARRIERS, numpy_dtype, torch_dtype
 from trainer_kit.checkpoint.files import TENSOR_DTYPES, flatten
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["EnumRecord", "decode", "encode"]
+__all__ = ["TAG", "EnumRecord", "decode", "encode"]
 
-_TAG: Final = "$"
+TAG: Final = "$"
 _SOURCE: Final = "the state to save"
 _FIX: Final = "keep only plain data, tensors and arrays in state_dict(), and rebuild the rest in load_state_dict()"
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
+_DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors of which a rank holds a part
+
 _E = TypeVar("_E", bound=Enum)
 
 
@@ -69,6 +71,7 @@ def encode(
     *,
     at: str = "",
     copy: bool | Callable[[str, Tensor], Tensor] = True,
+    sharded: bool = False,
 ) -> Any:
     """Turn ``value`` into a tree that JSON can hold; tensors and arrays are collected under names of their key path.
 
@@ -84,6 +87,7 @@ def encode(
         at: the key path of ``value``, for messages.
         copy: give every tensor memory of its own on the CPU; False aliases the state, for writing it at once; a
             callable is given the tensor's name, with ``at`` before it, and the tensor, and returns the copy.
+        sharded: collect tensors, distributed ones too, as they are: in their dtype, on their device, not copied.
 
     Returns:
         The tree, for ``json.dumps(tree, allow_nan=False)`` and `decode`.
@@ -99,7 +103,7 @@ def encode(
         {'weight': tensor([0., 0.])}
     """
     try:
-        return _Encoder(tensors, at, copy).encode(value, ())
+        return _Encoder(tensors, at, copy, sharded).encode(value, ())
     except RecursionError:
         raise CheckpointError(_SOURCE, at or None, "it is nested too deeply to be saved", fix=_FIX) from None
 
@@ -150,7 +154,7 @@ def _type_name(kind: type) -> str:
 
 
 def _record(tag: str, value: Any, **more: Any) -> dict[str, Any]:
-    return {_TAG: tag, "v": value, **more}
+    return {TAG: tag, "v": value, **more}
 
 
 def _text(data: Any) -> str:
@@ -171,9 +175,13 @@ _LEAVES: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
 @final
 class _Encoder:
     def __init__(
-        self, tensors: MutableMapping[str, Tensor], at: str, copy: bool | Callable[[str, Tensor], Tensor]
+        self,
+        tensors: MutableMapping[str, Tensor],
+        at: str,
+        copy: bool | Callable[[str, Tensor], Tensor],
+        sharded: bool,
     ) -> None:
-        self._tensors, self._at = tensors, at
+        self._tensors, self._at, self._sharded = tensors, at, sharded
         self._copy = copy if callable(copy) else _copied if copy else _as_it_is
         self._open: set[int] = set()
 
@@ -190,7 +198,7 @@ class _Encoder:
             return _record(tag, to_json(value))
         if kind in (list, tuple, set, frozenset, dict, OrderedDict, Counter):
             return self._container(value, path)
-        if kind in (Tensor, torch.nn.Parameter):
+        if kind in (Tensor, torch.nn.Parameter) or (self._sharded and hasattr(kind, _DISTRIBUTED)):
             return self._tensor(value, path)
         if kind is np.ndarray:
             return self._array(value, path)
@@ -233,7 +241,7 @@ class _Encoder:
         names = [_step(key) for key in value]
         entries = [self.encode(item, (*path, name)) for name, item in zip(names, value.values(), strict=True)]
         tree: Any
-        if all(type(key) is str for key in value) and _TAG not in value:
+        if all(type(key) is str for key in value) and TAG not in value:
             tree = dict(zip(value, entries, strict=True))
         else:
             keys = [self._key(key, (*path, name)) for key, name in zip(value, names, strict=True)]
@@ -259,11 +267,13 @@ class _Encoder:
             raise self._refusal(
                 tensor, path, f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
             )
+        if tensor.dtype not in TENSOR_DTYPES and tensor.dtype not in CARRIERS:
+            raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
+        if self._sharded:
+            return _record("tensor", self._collect(tensor, path, owned=True))
         tensor = tensor.resolve_conj().resolve_neg()
         if tensor.dtype in TENSOR_DTYPES:
             return _record("tensor", self._collect(tensor, path))
-        if tensor.dtype not in CARRIERS:
-            raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
         flat = flatten(tensor).view(CARRIERS[tensor.dtype])
         dtype = str(tensor.dtype).removeprefix("torch.")
         return _record("tensor", self._collect(flat, path), dtype=dtype, shape=list(tensor.shape))
@@ -298,17 +308,17 @@ class _Decoder:
             return [self.decode(item, (*path, str(index))) for index, item in enumerate(tree)]
         if not isinstance(tree, dict):
             return tree
-        if _TAG not in tree:
+        if TAG not in tree:
             return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
-        read = _READERS.get(tree[_TAG]) if isinstance(tree[_TAG], str) else None
+        read = _READERS.get(tree[TAG]) if isinstance(tree[TAG], str) else None
         if read is None:
-            raise self._damage(path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it")
+            raise self._damage(path, f"unknown tag {tree[TAG]!r}", fix="read it with the version that wrote it")
         try:
             return read(self, tree, path)
         except (CheckpointError, RecursionError):
             raise
         except Exception as error:  # each type refuses in its own way what it cannot be made of
-            raise self._damage(path, f"damaged record of a {tree[_TAG]}: {error}") from error
+            raise self._damage(path, f"damaged record of a {tree[TAG]}: {error}") from error
 
     def _damage(self, path: tuple[str, ...], reason: str, fix: str | None = None) -> CheckpointError:
         return CheckpointError(self._file, _join(self._at, path) or None, reason, fix=fix)

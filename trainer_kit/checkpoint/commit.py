@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -41,8 +41,13 @@ __all__ = [
     "Snapshot",
     "check_target",
     "clean_incomplete",
+    "dump_document",
+    "encode_info",
+    "io_failure",
+    "name_parts",
     "remove_checkpoint",
     "take_snapshot",
+    "versions",
     "work_directory",
     "write_checkpoint",
     "write_snapshot",
@@ -94,17 +99,35 @@ def take_snapshot(
         trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=how)
     if isinstance(copy, HostBuffers):
         copy.end()
+    return Snapshot(dump_document(trees), tensors, encode_info(info))
+
+
+def dump_document(trees: Mapping[str, Any]) -> bytes:
+    """The bytes of ``state.json``.
+
+    Raises:
+        CheckpointError: they are more than can be read.
+    """
+    document = json.dumps(trees, allow_nan=False).encode()
+    if len(document) > DOCUMENT_MOST:
+        found = f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
+        raise CheckpointError("the state to save", None, f"{found} {in_units(DOCUMENT_MOST)} can be saved")
+    return document
+
+
+def encode_info(info: Mapping[str, Any] | None) -> Any:
+    """The info of a manifest.
+
+    Raises:
+        CheckpointError: there are tensors in it, or what cannot be saved at all.
+    """
     loose: dict[str, Tensor] = {}
     header = encode(dict(info or {}), loose, at="info", copy=False)
     if loose:
         raise CheckpointError(
             "the state to save", f"info.{next(iter(loose))}", "the info of a checkpoint holds no tensors or arrays"
         )
-    document = json.dumps(trees, allow_nan=False).encode()
-    if len(document) > DOCUMENT_MOST:  # as much as is read
-        found = f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
-        raise CheckpointError("the state to save", None, f"{found} {in_units(DOCUMENT_MOST)} can be saved")
-    return Snapshot(document, tensors, header)
+    return header
 
 
 def write_checkpoint(
@@ -144,13 +167,13 @@ def write_checkpoint(
 def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False) -> Location:
     """The second half of `write_checkpoint`: no training state is touched, so any thread may run it."""
     target = check_target(path, overwrite)
-    parts = _name_parts(snapshot.tensors)
+    parts = name_parts(snapshot.tensors)
     shards = {name: safetensors_bytes(snapshot.tensors[part]) for part, name in parts.items() if name is not None}
     needed = len(snapshot.document) + sum(size for size, _ in shards.values())
     with work_directory(target, needed, overwrite=overwrite) as work:
         files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
         files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
-        write_file(work / MANIFEST, [dump_manifest(new_manifest(files, parts, snapshot.info, _versions()))])
+        write_file(work / MANIFEST, [dump_manifest(new_manifest(files, parts, snapshot.info, versions()))])
     return target
 
 
@@ -175,7 +198,7 @@ def work_directory(target: Location, needed: int, *, overwrite: bool = False) ->
             with upload_directory(target) as there:
                 yield there
         except OSError as error:
-            raise _failure(target, error, needed) from error
+            raise io_failure(target, error, needed) from error
         return
     work, made = hidden_path(target, "tmp"), _missing_parents(target)
     try:
@@ -201,7 +224,7 @@ def work_directory(target: Location, needed: int, *, overwrite: bool = False) ->
             with suppress(OSError):  # somebody else uses it by now
                 parent.rmdir()
         if isinstance(error, OSError):
-            raise _failure(target, error, needed) from error
+            raise io_failure(target, error, needed) from error
         raise
 
 
@@ -270,7 +293,7 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     try:
         taken = not is_vacant(target) if isinstance(target, RemotePath) else os.path.lexists(target)
     except OSError as error:
-        raise _failure(target, error, 0) from error
+        raise io_failure(target, error, 0) from error
     if taken:
         if not overwrite:
             raise CheckpointError(target, None, "it exists already", fix="pass overwrite=True, or use another name")
@@ -279,14 +302,15 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     return target
 
 
-def _name_parts(tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str | None]:
+def name_parts(tensors: Mapping[str, Collection[Any]], suffix: str = SHARD) -> dict[str, str | None]:
+    """A file name for each part, the part's own where that is possible; None for a part without tensors."""
     names: dict[str, str | None] = {}
     taken: set[str] = set()
     for part, members in tensors.items():
-        name = part + SHARD
+        name = part + suffix
         # Case is folded because some file systems do.
         if not FILE_NAME.fullmatch(name) or name.casefold() in taken:
-            name = next(f"part{i}{SHARD}" for i in range(len(taken) + 1) if f"part{i}{SHARD}" not in taken)
+            name = next(f"part{i}{suffix}" for i in range(len(taken) + 1) if f"part{i}{suffix}" not in taken)
         names[part] = name if members else None
         if members:
             taken.add(name.casefold())
@@ -308,7 +332,8 @@ def _check_space(target: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _failure(target: Location, error: OSError, needed: int) -> CheckpointError:
+def io_failure(target: Location, error: OSError, needed: int) -> CheckpointError:
+    """What ``error`` means for who wanted to write ``needed`` bytes there."""
     if isinstance(target, RemotePath):
         reason = error.strerror or str(error) or type(error).__name__
         return CheckpointError(target, None, f"{reason} (need {in_units(needed)})")
@@ -362,7 +387,8 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 @cache
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of the libraries that write here."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

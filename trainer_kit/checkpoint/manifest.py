@@ -7,6 +7,7 @@ import json
 import math
 import re
 import stat
+from collections.abc import Mapping
 from typing import Any, Final
 
 from trainer_kit.checkpoint.files import checksum, read_file
@@ -18,6 +19,7 @@ __all__ = [
     "DOCUMENT",
     "DOCUMENT_MOST",
     "FILE_NAME",
+    "LAYOUT",
     "MANIFEST",
     "SHARD",
     "check_content",
@@ -26,10 +28,12 @@ __all__ = [
     "dump_manifest",
     "files_of",
     "is_ours",
+    "is_sharded",
     "load_json",
     "may_be_ours",
     "new_manifest",
     "read_manifest",
+    "shards_of",
     "was_checkpoint",
 ]
 
@@ -37,6 +41,7 @@ MANIFEST: Final = "manifest.json"
 DOCUMENT: Final = "state.json"
 DOCUMENT_MOST: Final = 256 << 20
 """Bytes of a ``state.json``: parsed, it takes up to twenty times as many."""
+LAYOUT: Final = "layout.json"
 SHARD: Final = ".safetensors"
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """Names a manifest may list: nothing hidden, nothing with a separator."""
@@ -45,17 +50,35 @@ AGAIN: Final = re.compile(r"again-[0-9a-f]{8}")
 
 _MOST: Final = 64 << 20  # bytes of a manifest
 _FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # a name on disk; written whole it would read as an import
-_VERSION: Final = 1
+_PLAIN, _SHARDED = 1, 2
+"""Versions: a part is one file or none; ranks wrote a file each, and ``layout.json`` says what is where."""
+
 _FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
 
 
-def new_manifest(files: dict[str, Any], parts: dict[str, str | None], info: Any, versions: dict[str, str]) -> Any:
-    """A manifest's content; nothing in it depends on the time or the machine, so equal states give equal bytes."""
+def new_manifest(
+    files: dict[str, Any],
+    parts: Mapping[str, str | None] | Mapping[str, list[str]],
+    info: Any,
+    versions: dict[str, str],
+    shards: int | None = None,
+) -> Any:
+    """A manifest's content; nothing in it depends on the time or the machine, so equal states give equal bytes.
+
+    Args:
+        files: name to size, checksum and, of a rank's file, the rank's number from 1 as ``shard``.
+        parts: name to file; of a sharded checkpoint to its files.
+        info: encoded.
+        versions: of the libraries that wrote it.
+        shards: how many ranks wrote a sharded checkpoint; None for one that is not.
+    """
+    sharded = {} if shards is None else {"shards": shards}
     return {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": _PLAIN if shards is None else _SHARDED,
         "info": info,
         "versions": versions,
+        **sharded,
         "parts": parts,
         "files": files,
     }
@@ -100,11 +123,11 @@ def read_manifest(path: Location) -> dict[str, Any]:
     if not unchanged:
         raise CheckpointError(file, "sha256", "the manifest was changed after it was written", fix=_FIX)
     version = manifest.get("version")
-    if type(version) is not int or version != _VERSION:
+    if type(version) is not int or version not in (_PLAIN, _SHARDED):
         raise CheckpointError(
             file,
             "version",
-            f"format {version!r}, this library reads {_VERSION}",
+            f"format {version!r}, this library reads {_PLAIN} and {_SHARDED}",
             fix="upgrade trainer_kit",
         )
     _check_shape(file, manifest)
@@ -136,11 +159,20 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(path / name, None, "a foreign file, not in the manifest", fix="move it elsewhere")
     for name, entry in manifest["files"].items():
         if name not in found:
-            raise CheckpointError(path / name, None, "the file is missing", fix=_FIX)
+            number = entry.get("shard")
+            lost = "the file is missing"
+            if number is not None:
+                lost = f"{_name(path)} lacks shard {number} of {manifest['shards']}"
+            raise CheckpointError(path / name, None, lost, fix=_FIX)
         if found[name].st_size != entry["size"]:
             raise CheckpointError(
                 path / name, None, f"{found[name].st_size} bytes, but {entry['size']} were written", fix=_FIX
             )
+
+
+def _name(path: Location) -> str:
+    whole = path if isinstance(path, RemotePath) else path.absolute()
+    return whole.parent.name if AGAIN.fullmatch(whole.name) else whole.name
 
 
 def check_content(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
@@ -157,6 +189,17 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
         recorded = manifest["files"][name]["xxh3_64"]
         if found != recorded:
             raise CheckpointError(path / name, None, f"damaged: checksum {found}, but {recorded} was written", fix=_FIX)
+
+
+def is_sharded(manifest: Mapping[str, Any]) -> bool:
+    """Whether several ranks wrote it, each its chunks."""
+    return bool(manifest["version"] == _SHARDED)
+
+
+def shards_of(manifest: Mapping[str, Any], part: str) -> list[str]:
+    """The files with a part's tensors."""
+    found = manifest["parts"][part]
+    return list(found) if isinstance(found, list) else [] if found is None else [found]
 
 
 def is_ours(path: Location) -> bool:
@@ -181,7 +224,7 @@ def may_be_ours(file: Location) -> bool:
 
 
 def _named_as_ours(file: Location) -> bool:
-    return file.name in (MANIFEST, DOCUMENT) or file.name.endswith(SHARD)
+    return file.name in (MANIFEST, DOCUMENT, LAYOUT) or file.name.endswith(SHARD)
 
 
 def was_checkpoint(path: Location) -> bool:
@@ -259,6 +302,22 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX)
         if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
             raise CheckpointError(file, f"files.{name}", "an entry without size and checksum", fix=_FIX)
+    if is_sharded(manifest):
+        _check_shards(file, manifest)
+        return
     for part, name in parts.items():
         if name is not None and (not isinstance(name, str) or name not in files):
             raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
+
+
+def _check_shards(file: Location, manifest: dict[str, Any]) -> None:
+    files, count = manifest["files"], manifest.get("shards")
+    if type(count) is not int or count < 1 or LAYOUT not in files:
+        raise CheckpointError(file, "shards", "a sharded checkpoint without number of shards or layout", fix=_FIX)
+    for part, names in manifest["parts"].items():
+        for name in names if isinstance(names, list) else [names]:
+            entry = files.get(name) if isinstance(name, str) else None
+            if entry is None:
+                raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
+            if type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count:
+                raise CheckpointError(file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX)

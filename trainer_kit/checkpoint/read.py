@@ -8,24 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
 from trainer_kit.checkpoint.files import read_file, read_tensors
+from trainer_kit.checkpoint.layout import Assembled, ShardFiles, read_layout
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     DOCUMENT_MOST,
+    LAYOUT,
     MANIFEST,
     check_content,
     check_files,
     files_of,
+    is_sharded,
     load_json,
     read_manifest,
+    shards_of,
 )
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError, did_you_mean
-from trainer_kit.core.location import locate
+from trainer_kit.core.location import Location, locate
 
-__all__ = ["is_complete", "read_checkpoint", "read_info", "size_of", "step_of", "verify_checkpoint"]
+__all__ = [
+    "check_parts",
+    "descriptions",
+    "is_complete",
+    "read_checkpoint",
+    "read_info",
+    "read_trees",
+    "size_of",
+    "step_of",
+    "verify_checkpoint",
+]
 
 
 def read_checkpoint(
@@ -34,7 +49,7 @@ def read_checkpoint(
     verify: bool = True,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """The state that was written, by part.
+    """The state that was written, by part; what several ranks wrote is put together whole.
 
     Args:
         path: a checkpoint directory, or its URL.
@@ -57,40 +72,74 @@ def read_checkpoint(
     manifest = read_manifest(locate(path))
     root = files_of(locate(path), manifest)
     check_files(root, manifest)
-    shards = manifest["parts"]
-    wanted = list(shards if parts is None else parts)
-    for part in wanted:
-        if part not in shards:
-            fix = did_you_mean(part, shards) if shards else None
-            raise CheckpointError(root, part, "this checkpoint has no such part", fix=fix)
-    names = [DOCUMENT, *(shards[part] for part in wanted if shards[part] is not None)]
+    wanted = check_parts(root, manifest, parts)
+    names = [*descriptions(manifest), *(name for part in wanted for name in shards_of(manifest, part))]
     with fetched(root, names) as here:
         if verify:
             check_content(here, manifest, names)
-        return _decode(here, {part: shards[part] for part in wanted}, device)
+        return _decode(here, manifest, wanted, device)
 
 
-def _decode(root: Path, shards: dict[str, str | None], device: torch.device | str) -> dict[str, Any]:
+def _decode(root: Path, manifest: Mapping[str, Any], parts: list[str], device: torch.device | str) -> dict[str, Any]:
+    trees, document = read_trees(root, parts), root / DOCUMENT
+    if is_sharded(manifest):
+        layout = read_layout(root, manifest)
+        with ShardFiles(root) as files:
+            whole = {part: Assembled(files, layout[part], device) for part in parts}
+            return {part: decode(trees[part], whole[part], at=part, file=document) for part in parts}
+    state = {}
+    for part in parts:
+        tensors: dict[str, Tensor] = {}
+        for file in shards_of(manifest, part):
+            tensors |= read_tensors(root / file, device)
+        state[part] = decode(trees[part], tensors, at=part, file=document)
+    return state
+
+
+def check_parts(root: Location, manifest: Mapping[str, Any], parts: Iterable[str] | None) -> list[str]:
+    """The names in ``parts``, None for all there are.
+
+    Raises:
+        CheckpointError: the checkpoint has no such part.
+    """
+    known = manifest["parts"]
+    wanted = list(known if parts is None else parts)
+    for part in wanted:
+        if part not in known:
+            fix = did_you_mean(part, known) if known else None
+            raise CheckpointError(root, part, "this checkpoint has no such part", fix=fix)
+    return wanted
+
+
+def descriptions(manifest: Mapping[str, Any]) -> list[str]:
+    """The files that say how the others are to be read."""
+    return [DOCUMENT, LAYOUT] if is_sharded(manifest) else [DOCUMENT]
+
+
+def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
+    """What ``state.json`` holds of these parts, not yet decoded.
+
+    Raises:
+        CheckpointError: it is damaged, or lacks one of them.
+    """
     document = root / DOCUMENT
     try:
         trees = load_json(document, read_file(document, DOCUMENT_MOST))
     except OSError as error:
         raise CheckpointError(document, None, f"the file cannot be read: {error}") from error
-    state = {}
-    for part, shard in shards.items():
+    for part in parts:
         if not isinstance(trees, dict) or part not in trees:
             raise CheckpointError(document, part, "the manifest names this part, but it is not in the file")
-        tensors = {} if shard is None else read_tensors(root / shard, device)
-        state[part] = decode(trees[part], tensors, at=part, file=document)
-    return state
+    found: dict[str, Any] = trees
+    return found
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Check the manifest, the list of files, and every byte of them.
 
     Returns:
-        The manifest: ``format``, ``version``, ``info``, ``versions``, ``parts`` (name to tensor file) and ``files``
-        (name to size in bytes and xxh3-64).
+        The manifest: ``format``, ``version``, ``info``, ``versions``, ``parts`` (name to tensor file, or, where
+        there are ``shards``, to the files of the ranks) and ``files`` (name to size in bytes and xxh3-64).
 
     Raises:
         CheckpointError: naming the first file that is missing, foreign or damaged, and why.
@@ -99,6 +148,9 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     root = files_of(locate(path), manifest)
     check_files(root, manifest)
     check_content(root, manifest, list(manifest["files"]))
+    if is_sharded(manifest):
+        with fetched(root, [LAYOUT]) as here:
+            read_layout(here, manifest)
     return manifest
 
 

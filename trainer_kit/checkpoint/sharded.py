@@ -1,0 +1,370 @@
+"""Checkpoints that several ranks write, each the tensors it holds, and that any other layout can load.
+
+torch's planner for distributed checkpoints decides who writes which part of which tensor. The bytes are ours: each rank
+writes safetensors files into one hidden directory, and the first one commits it, as any checkpoint is committed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, final
+from urllib.parse import quote
+
+from torch import Tensor
+
+from trainer_kit.checkpoint.background import HostBuffers
+from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.collective import Collective
+from trainer_kit.checkpoint.commit import (
+    check_target,
+    dump_document,
+    encode_info,
+    io_failure,
+    name_parts,
+    versions,
+    work_directory,
+)
+from trainer_kit.checkpoint.dtypes import CARRIERS
+from trainer_kit.checkpoint.files import flatten, safetensors_bytes, sync_directory, write_file
+from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover, dtype_name, dump_layout, named_dtype
+from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, SHARD, dump_manifest, new_manifest
+from trainer_kit.checkpoint.trees import merge
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, absolute, locate
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = ["ShardedSnapshot", "take_sharded_snapshot", "write_sharded", "write_sharded_snapshot"]
+
+_SOURCE = "the state to save"
+
+
+@final
+@dataclass(frozen=True)
+class ShardedSnapshot:
+    """What one rank is to write: from here on it is only I/O.
+
+    Attributes:
+        shards: of this rank, by file and key.
+        document: the bytes of ``state.json``; this and what follows only on the first rank.
+        layout: by part and name, which chunks all ranks write.
+        info: encoded, for the manifest.
+        number: of ranks.
+    """
+
+    shards: Mapping[str, Mapping[str, Tensor]]
+    document: bytes
+    layout: Mapping[str, Mapping[str, TensorLayout]]
+    info: Any
+    number: int
+
+
+def write_sharded(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    *,
+    info: Mapping[str, Any] | None = None,
+    group: ProcessGroup | None = None,
+    overwrite: bool = False,
+) -> Location:
+    """Write a checkpoint together; when this returns it is durable, when it raises there is nothing new.
+
+    What several ranks hold alike (a plain tensor, a replicated dimension) is written by one of them; who writes what is
+    spread by size. Other values are those of the first rank; keys of dicts that only later ranks have are added, so
+    the stages of a pipeline make one state.
+
+    Args:
+        path: the directory to make, or its URL, the same on all ranks, on storage that all of them see.
+        state: parts by name, as for `trainer_kit.checkpoint.commit.write_checkpoint`; its tensors may be ``DTensor``,
+            such as in what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns.
+        info: small plain data kept in the manifest, such as ``{"step": 1200}``; the first rank's counts.
+        group: every rank of it calls this; it must take CPU tensors (gloo). None: the default group, or this process
+            alone where there is none.
+        overwrite: replace a checkpoint that is there. Until the new one is durable the old one stays whole.
+
+    Returns:
+        ``path``, absolute.
+
+    Raises:
+        CheckpointError: on every rank, for a value that cannot be saved, a target that exists, too little space, or
+            failed I/O on any rank, which is then named.
+        RankError: on every rank, when one of them fails in any other way.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from trainer_kit.checkpoint.read import read_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = write_sharded(f"{directory}/step-3", {"model": {"w": torch.ones(2)}, "progress": {"step": 3}})
+        ...     sorted(file.name for file in path.iterdir()), read_checkpoint(path, parts=["model"])
+        (['layout.json', 'manifest.json', 'model-00001-of-00001.safetensors', 'state.json'],
+         {'model': {'w': tensor([1., 1.])}})
+    """
+    snapshot = take_sharded_snapshot(state, info=info, group=group, copy=None)
+    return write_sharded_snapshot(path, snapshot, group=group, overwrite=overwrite)
+
+
+def take_sharded_snapshot(
+    state: Mapping[str, Any],
+    *,
+    info: Mapping[str, Any] | None = None,
+    group: ProcessGroup | None = None,
+    copy: HostBuffers | None,
+) -> ShardedSnapshot:
+    """The first half of `write_sharded`: who writes what is agreed upon, and encoded.
+
+    Args:
+        state: as there.
+        info: as there.
+        group: as there.
+        copy: buffers that this rank's chunks are copied into, so that training may go on before they are written; the
+            snapshot before must be written by then. None: not copied.
+
+    Raises:
+        CheckpointError: on every rank, for a value that cannot be saved, naming rank and key path.
+        RankError: on every rank, when one of them fails in any other way.
+    """
+    ranks = Collective(group)
+    own = ranks.each(lambda: _Local(state, info, first=ranks.rank == 0))
+    whole: list[_Whole] = []
+
+    def plan(everyone: list[Any]) -> Any:
+        whole.append(_Whole(everyone))
+        return whole[0].kept, whole[0].parts
+
+    kept, parts = ranks.reduce(own.describe, plan)
+    names = _file_names(parts, ranks.rank, ranks.size)
+    mine = kept[ranks.rank]
+    shards = ranks.each(lambda: own.resolve(mine, names, copy))
+    if not whole:
+        return ShardedSnapshot(shards, b"", {}, None, ranks.size)
+    return ShardedSnapshot(shards, whole[0].document, whole[0].layout, own.info, ranks.size)
+
+
+def write_sharded_snapshot(
+    path: str | os.PathLike[str],
+    snapshot: ShardedSnapshot,
+    *,
+    group: ProcessGroup | None = None,
+    overwrite: bool = False,
+) -> Location:
+    """The second half of `write_sharded`: no training state is touched, so any thread may run it.
+
+    Args:
+        path: as there.
+        snapshot: of this rank.
+        group: of the ranks that took it, and of CPU tensors; one that nobody else uses at the same time.
+        overwrite: as there.
+
+    Raises:
+        CheckpointError: on every rank; nothing was committed, and the work directory is gone.
+        RankError: the same, when a rank fails in any other way than at I/O.
+    """
+    ranks = Collective(group)
+    target = absolute(path)
+    sizes = (_bytes(tensor) for tensors in snapshot.layout.values() for tensor in tensors.values())
+    needed = len(snapshot.document) + sum(sizes)
+    with ExitStack() as stack:
+
+        def begin(_: list[Any]) -> str:
+            return str(stack.enter_context(work_directory(check_target(path, overwrite), needed, overwrite=overwrite)))
+
+        def commit(written: list[dict[str, Any]]) -> None:
+            try:
+                _describe(work, snapshot, written)
+            except OSError as error:
+                raise io_failure(target, error, needed) from error
+            stack.close()  # it becomes the target, or is gone
+
+        work = locate(ranks.reduce(lambda: None, begin))
+        ranks.reduce(lambda: _write_shards(work, target, snapshot.shards), commit)
+    return target
+
+
+def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    files = {}
+    for name, tensors in shards.items():
+        size, buffers = safetensors_bytes(tensors)
+        try:
+            files[name] = write_file(work / name, buffers)
+        except OSError as error:
+            raise io_failure(target / name, error, size) from error
+    if shards and isinstance(work, Path):  # other machines see their names only then
+        sync_directory(work)
+    return files
+
+
+def _describe(work: Location, snapshot: ShardedSnapshot, written: list[dict[str, Any]]) -> None:
+    shards = {name: {**entry, "shard": rank + 1} for rank, own in enumerate(written) for name, entry in own.items()}
+    document = write_file(work / DOCUMENT, [snapshot.document])
+    layout = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
+    parts = {
+        part: sorted({chunk.file for tensor in tensors.values() for chunk in tensor.chunks})
+        for part, tensors in snapshot.layout.items()
+    }
+    files = {**shards, DOCUMENT: document, LAYOUT: layout}
+    manifest = new_manifest(files, parts, snapshot.info, versions(), snapshot.number)
+    write_file(work / MANIFEST, [dump_manifest(manifest)])
+
+
+def _bytes(tensor: TensorLayout) -> int:
+    return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+
+def _file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
+    found = name_parts({part: (part,) for part in parts}, f"-{rank + 1:05d}-of-{size:05d}{SHARD}")
+    return {part: str(name) for part, name in found.items()}
+
+
+def _flat(part: str, name: str) -> str:
+    return f"{quote(part, safe='')}/{name}"
+
+
+def _keys(items: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """The key of each chunk in its file: its tensor's name, numbered where a rank holds several chunks."""
+    taken = set()
+    for file, name in items:
+        key, count = name, 1
+        while (file, key) in taken:
+            count += 1
+            key = f"{name}#{count}"
+        taken.add((file, key))
+        yield key
+
+
+@final
+class _Local:
+    """What one rank holds, planned but not yet read."""
+
+    def __init__(self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool) -> None:
+        self.trees: dict[str, Any] = {}
+        self.info = encode_info(info) if first else None
+        self._places: dict[str, tuple[str, str]] = {}
+        flat: dict[str, Tensor] = {}
+        for part, value in state.items():
+            if not isinstance(part, str):
+                raise CheckpointError(_SOURCE, repr(part), "the parts of a checkpoint are named by strings")
+            tensors: dict[str, Tensor] = {}
+            self.trees[part] = encode(value, tensors, at=part, sharded=True)
+            for name, tensor in tensors.items():
+                _check_whole(f"{part}.{name}", tensor)
+                flat[_flat(part, name)] = tensor
+                self._places[_flat(part, name)] = (part, name)
+        self._planner = _planner(flat, first)
+        # A rank may hold nothing of a tensor; an item for that would claim a place at its end.
+        self._items = [item for item in self._planner.create_local_plan().items if math.prod(_box(item)[1])]
+        self._shapes = {key: (list(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in flat.items()}
+
+    def describe(self) -> Any:
+        """For the first rank: the trees; each tensor's place, shape and dtype; and each chunk's tensor and box."""
+        tensors = [[*self._places[key], *self._shapes[key]] for key in self._shapes]
+        return self.trees, tensors, [[*self._places[item.index.fqn], *_box(item)] for item in self._items]
+
+    def resolve(
+        self, kept: list[int], names: Mapping[str, str], buffers: HostBuffers | None
+    ) -> dict[str, dict[str, Tensor]]:
+        """The chunks that this rank is to write, by file and key."""
+        items = [self._items[index] for index in kept]
+        places = [self._places[item.index.fqn] for item in items]
+        shards: dict[str, dict[str, Tensor]] = {}
+        for item, (part, name), key in zip(items, places, _keys((names[p], n) for p, n in places), strict=True):
+            chunk = _plain(f"{part}.{name}", self._planner.resolve_data(item))
+            copied = chunk if buffers is None else buffers.copy(f"{names[part]}/{key}", chunk)
+            shards.setdefault(names[part], {})[key] = copied
+        if buffers is not None:
+            buffers.end()
+        return shards
+
+
+def _planner(flat: dict[str, Tensor], first: bool) -> DefaultSavePlanner:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # half a second
+
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(flat, is_coordinator=first)
+    return planner
+
+
+def _box(item: WriteItem) -> tuple[list[int], list[int]]:
+    assert item.tensor_data is not None  # everything else is in the trees
+    return list(item.tensor_data.chunk.offsets), list(item.tensor_data.chunk.sizes)
+
+
+def _check_whole(key: str, tensor: Tensor) -> None:
+    if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
+        raise CheckpointError(
+            _SOURCE, key, "its ranks hold terms of a sum (Partial), not parts", fix="redistribute() it before saving"
+        )
+
+
+def _plain(key: str, chunk: Any) -> Tensor:
+    """What safetensors can hold of a chunk; where that is possible, without copying it."""
+    wait = getattr(chunk, "wait", None)  # the result of a collective that may be under way
+    tensor = (chunk if wait is None else wait()).detach()
+    if type(tensor) is not Tensor:
+        raise CheckpointError(_SOURCE, key, f"chunks of type {type(tensor).__name__} cannot be saved")
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.dtype in CARRIERS:
+        tensor = flatten(tensor).view(CARRIERS[tensor.dtype])
+    return tensor
+
+
+@final
+class _Whole:
+    """What all ranks hold together, and who writes what of it; on the first rank.
+
+    Attributes:
+        document: the bytes of ``state.json``.
+        layout: by part and name.
+        kept: of each rank's items those that it is to write.
+        parts: that have tensors.
+    """
+
+    def __init__(self, everyone: list[Any]) -> None:
+        trees = reduce(merge, (trees for trees, _, _ in everyone))
+        self.document = dump_document(trees)
+        whole: dict[tuple[str, str], tuple[list[int], str]] = {}
+        for _, tensors, _ in everyone:
+            for part, name, shape, dtype in tensors:
+                if whole.setdefault((part, name), (shape, dtype)) != (shape, dtype):
+                    raise CheckpointError(
+                        _SOURCE,
+                        f"{part}.{name}",
+                        f"{dtype} {shape} on one rank, {whole[part, name][1]} {whole[part, name][0]} on another",
+                    )
+        self.parts = list(dict.fromkeys(part for part, _ in whole))
+        items = [items for _, _, items in everyone]
+        self.kept = _divide(items, whole)
+        chunks: dict[tuple[str, str], list[Chunk]] = {place: [] for place in whole}
+        for rank, (held, kept) in enumerate(zip(items, self.kept, strict=True)):
+            names = _file_names(self.parts, rank, len(everyone))
+            mine = [held[index] for index in kept]
+            for (part, name, offsets, sizes), key in zip(mine, _keys((names[i[0]], i[1]) for i in mine), strict=True):
+                chunks[part, name].append(Chunk(tuple(offsets), tuple(sizes), names[part], key))
+        self.layout: dict[str, dict[str, TensorLayout]] = {part: {} for part in trees}
+        for (part, name), (shape, dtype) in whole.items():
+            tensor = TensorLayout(named_dtype(dtype), tuple(shape), tuple(chunks[part, name]))
+            check_cover(_SOURCE, f"{part}.{name}", tensor)
+            self.layout[part][name] = tensor
+
+
+def _divide(items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[int], str]]) -> list[list[int]]:
+    """Of each rank's items the indices of those that it writes; what several hold goes to who has least to write."""
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
+    for rank, own in enumerate(items):
+        for index, (part, name, offsets, sizes) in enumerate(own):
+            holders.setdefault((part, name, tuple(offsets), tuple(sizes)), []).append((rank, index))
+    size = {box: math.prod(box[3]) * named_dtype(whole[box[:2]][1]).itemsize for box in holders}
+    load, kept = [0] * len(items), [set[int]() for _ in items]
+    for box, places in sorted(holders.items(), key=lambda entry: (len(entry[1]) > 1, -size[entry[0]])):
+        rank, index = min(places, key=lambda place: (load[place[0]], place))
+        load[rank] += size[box]
+        kept[rank].add(index)
+    return [sorted(indices) for indices in kept]
