@@ -83,6 +83,8 @@ class Trainer(Session):
         loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.
         async_save: write checkpoints behind the training thread, which only waits for a copy of the state in host
             memory. False saves that memory, and training waits for the disk.
+        reproducible_workers: without loader workers too, what a dataset draws for a sample depends on seed, epoch and
+            sample alone: augmentations are the same with any number of workers, none included.
 
     Raises:
         ConfigurationError: before anything runs, for everything that cannot work.
@@ -146,6 +148,7 @@ class Trainer(Session):
         global_batch_size: int | None = None,
         loss_weighting: bool = True,
         async_save: bool = True,
+        reproducible_workers: bool = False,
     ) -> None:
         _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
         self.settings = make_settings(
@@ -173,6 +176,7 @@ class Trainer(Session):
             shard=use_distributed_sampler,
             loss_weighting=loss_weighting,
             global_batch_size=global_batch_size,
+            reproducible=reproducible_workers,
         )
         check_switches(deterministic, compile, seed, num_nodes)
         environment = Environment.detect()

@@ -371,6 +371,29 @@ def test_workers_give_the_same_samples_and_augmentations() -> None:
     assert len(set(drawn)) == 24  # another draw for each sample, in each epoch
 
 
+def test_without_workers_the_same_samples_are_seeded_alike() -> None:
+    def read(workers: int, reproducible: bool = True, size: int = 1, start: int = 0) -> list[Any]:
+        loader = DataLoader(Noisy(), 6 // size, shuffle=True, num_workers=workers)
+        feeds = [Feed(loader, rank=rank, size=size, reproducible=reproducible) for rank in range(size)]
+        parts = zip(*(feed.epoch(1, start) for feed in feeds), strict=True)
+        return [row for part in parts for batch in part for row in batch.tolist()]
+
+    before = globals_state()
+    one = read(workers=0)
+    assert globals_state() == before
+    assert one == read(workers=2) == read(workers=2, reproducible=False)
+    assert one == read(workers=0, size=2)
+    assert one[6:] == read(workers=0, start=1)
+    assert globals_state() == before
+    assert one != read(workers=0, reproducible=False)
+    assert globals_state() != before
+
+
+def test_a_stream_cannot_be_seeded_by_sample_and_says_so() -> None:
+    with pytest.warns(UserWarning, match="a generator is a stream"):
+        Feed((i for i in range(3)), reproducible=True)
+
+
 def test_describe_is_one_line() -> None:
     lines = {
         Feed(DataLoader(range(4))).describe(),

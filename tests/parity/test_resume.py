@@ -190,6 +190,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "validation by steps": {"val_check_interval": "3st", "check_val_every_n_epoch": None},
     "limited": {"limit_train_batches": 9},
     "rarely logged": {"log_every_n_steps": 5},
+    "samples seeded here": {"reproducible_workers": True},
 }
 
 
@@ -206,6 +207,19 @@ def test_from_within_an_epoch_and_from_its_end(tmp_path: Path, options: dict[str
         resumed = run(tmp_path, again, ckpt=tmp_path / f"step-{cut:08d}", start=77, save=False, **options)
         assert_equal_ends(whole, resumed, module, again, since=cut)
         assert (torch.get_rng_state().tolist(), random.getstate()) == drawn
+
+
+@pytest.mark.slow
+def test_augmentation_is_the_same_with_any_number_of_workers(tmp_path: Path) -> None:
+    """Dropout too: seeding samples in this process leaves its generators alone."""
+    here, there, apart = Everything(), Everything(), Everything()
+    run(tmp_path / "here", here, reproducible_workers=True)
+    drawn = torch.get_rng_state()
+    run(tmp_path / "there", there, reproducible_workers=True, workers=2)
+    assert_same(there, here)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    run(tmp_path / "apart", apart)  # by default this process draws as it comes
+    assert not torch.equal(apart.net[0].weight, here.net[0].weight)
 
 
 def test_an_epoch_that_max_steps_cut_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -30,8 +30,9 @@ class Feed:
 
     The order is drawn from (seed, epoch) alone and touches no global generator; a sampler with its own generator, and
     one that divides by itself (``DistributedSampler``), are obeyed. In worker processes, what a dataset draws for a
-    sample (augmentation) depends on (seed, epoch, the sample's place in the order) and not on the worker; streams are
-    exempt. The user's loader is never changed; ``set_epoch`` of its sampler or dataset is called.
+    sample (augmentation) depends on (seed, epoch, the sample's place in the order) and not on the worker; streams and
+    loaders with ``batch_size=None`` are exempt. The user's loader is never changed; ``set_epoch`` of its sampler or
+    dataset is called.
 
     Args:
         loader: a DataLoader, any iterable of batches, a `CombinedLoader`, or a pytree of loaders.

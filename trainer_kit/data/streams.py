@@ -46,6 +46,12 @@ class StreamSource:
                 self.loader = _reading_states(self.loader)
         else:
             refuse_batch_size(loader, place)
+        if place.reproducible and place.rank == 0:
+            warnings.warn(
+                f"reproducible_workers=True seeds samples that are asked for by index, and a {kind_of(loader)} is a"
+                " stream: what it draws is up to it",
+                stacklevel=2,
+            )
         # An iterator can be read once; whatever makes a new one each time can be read again.
         self.once = isinstance(loader, Iterator)
         self.begun = False

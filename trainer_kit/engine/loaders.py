@@ -56,7 +56,15 @@ def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, win
         batch_size = settings.global_batch_size // parts
     if settings.overfit:
         loaders = _unshuffled(loaders)
-    feed = Feed(loaders, rank=group.rank, size=group.size, seed=seed, shard=settings.shard, batch_size=batch_size)
+    feed = Feed(
+        loaders,
+        rank=group.rank,
+        size=group.size,
+        seed=seed,
+        shard=settings.shard,
+        batch_size=batch_size,
+        reproducible=settings.reproducible,
+    )
     name = "overfit_batches" if settings.overfit else "limit_train_batches"
     return feed, limit_batches(feed.length, settings.train_limit(), name)
 
@@ -73,7 +81,15 @@ def evaluation_feeds(
     if settings.overfit and stage == "validate":
         limit = settings.overfit
     feeds = [
-        Feed(loader, rank=group.rank, size=group.size, seed=seed, shard=settings.shard, ordered=True)
+        Feed(
+            loader,
+            rank=group.rank,
+            size=group.size,
+            seed=seed,
+            shard=settings.shard,
+            reproducible=settings.reproducible,
+            ordered=True,
+        )
         for loader in several
     ]
     return feeds, [limit_batches(feed.length, limit, f"limit_{name}_batches") for feed in feeds]

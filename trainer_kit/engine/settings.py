@@ -35,6 +35,7 @@ class Settings:
     global_batch_size: int | None
     overfit: int | float
     fast: int
+    reproducible: bool = False
 
     def train_limit(self) -> int | float:
         """Batches of an epoch, or a fraction of them."""
