@@ -36,8 +36,8 @@ def restore_reading(run: Fit, state: Mapping[str, Any], global_batch_size: int |
     feed, rank = run.windows.feed, run.strategy.world.rank
     if ranks != run.strategy.world.size and global_batch_size is not None:
         run.say(
-            f"global_batch_size={global_batch_size} stays, on {run.strategy.world.size} ranks instead of {ranks}:"
-            f" a batch is {feed.per_rank_batch_size} samples on each"
+            f"global_batch_size={global_batch_size} stays: a batch is {feed.per_rank_batch_size} samples on each rank,"
+            f" of {run.strategy.world.size} now and {ranks} before"
         )
     _divide_anew(run, state.get("stride"), global_batch_size)
     saved = state.get("loaders")
@@ -59,7 +59,14 @@ def _divide_anew(run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_si
     ratios = {(old[1] * now[0][1], new[1] * was[0][1]) for old, new in zip(was, now, strict=False)}
     units = [unit for unit, _ in now]
     alike = [unit for unit, _ in was] == units and set(units) <= {"samples", "batches"}
-    if rest or not alike or any(left != right for left, right in ratios):
+    if not alike or any(left != right for left, right in ratios):
+        raise CheckpointError(
+            "progress",
+            "epoch_batch",
+            f"a place inside an epoch of batches of {_named(was)} is none of batches of {_named(now)}",
+            fix="resume with as many ranks and samples a batch, or from an epoch's end",
+        )
+    if rest:
         raise CheckpointError(
             "progress",
             "epoch_batch",
