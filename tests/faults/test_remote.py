@@ -435,3 +435,94 @@ def test_killed_before_every_operation_of_a_save_and_prune(tmp_path, kind, torn)
     newest = [result["newest"] for result in results]
     assert newest == sorted(newest)
     assert set(newest) == {2, 3}
+
+
+RUNS = """
+import json, os, random, signal, sys
+from pathlib import Path
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import trainer_kit as tk
+from tests.bucket import Bucket
+from trainer_kit.checkpoint.store import checkpoints
+
+class Net(tk.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.4), nn.Linear(8, 1))
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).pow(2).mean()
+        with open(steps, "a") as file:
+            file.write(f"{self.global_step} {loss.item().hex()}\\n")
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.05)
+
+def run(directory, point):
+    global steps
+    steps = directory / "steps"
+    def kill(operation, key):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    global left
+    left = point
+    Bucket.open_at(directory, kill)
+    tk.seed_everything(7)
+    data = torch.randn(26, 4)
+    keeper = tk.callbacks.ModelCheckpoint("bucket://kept", every_n_train_steps=1)
+    trainer = tk.Trainer(max_epochs=3, accelerator="cpu", callbacks=keeper, logger=False,
+        enable_progress_bar=False, enable_model_summary=False)
+    module = Net()
+    trainer.fit(module, DataLoader(data, batch_size=4, shuffle=True), ckpt_path="last")
+    torch.save(module.state_dict(), directory / "weights.pt")
+
+def forked(directory, point):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            run(directory, point)
+            os._exit(0)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+plain, killed = (Path(sys.argv[1]) / name for name in ("plain", "killed"))
+plain.mkdir()
+killed.mkdir()
+draw = random.Random(5)
+codes = [forked(plain, 10**9)]
+codes += [forked(killed, draw.randrange(4, 90)) for _ in range(7)]
+codes.append(forked(killed, 10**9))
+Bucket.open_at(killed)
+kept = killed / "kept"
+print(json.dumps({
+    "codes": codes, "counted": [record.step for record in checkpoints("bucket://kept")],
+    "left": sorted({file.relative_to(kept).parts[0] for file in kept.rglob("*") if file.is_file()}),
+}))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
+def test_a_run_that_is_killed_in_uploads_ends_as_the_one_that_nobody_killed(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", RUNS, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["codes"][0] == found["codes"][-1] == 0, done.stderr
+    assert set(found["codes"]) == {0, -signal.SIGKILL}, done.stderr
+    assert found["codes"].count(-signal.SIGKILL) >= 3
+    assert found["counted"] == [21]
+    assert found["left"] == ["index.json", "step-00000021"]
+    plain, killed = (tmp_path / name for name in ("plain", "killed"))
+    one, two = (torch.load(directory / "weights.pt", weights_only=True) for directory in (plain, killed))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    lines = (plain / "steps").read_text().splitlines()
+    assert set((killed / "steps").read_text().splitlines()) == set(lines)
+    assert len(lines) == 21

@@ -227,6 +227,25 @@ def test_checkpoints_become_artifacts_as_log_model_says(tmp_path, log_model, exp
 
 
 @pytest.mark.slow
+def test_a_checkpoint_at_a_url_becomes_a_reference(tmp_path):
+    logs, _ = run(
+        tmp_path,
+        """
+        from trainer_kit.checkpoint.commit import remove_checkpoint, write_checkpoint
+
+        logger = WandbLogger(save_dir=root, offline=True, log_model=True, checkpoint_name="ckpt")
+        path = write_checkpoint("memory://kept/step-2", {"model": {}})
+        logger.after_save_checkpoint(write_checkpoint("memory://kept/step-1", {}))
+        logger.after_save_checkpoint(path)
+        remove_checkpoint("memory://kept/step-1")
+        logger.finalize("success")
+        """,
+    )
+    artifacts = [artifact for log in logs for artifact in log.artifacts]
+    assert [entry.ref for artifact in artifacts for entry in artifact.manifest.contents] == ["memory://kept/step-2"]
+
+
+@pytest.mark.slow
 def test_tables_images_and_watched_modules(tmp_path):
     logs, _ = run(
         tmp_path,

@@ -114,8 +114,7 @@ def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
         here = Path(directory)
         for name in names:
             try:
-                with open(here / name, "xb") as file:
-                    file.writelines((root / name).read_chunks())
+                (root / name).fetch_to(here / name)
             except OSError as error:
                 reason = f"it cannot be fetched to {here}: {error.strerror or error}"
                 fix = "make room there, or set TMPDIR to a place that has some" if error.errno else None

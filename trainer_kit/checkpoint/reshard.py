@@ -35,7 +35,7 @@ from trainer_kit.checkpoint.read import check_parts, descriptions, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.checkpoint.trees import children, tensor_record
 from trainer_kit.core.errors import CheckpointError, did_you_mean
-from trainer_kit.core.location import locate
+from trainer_kit.core.location import is_url, locate
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -87,7 +87,9 @@ def read_sharded(
     with ExitStack() as stack:
         source = ranks.each(lambda: _open(path, list(state), stack))
         if verify:
-            ranks.each(lambda: _verify(source, ranks.rank, ranks.size))
+            # From a URL each rank has fetched files of its own.
+            share = (0, 1) if is_url(path) else (ranks.rank, ranks.size)
+            ranks.each(lambda: _verify(source, *share))
 
         def load() -> None:
             with ShardFiles(source.root) as files:

@@ -260,7 +260,7 @@ class WandbLogger:
             self._checkpoint_name or f"model-{run.id}", type="model", metadata={"original_name": path.name}
         )
         if isinstance(path, RemotePath):
-            artifact.add_reference(str(path), checksum=False)  # it stays where it is
+            artifact.add_reference(str(path), name=path.name, checksum=False)  # it stays where it is
         elif path.is_dir():
             artifact.add_dir(str(path))
         else:
