@@ -11,7 +11,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 
-from tests.bucket import Bucket
+from tests.bucket import Bucket, Upload
 from trainer_kit.checkpoint import (
     checkpoints,
     diff,
@@ -69,6 +69,23 @@ def test_the_same_state_comes_back_and_the_files_are_those_of_a_local_one(root, 
     }
     assert verify_checkpoint(path) == verify_checkpoint(local)
     assert diff(path, local) == []
+
+
+def test_files_go_in_small_pieces_and_arrive_in_full(bucket, monkeypatch):
+    sizes = []
+
+    def write(self, data):
+        sizes.append(len(data))
+        return len(data)  # of a storage that says it took everything
+
+    state = {"model": {"w": torch.ones(6_000_000)}}
+    write_checkpoint("bucket://run/step-1", state)
+    monkeypatch.setattr(Upload, "write", write)
+    with pytest.raises(CheckpointError, match=r"0 of 240001\d\d bytes arrived \(need 24 MB\)") as caught:
+        write_checkpoint("bucket://run/step-2", state)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert max(sizes) == 4 << 20
+    assert {key.split("/")[1] for key in keys(bucket)} == {"step-1"}
 
 
 def test_the_manifest_goes_last_and_nothing_but_the_checkpoint_stays(bucket):

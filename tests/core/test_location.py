@@ -84,6 +84,8 @@ def test_a_failed_upload_is_an_oserror_and_leaves_no_file_open(monkeypatch):
     import fsspec
 
     storage = fsspec.filesystem("memory")
+    locate("memory://here/file").write_chunks([b"12", b"3"])
+    assert locate("memory://here/file").read_bytes() == b"123"
 
     def chunks():
         yield b"1"

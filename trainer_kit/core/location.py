@@ -142,11 +142,13 @@ class RemotePath(os.PathLike[str]):
 
     def write_chunks(self, chunks: Iterable[Any]) -> None:
         """Write a file in a stream; after an error something may stand there, in part."""
+        size = 0
         with _as_os_error():
             storage, path = _reach(self.url)
             file = storage.open(path, "wb")
         try:
             for chunk in chunks:
+                size += len(chunk)
                 with _as_os_error():
                     file.write(chunk)
             with _as_os_error():
@@ -157,6 +159,9 @@ class RemotePath(os.PathLike[str]):
             with suppress(Exception):
                 file.close()
             raise
+        there = self.lstat().st_size
+        if there != size:
+            raise OSError(f"{there} of {size} bytes arrived")
 
     def write_bytes(self, data: bytes, *, new: bool = False) -> None:
         """Put a small file there in one request: whole or not at all, where the storage can.
