@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,8 @@ def _children() -> set[int]:
     multiprocessing.active_children()  # collects those of its own that have ended
     listed: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        listed.update(map(int, (task / "children").read_text().split()))
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            listed.update(map(int, (task / "children").read_text().split()))
     return listed - servants
 
 

@@ -12,6 +12,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import is_url, locate
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS
+from trainer_kit.engine.about import plain_arguments
 from trainer_kit.engine.evaluate import evaluate, predict
 from trainer_kit.engine.explain import explain, show_results
 from trainer_kit.engine.fit import fit
@@ -150,6 +151,7 @@ class Trainer(Session):
         async_save: bool = True,
         reproducible_workers: bool = False,
     ) -> None:
+        self.arguments = plain_arguments(locals())
         _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
         self.settings = make_settings(
             fast_dev_run=fast_dev_run,

@@ -302,3 +302,12 @@ def test_the_project_comes_from_the_environment_where_none_is_given(monkeypatch)
     assert WandbLogger(project="given").name == "given"
     monkeypatch.delenv("WANDB_PROJECT")
     assert WandbLogger().name == "trainer_kit_logs"
+
+
+def test_a_resumed_run_goes_on_under_its_id_unless_another_one_is_asked_for(tmp_path):
+    before = WandbLogger(save_dir=tmp_path, id="first", offline=True)
+    drawn, given = WandbLogger(save_dir=tmp_path, offline=True), WandbLogger(save_dir=tmp_path, id="mine", offline=True)
+    assert (before.state_dict(), drawn.state_dict()) == ({"id": "first"}, {})
+    for logger in (drawn, given):
+        logger.load_state_dict(before.state_dict())
+    assert (drawn.version, given.version) == ("first", "mine")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassRecall
 
@@ -25,6 +27,8 @@ from trainer_kit.loggers import CSVLogger, read_journal
 from trainer_kit.precision.native import MixedPrecision
 from trainer_kit.strategies import DDPStrategy
 from trainer_kit.testing import run_distributed
+
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata
 
 STEPS = 14
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -64,7 +68,8 @@ class Learner(tk.TrainModule):
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.log("worst", loss, on_step=False, on_epoch=True, reduce_fx="max")
         self.log("sum", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
-        self.log("range", loss, on_step=False, on_epoch=True, reduce_fx=spread)
+        if self.options.get("functions", True):
+            self.log("range", loss, on_step=False, on_epoch=True, reduce_fx=spread)
         if batch_idx == 1:
             self.log("once", loss, on_step=False, on_epoch=True, reduce_fx="min")
         return loss
@@ -235,6 +240,44 @@ def by_workers() -> Any:
     return DataLoader(Augmented(47), batch_size=3, shuffle=True, num_workers=2)  # more data: starting them takes time
 
 
+def own_generator() -> Any:
+    data = Augmented()
+    return DataLoader(data, batch_size=3, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(11)))
+
+
+def stateful() -> Any:
+    return StatefulDataLoader(Augmented(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(11))
+
+
+class Rolling(IterableDataset[Batch]):
+    """A shuffle buffer over a stream that never begins anew: each epoch goes on where the one before ended."""
+
+    def __init__(self) -> None:
+        self.data, self.at, self.left, self.drawn = Augmented(), 0, 0, random.Random(4)
+        self.buffer: list[int] = []
+
+    def __iter__(self) -> Iterator[Batch]:
+        self.left = self.left or 21
+        while self.left:
+            self.left -= 1
+            while len(self.buffer) < 6:
+                self.buffer.append(self.at % len(self.data))
+                self.at += 1
+            yield self.data[self.buffer.pop(self.drawn.randrange(6))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "left": self.left, "buffer": list(self.buffer), "drawn": self.drawn.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        version, internal, gauss = state["drawn"]
+        self.at, self.left, self.buffer = state["at"], state["left"], list(state["buffer"])
+        self.drawn.setstate((version, tuple(internal), gauss))
+
+
+def rolling() -> Any:
+    return DataLoader(Rolling(), batch_size=3)
+
+
 @dataclass
 class Variant:
     """A run: its module, its data, the Trainer's arguments, and further callbacks."""
@@ -261,6 +304,9 @@ VARIANTS: dict[str, Variant] = {
     "16-mixed that overflows": Variant(options={"plugins": overflowing}, callbacks=(Overflows,)),
     "metric objects": Variant(Counting, validates=True, options={"val_check_interval": 3}),
     "buffers of each rank": Variant(validates=True, options={"strategy": own_buffers}),
+    "a sampler's own generator": Variant(data=own_generator),
+    "a stateful loader": Variant(data=stateful),
+    "a rolling stream": Variant(partial(Learner, functions=False), data=rolling),  # its end is found by reading
     "two workers": Variant(data=by_workers),
 }
 
@@ -331,9 +377,10 @@ def resume_everywhere(name: str, root: str) -> None:
 
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
-    """Everything that a checkpoint of the end would hold, but for time and the one who keeps checkpoints."""
+    """Everything that a checkpoint of the end would hold, but for time, places and the one who keeps checkpoints."""
     kept = {key: value for key, value in state["callbacks"].items() if not key.startswith("ModelCheckpoint")}
-    return {**state, "callbacks": kept, "progress": {**state["progress"], "seconds": 0}}
+    same = {key: value for key, value in state.items() if key not in ("configuration", "loggers")}
+    return {**same, "callbacks": kept, "progress": {**state["progress"], "seconds": 0}}
 
 
 SLOW = {"two workers"}

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-__all__ = ["MASK", "mask_secrets"]
+__all__ = ["MASK", "holds_secret", "mask_secrets"]
 
 MASK: Final = "***"
 # Only strings are masked, so that max_tokens=128 stays; pad_token and the like are vocabulary, not secrets.
@@ -36,3 +36,17 @@ def mask_secrets(value: Any, key: str = "") -> Any:
     if type(value) in (list, tuple):
         return type(value)(mask_secrets(item, key) for item in value)
     return value
+
+
+def holds_secret(value: Any, key: str = "") -> bool:
+    """Whether `mask_secrets` would change anything.
+
+    Example:
+        >>> holds_secret({"store": {"password": "x"}}), holds_secret({"max_tokens": 3})
+        (True, False)
+    """
+    if isinstance(value, str):
+        return bool(mask_secrets(value, key) != value)
+    if isinstance(value, Mapping):
+        return any(holds_secret(item, str(name)) for name, item in value.items())
+    return type(value) in (list, tuple) and any(holds_secret(item, key) for item in value)

@@ -16,6 +16,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import Ahead
+from trainer_kit.engine.about import about_run
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
@@ -139,6 +140,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         collect=trainer.collect_state,
         directory=lambda: checkpoint_directories(trainer)[0],
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
+        about=partial(about_run, trainer),
         announce=trainer.announce_checkpoint,
         say=trainer.print,
         saver=Saver(trainer.async_save),

@@ -33,6 +33,7 @@ class Fit:
         collect: the whole state of the run, or of the weights alone.
         directory: where checkpoints go that nobody gave a path; asked for when one is due.
         checkpoints: whether this run writes checkpoints at all.
+        about: what every checkpoint says of this run, besides its state.
         announce: tells the loggers of a checkpoint.
         say: prints.
         saver: the save under way.
@@ -61,6 +62,7 @@ class Fit:
     collect: Callable[[bool], dict[str, Any]]
     directory: Callable[[], Location]
     checkpoints: bool
+    about: Callable[[], dict[str, Any]]
     announce: Callable[[Location], None]
     say: Callable[[str], None]
     saver: Saver

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
+from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.optimize import Optimizers
 from trainer_kit.engine.reading import reading_state, restore_reading
@@ -41,14 +42,16 @@ def module_state(module: Any, epoch: int, step: int) -> dict[str, Any]:
 
 
 def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What of the hyperparameters a checkpoint can hold, and the names of the others, which become their repr."""
+    """What of the hyperparameters a checkpoint may hold, and the names of the others, which become masked reprs."""
     plain, refused = {}, []
     for name, value in hparams.items():
         try:
             encode(value, {}, at=name, copy=False)
-            plain[name] = value
+            held = not holds_secret(value, name)
         except CheckpointError:
-            plain[name] = {"repr": repr(value)}
+            held = False
+        plain[name] = value if held else {"repr": repr(mask_secrets(value, name))}
+        if not held:
             refused.append(name)
     return plain, refused
 
@@ -78,7 +81,10 @@ def collect(
         state["inside_step"] = run.micro.started == progress.step
         state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
         state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
+        if datamodule is not None:
+            state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
         state["seed"] = seed
+        state.update(run.about())
         state["stride"] = run.windows.feed.stride
         own = (rng_state(run.strategy.device), run.metrics.state_dict(), _own_buffers(run), reading_state(run, done))
         state["rng"], state["metrics"], buffers, state["loaders"] = map(

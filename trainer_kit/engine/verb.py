@@ -19,6 +19,7 @@ from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.engine.about import go_on_logging
 from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
 from trainer_kit.engine.directories import take_directories
@@ -196,6 +197,7 @@ class Verb:
             strict = module.strict_loading
             size = trainer.settings.global_batch_size
             restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
+            go_on_logging(trainer, state)
             trainer.print(f"resuming from step {trainer.progress.step} ({path})")
         if run.checkpoints:
             _dry_run(trainer, run)

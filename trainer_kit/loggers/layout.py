@@ -48,7 +48,7 @@ class DirectoryLogger(ABC):
                 found=f"save_dir={self._save_dir!r}",
                 fix="give a local path, and copy it where it belongs afterwards",
             )
-        self._name, self._version = name or "", version
+        self._name, self._version, self._given = name or "", version, version is not None
         self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
         self.hparams: dict[str, Any] = {}
 
@@ -82,6 +82,15 @@ class DirectoryLogger(ABC):
         """Where this run writes; it may not exist yet."""
         version = f"version_{self.version}" if isinstance(self.version, int) else self.version
         return os.fspath(Path(self.root_dir) / version / self._sub_dir)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which run of which experiment this is."""
+        return {"name": self._name, "version": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with that run, unless another version was given; to be called before the first write."""
+        if not self._given and state["name"] == self._name:
+            self._version = state["version"]
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

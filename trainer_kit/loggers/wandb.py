@@ -90,6 +90,15 @@ class WandbLogger:
         version: str | None = self._init["id"] if self._run is None else self._run.id
         return version
 
+    def state_dict(self) -> dict[str, Any]:
+        """The run's id, once it has begun."""
+        return {} if self.version is None else {"id": self.version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume that run, unless another one has begun here or was given."""
+        if self.version is None:
+            self._init["id"] = state["id"]
+
     @property
     def save_dir(self) -> str:
         """Where wandb keeps its files, below a directory ``wandb``."""
