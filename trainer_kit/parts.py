@@ -13,7 +13,7 @@ from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, S
 from trainer_kit.precision import make_precision
 from trainer_kit.precision.native import NAMES
 
-__all__ = ["choose_loggers", "choose_precision", "choose_strategy"]
+__all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy"]
 
 _DDP = "trainer_kit.strategies.ddp:DDPStrategy"
 for _word in ("ddp", "ddp_notebook", "ddp_fork"):
@@ -150,3 +150,27 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
                 "this is no logger", found=type(one).__name__, fix="give it a method log_metrics(metrics, step)"
             )
     return made
+
+
+def added_callbacks(
+    given: list[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool
+) -> list[Any]:
+    """The callbacks that arguments stand for, where none of their kind was given."""
+
+    def has(word: str) -> bool:
+        return any(isinstance(callback, CALLBACKS.get(word)) for callback in given)
+
+    added: list[Any] = []
+    if accumulation != 1:
+        if has("accumulation"):
+            raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
+        added.append(CALLBACKS.get("accumulation")(accumulation))
+    if time is not None:
+        added.append(CALLBACKS.get("timer")(time))
+    if bar and not has("progress_bar"):
+        added.append(CALLBACKS.get("progress_bar")())
+    if summary and not has("summary"):
+        added.append(CALLBACKS.get("summary")())
+    if checkpoints and not has("checkpoint"):
+        added.append(CALLBACKS.get("checkpoint")())
+    return added

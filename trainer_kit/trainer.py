@@ -21,7 +21,7 @@ from trainer_kit.engine.requests import listening
 from trainer_kit.engine.session import Session
 from trainer_kit.engine.settings import check_switches, make_settings
 from trainer_kit.engine.verb import Verb
-from trainer_kit.parts import choose_loggers, choose_precision, choose_strategy
+from trainer_kit.parts import added_callbacks, choose_loggers, choose_precision, choose_strategy
 
 __all__ = ["Trainer"]
 
@@ -209,7 +209,7 @@ class Trainer(Session):
         self.set_callbacks(
             [
                 *given,
-                *_added(
+                *added_callbacks(
                     given,
                     accumulation=accumulate_grad_batches,
                     time=max_time,
@@ -377,25 +377,3 @@ def _wanted(name: str, value: bool | None, off: bool) -> bool:
     if off and value and name != "enable_progress_bar":
         raise ConfigurationError(f"{name}=True contradicts barebones or fast_dev_run", fix="leave one of them out")
     return not off if value is None else value and not off
-
-
-def _added(given: list[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool) -> list[Any]:
-    """The callbacks that arguments stand for, where none of their kind was given."""
-
-    def has(word: str) -> bool:
-        return any(isinstance(callback, CALLBACKS.get(word)) for callback in given)
-
-    added: list[Any] = []
-    if accumulation != 1:
-        if has("accumulation"):
-            raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
-        added.append(CALLBACKS.get("accumulation")(accumulation))
-    if time is not None:
-        added.append(CALLBACKS.get("timer")(time))
-    if bar and not has("progress_bar"):
-        added.append(CALLBACKS.get("progress_bar")())
-    if summary and not has("summary"):
-        added.append(CALLBACKS.get("summary")())
-    if checkpoints and not has("checkpoint"):
-        added.append(CALLBACKS.get("checkpoint")())
-    return added
