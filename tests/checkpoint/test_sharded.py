@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from trainer_kit.checkpoint import (
     checkpoints,
@@ -445,3 +447,49 @@ def test_at_a_url(same, make_state, request):
 def test_at_a_url_together(tmp_path):
     run_distributed(save_kinds, 2, f"file://{tmp_path}/c")
     run_distributed(load_kinds, 3, f"file://{tmp_path}/c")
+
+
+def interleave(path):
+    """Each rank holds every other row of its half: no box, though torch's planner takes it for one."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    row = mesh.get_coordinate()[0] * 4 + mesh.get_coordinate()[1]
+    local = torch.tensor([[float(row)], [row + 2.0]])
+    placements = [Shard(0), _StridedShard(0, split_factor=2)]
+    mine = DTensor.from_local(local, mesh, placements, run_check=False, shape=(8, 1), stride=(1, 1))
+    if dist.get_rank() == 0:
+        write_checkpoint(f"{path}/alone", {"model": {"w": torch.arange(8.0).reshape(8, 1)}})
+    dist.barrier()
+    said = []
+    for act in (write_sharded, read_sharded):
+        with pytest.raises(CheckpointError, match="overlap") as caught:
+            act(f"{path}/alone" if act is read_sharded else f"{path}/c", {"model": {"w": mine}})
+        said.append(caught.value.key)
+    return said
+
+
+@pytest.mark.slow
+def test_a_placement_that_is_no_box_is_refused(tmp_path):
+    assert run_distributed(interleave, 4, str(tmp_path)) == [["model.w", "model.w"]] * 4
+
+
+def save_and_load_in_part(path):
+    """Two of three ranks; the first of the group is not the first of all."""
+    group = dist.new_group([1, 2], backend="gloo")
+    if dist.get_rank() == 0:
+        return None
+    state = {"model": {"w": torch.ones(3), "h": torch.tensor(1 / 3, dtype=torch.float64)}}
+    write_sharded(path, state, group=group)
+    other = {"model": {"w": torch.zeros(3), "h": torch.tensor(0.0)}}
+    return read_sharded(path, other, group=group), other["model"]["w"].tolist(), other["model"]["h"].item()
+
+
+@pytest.mark.slow
+def test_a_group_of_some_ranks_is_enough_and_tensors_keep_their_dtype(tmp_path):
+    found = (None, [1.0] * 3, torch.tensor(1 / 3).item())
+    assert run_distributed(save_and_load_in_part, 3, str(tmp_path / "c")) == [None, found, found]
+
+
+def test_the_planner_is_imported_when_it_is_needed():
+    code = "import sys, trainer_kit.checkpoint; print('torch.distributed.checkpoint' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

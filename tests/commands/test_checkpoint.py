@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from trainer_kit.checkpoint import checkpoints, write_checkpoint
+from trainer_kit.checkpoint import checkpoints, write_checkpoint, write_sharded
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.store import lookup, mark
 from trainer_kit.commands.main import main
@@ -45,6 +45,19 @@ def test_ls(kept):
     assert header.split() == ["CHECKPOINT", "STEP", "EPOCH", "SIZE", "SAVED", "(UTC)", "NAMES"]
     assert re.fullmatch(r"step-6 +6 +1 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  best", six)
     assert re.fullmatch(r"step-9 +9 +2 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  last", nine)
+
+
+def test_what_ranks_wrote_together(kept):
+    state = {"model": {"w": torch.full((2, 2), 9.0)}, "progress": {"step": 9}}
+    path = write_sharded(kept / "step-12", state, info={"step": 9, "epoch": 2})
+    assert call("verify", path) == (0, f"{path}: ok\n")
+    assert call("diff", kept / "step-9", path) == (0, "")
+    assert re.search(r"^step-12 +9 +2 +\S+ k?B ", call("ls", kept)[1], re.MULTILINE)
+    assert call("export", path, kept / "w.safetensors") == (0, f"{kept}/w.safetensors\n")
+    assert safetensors.torch.load_file(kept / "w.safetensors")["w"].tolist() == [[9.0, 9.0]] * 2
+    (path / "model-00001-of-00001.safetensors").unlink()
+    said = f"{path}: damaged: model-00001-of-00001.safetensors: step-12 lacks shard 1 of 1\n"
+    assert call("verify", path) == (1, said)
 
 
 def test_ls_of_nothing(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from trainer_kit.checkpoint.layout import (
     Chunk,
     ShardFiles,
     TensorLayout,
+    check_cover,
     named_dtype,
     read_layout,
     tensors_in,
@@ -90,15 +92,10 @@ def read_sharded(
             # From a URL each rank has fetched files of its own.
             share = (0, 1) if is_url(path) else (ranks.rank, ranks.size)
             ranks.each(lambda: _verify(source, *share))
-
-        def load() -> None:
-            with ShardFiles(source.root) as files:
-                target = _Target(source, files)
-                for part in state:
-                    state[part] = target.fill(state[part], source.trees[part], part, ())
-                target.load()
-
-        ranks.each(load)
+        files = stack.enter_context(ShardFiles(source.root))
+        target = ranks.each(lambda: _Target(source, files, state))
+        ranks.reduce(target.strided, _check_boxes)
+        ranks.each(target.load)
         return None if source.number == ranks.size else f"resharding {source.number} → {ranks.size}"
 
 
@@ -138,12 +135,25 @@ def _verify(source: _Source, rank: int, size: int) -> None:
 class _Target:
     """The state to be filled: other values at once, tensors all together."""
 
-    def __init__(self, source: _Source, files: ShardFiles) -> None:
+    def __init__(self, source: _Source, files: ShardFiles, state: MutableMapping[str, Any]) -> None:
         self._source, self._files = source, files
         self._tensors: dict[str, Tensor] = {}
         self._layouts: dict[str, TensorLayout] = {}
+        self._places: dict[str, str] = {}
+        for part in state:
+            state[part] = self._fill(state[part], source.trees[part], part, ())
 
-    def fill(self, value: Any, tree: Any, part: str, at: tuple[str, ...]) -> Any:
+    def strided(self) -> list[Any]:
+        """Name, shape and boxes of what is held here of tensors that were split twice along one dimension."""
+        found: list[Any] = []
+        for name, tensor in self._tensors.items():
+            if any(type(placement).__name__ == "_StridedShard" for placement in getattr(tensor, "placements", ())):
+                held: Any = tensor
+                boxes = [[list(chunk.offsets), list(chunk.sizes)] for chunk in held.__create_chunk_list__()]
+                found.append([self._places[name], list(tensor.shape), boxes])
+        return found
+
+    def _fill(self, value: Any, tree: Any, part: str, at: tuple[str, ...]) -> Any:
         """``value`` with what ``tree`` holds; tensors are noted for `load`."""
         key, document = ".".join((part, *at)), self._source.root / DOCUMENT
         if isinstance(value, Tensor):
@@ -154,13 +164,13 @@ class _Target:
                 if name not in inside:
                     fix = did_you_mean(str(name), map(str, inside)) if inside else None
                     raise CheckpointError(self._source.root, f"{key}.{name}", "it is not in the checkpoint", fix=fix)
-                value[name] = self.fill(value[name], inside[name], part, (*at, str(name)))
+                value[name] = self._fill(value[name], inside[name], part, (*at, str(name)))
             return value
         if isinstance(value, (list, tuple)) and _holds_tensors(value):
             if not isinstance(inside, list) or len(inside) != len(value):
                 found = f"{len(inside)} items are" if isinstance(inside, list) else "something else is"
                 raise CheckpointError(self._source.root, key, f"{found} stored, the state has {len(value)} items")
-            items = [self.fill(v, t, part, (*at, str(i))) for i, (v, t) in enumerate(zip(value, inside, strict=True))]
+            items = [self._fill(v, t, part, (*at, str(i))) for i, (v, t) in enumerate(zip(value, inside, strict=True))]
             if isinstance(value, tuple):
                 return tuple(items)
             value[:] = items
@@ -206,7 +216,20 @@ class _Target:
             raise CheckpointError(root, key, "the state's tensor has no memory", fix="call module.to_empty() first")
         name = f"{len(self._tensors)}/{key}"
         self._tensors[name], self._layouts[name] = value, layout
+        self._places[name] = f"{part}.{record['v']}"  # where it is stored: the same on all ranks
         return value
+
+
+def _check_boxes(everyone: list[list[Any]]) -> None:
+    """torch takes what a rank holds for a box, also where it is every other row: then the boxes do not fit together."""
+    boxes: dict[str, set[Chunk]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape, held in (tensor for own in everyone for tensor in own):
+        shapes[name] = tuple(shape)
+        chunks = (Chunk(tuple(offsets), tuple(sizes), "", "") for offsets, sizes in held if math.prod(sizes))
+        boxes.setdefault(name, set()).update(chunks)
+    for name, found in boxes.items():
+        check_cover("the state to fill", name, TensorLayout(torch.float32, shapes[name], tuple(found)))
 
 
 def _carried(record: Mapping[str, Any], stored: TensorLayout, file: Path, key: str) -> TensorLayout:
