@@ -239,6 +239,9 @@ def test_the_command_line(root, tmp_path):
     assert verified.exit_code == 1
     assert f"{two}: damaged: state.json: 2 bytes" in verified.output
     assert "set aside as step-20.damaged" in run(main, ["checkpoint", "repair", root]).output
+    unknown = run(main, ["checkpoint", "ls", "s4://run"])
+    assert unknown.exit_code == 2
+    assert "no storage is reached by s4://" in unknown.output
     assert run(main, ["checkpoint", "ls", f"{root}/none"]).output == f"no checkpoints in {root}/none\n"
 
 
@@ -293,6 +296,34 @@ def test_the_probe_writes_and_deletes(bucket, operation):
     bucket.before = staticmethod(refuse)
     with pytest.raises(CheckpointError, match="no checkpoint can be written here: RuntimeError: AccessDenied"):
         DirectoryLock("bucket://run")
+
+
+def test_the_root_of_a_storage_is_a_directory_too(memory):
+    path = write_checkpoint("memory://step-3", {"model": {"w": torch.ones(2)}}, info={"step": 3})
+    mark("memory://", last=path)
+    assert [str(record.path) for record in checkpoints("memory://")] == ["memory://step-3"]
+    assert lookup("memory://", "last") == path
+    DirectoryLock("memory://").release()
+    remove_checkpoint(path)
+    assert memory.find("/") == ["/index.json"]
+
+
+def test_what_cannot_be_cleaned_stays(bucket):
+    here = socket.gethostname()
+    locate("bucket://run/dead/model.safetensors").write_bytes(b"half")
+    locate(f"bucket://run/{hidden('dead', here)}").write_bytes(b"1")
+    before = keys(bucket)
+
+    def refuse(operation, key):
+        raise PermissionError("403 Forbidden")
+
+    bucket.before = staticmethod(refuse)
+    with pytest.raises(PermissionError):
+        clean_incomplete("bucket://run")
+    assert keys(bucket) == before
+    bucket.before = staticmethod(lambda operation, key: None)
+    assert clean_incomplete("bucket://run") == 1
+    assert keys(bucket) == []
 
 
 def hidden(target, host, pid=4194399):

@@ -49,7 +49,7 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
             _remove_tree(work)
             sign.unlink()
         raise
-    with suppress(OSError, CheckpointError):
+    with suppress(OSError):
         if again:
             _discard(target)
         sign.unlink()
@@ -149,7 +149,7 @@ def _discard(target: RemotePath) -> None:
             manifest = read_manifest(target)
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError):
-                raise
+                raise error.__cause__ from error
             # Where the storage does not write a file at once, the new manifest may be torn: its files are there.
             whole = sorted((_time(entry), entry) for entry in target.iterdir() if _is_whole(entry))
             if whole:

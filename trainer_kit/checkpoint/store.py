@@ -30,7 +30,7 @@ class CheckpointRecord(os.PathLike[str]):
     """A complete checkpoint, usable wherever a path is.
 
     Attributes:
-        path: its directory.
+        path: its directory; at a URL a `RemotePath`, whose text is the URL.
         step: optimizer steps it was taken after, from its info; None when that does not say.
         created: when it was finished (UTC), as the file system says: nothing timed is inside a checkpoint.
         info: what it was written with.
