@@ -12,7 +12,7 @@ help:
 	@echo "make test-quick  the tests that are not marked slow"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000)"
 	@echo "make check       format, lint, types, architecture"
-	@echo "make bench       what the loop and its checkpoints cost, beside hand-written ones"
+	@echo "make bench       what the loop, its checkpoints and its samples cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
 	@echo "make clean       remove .venv and caches"
 
@@ -52,6 +52,7 @@ check: .venv/.stamp
 bench: .venv/.stamp
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/samples.py
 
 docs: .venv/.stamp
 	$(BIN)/python docs/generate_hooks.py

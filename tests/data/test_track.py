@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from tests.data.streaming import Endless, Resetting, Rewinding, Sharded
 from trainer_kit.checkpoint.codec import decode, encode
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.data import EMPTY, CombinedLoader, Feed
 
 # Found again when torchdata's loader starts.
@@ -328,7 +329,7 @@ def test_reading_on_does_not_change_a_state_that_was_taken() -> None:
 
 
 def test_plain_loaders_keep_nothing() -> None:
-    for loader in ([1, 2], DataLoader(range(3)), Unsized(3), {"a": DataLoader(range(3)), "b": [1, 2]}):
+    for loader in ([1, 2], DataLoader(range(3)), {"a": DataLoader(range(3)), "b": [1, 2]}):
         feed = Feed(loader)
         assert not feed.stateful
         list(feed.epoch(0))
@@ -350,6 +351,32 @@ def test_an_iterator_goes_on_over_epochs_by_reading_up_to_there() -> None:
     with pytest.warns(UserWarning, match="to start at batch 4, 4 batches were read and thrown away"):
         assert [batch.item() for batch in again.epoch(1, 1)] == whole[1][1:]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Drawing(IterableDataset[Any]):
+    """Its order, and what a sample looks like, are drawn from the generators of this process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in torch.randperm(12).tolist():
+            yield torch.tensor([i, random.random(), np.random.rand()])
+
+
+def test_a_stream_that_is_read_again_draws_its_order_as_it_did() -> None:
+    torch.manual_seed(5)
+    whole, states = Reader(lambda: DataLoader(Drawing(), batch_size=2)), []
+    rows = []
+    for epoch in range(2):
+        for row, state in whole.epoch(epoch):
+            rows.append(row)
+            states.append((saved(rng_state()), state))
+    for epoch, at in ((0, 1), (0, 4), (1, 3)):
+        rng, state = states[6 * epoch + at - 1]
+        again = Reader(lambda: DataLoader(Drawing(), batch_size=2))
+        again.feed.track.load_state_dict([state], 0)
+        restore_rng(rng)
+        with pytest.warns(UserWarning, match=f"to start at batch {at}, {at} batches were read and thrown away"):
+            found = [row for row, _ in again.epoch(epoch, at)]
+        assert found == rows[6 * epoch + at : 6 * epoch + 6]
 
 
 def test_workers_end_with_the_reading() -> None:

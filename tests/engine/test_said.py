@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer_kit import Trainer
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.testing import TinyModule
 
 BATCHES = [torch.ones(2, 32)] * 3
@@ -54,3 +54,15 @@ def test_a_log_outside_a_trainer_warns_where_it_stands() -> None:
     with pytest.warns(UserWarning, match=r"log\('x'\) outside a Trainer") as caught:
         TinyModule().log("x", 1.0)
     assert caught[0].filename == __file__
+
+
+def test_what_can_be_read_only_once_is_told_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+    def fit(count: int = 3, **options: Any) -> str:
+        data = (torch.randn(2, 32) for _ in range(count))
+        Trainer(accelerator="cpu", barebones=True, **options).fit(TinyModule(), data)
+        return capsys.readouterr().out
+
+    with pytest.raises(DataError, match="no batches left for another pass"):
+        fit(max_epochs=3)
+    assert "a generator can be read once: where it ends, the next of 3 epochs is an error" in capsys.readouterr().out
+    assert fit(max_epochs=1) == fit(max_steps=3) == fit(count=6, max_epochs=3, limit_train_batches=2) == ""

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit import Progress
 from trainer_kit.core.errors import DataError
-from trainer_kit.data import Feed
+from trainer_kit.data import Ahead, Feed
 from trainer_kit.engine.windows import Windows
 
 
@@ -172,3 +172,37 @@ def test_moving_ahead_stays_within_what_the_run_will_take():
 
 def test_batches_without_a_tensor_weigh_one():
     assert [sizes for *_, sizes in turns(windows([1, 2, 3], 2))] == [[1, 1], [1]]
+
+
+class Placed:
+    """A stream with a place."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        start, self.at = self.at, 0
+        for index in range(start, 12):
+            self.at = index + 1
+            yield torch.tensor([index])
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(length):
+    made = windows(Placed(), length, ahead=lambda items: iter(Ahead(items, lambda item: item)))
+    for micro in made.epoch(Progress()):
+        done = micro.first + micro.count
+        again = windows(Placed(), length)
+        again.feed.track.load_state_dict([made.feed.track.state_dict(0, done)], 0)
+        rest = [batch for _, batches, *_ in turns(again, Progress(epoch_batch=done)) for batch in batches]
+        assert rest == [[index] for index in range(done, 12)]
+        # A window that is under way runs again.
+        inside = windows(Placed(), length)
+        inside.feed.track.load_state_dict([made.feed.track.state_dict(0, micro.first)], 0)
+        assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[0].tolist() == [micro.first]

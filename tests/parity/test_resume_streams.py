@@ -173,3 +173,29 @@ def test_a_failure_inside_a_window_keeps_the_window(tmp_path: Path) -> None:
         run(cut, Fails())
     run(again, ckpt="last")
     assert again.given == module.given[4:]
+
+
+def test_the_generator_of_a_validation_loader_goes_on_too(tmp_path: Path) -> None:
+    class Validated(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.append(batch[0][:, 0].tolist())
+
+    def run(ckpt: Any = None) -> list[Any]:
+        module = Validated()
+        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+        trainer = tk.Trainer(
+            accelerator="cpu", max_epochs=4, logger=False, enable_progress_bar=False, limit_val_batches=1,
+            num_sanity_val_steps=0, enable_model_summary=False, callbacks=[saving] if ckpt is None else [], seed=3,
+            enable_checkpointing=ckpt is None,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(Samples(6), batch_size=3), shuffled(), ckpt_path=ckpt)
+        return module.seen
+
+    whole = run()
+    assert len({str(batch) for batch in whole}) == 4
+    assert run(tmp_path / "step-00000003") == whole[1:]
+    assert run(tmp_path / "step-00000005") == whole[2:]

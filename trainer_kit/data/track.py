@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, final
 
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.data.generators import generator_states, restore_generators
 from trainer_kit.data.order import EMPTY
 from trainer_kit.data.place import Source
@@ -37,10 +37,13 @@ class Track:
         self._epoch, self._at, self._ended = -1, 0, False
         self._opened: tuple[int, int] | None = None
         self._before: dict[str, Any] | None = None
+        self._rng: dict[str, Any] | None = None
 
     def epoch(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches of an epoch from ``start`` on; see `Feed.epoch`."""
         source = self._source
+        if not source.indexed and not start:
+            self._rng = rng_state()  # a stream that is read again draws its order as it did
         saved = self._before if self._opened is None else self.state_dict(epoch, start)
         resumes, virgin = self._opened is None and saved is not None, self._opened is None
         if resumes and saved is not None:
@@ -91,9 +94,11 @@ class Track:
             return self._before
         if source.once and not source.stateful:
             return {**self._record(0, None), "epoch": epoch, "passed": read - batch}
+        inside = epoch == self._epoch
+        if not source.stateful and not source.indexed and inside:
+            return {**self._record(batch, source.state()), "rng": self._rng}
         if not source.stateful and not source.generators:
             return None
-        inside = epoch == self._epoch
         if not source.stateful and inside:
             return self._record(batch, source.state())
         record = self._record(0, None)
@@ -159,6 +164,9 @@ class Track:
         if saved["passed"]:
             return source.epoch(epoch, start + saved["passed"])
         if saved["epoch"] == epoch:
+            if saved.get("rng") is not None:
+                self._rng = saved["rng"]
+                restore_rng(self._rng)
             iterator = source.epoch(epoch, saved["batch"] if source.stateful else start, 0, saved["state"])
             _pass(iterator, saved)
             return iterator

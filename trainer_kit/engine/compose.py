@@ -15,7 +15,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.signatures import takes
-from trainer_kit.data import Ahead
+from trainer_kit.data import Ahead, Feed
 from trainer_kit.engine.about import about_run
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
@@ -95,6 +95,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
     (limit,) = agreed_limits([limit], strategy.data)
     trainer.num_training_batches = float("inf") if limit is None else limit
+    _tell_of_one_pass(trainer, feed, limit)
     trainer.train_batch_samples = feed.samples(0)
     _check_tokens(settings, module)
     manual = not module.automatic_optimization
@@ -149,6 +150,16 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
         micro.remember()
     return run
+
+
+def _tell_of_one_pass(trainer: Any, feed: Feed, limit: int | None) -> None:
+    settings = trainer.settings
+    epochs = (settings.max_epochs or 0) - trainer.progress.epoch
+    if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
+        trainer.print(
+            f"a {type(feed.loader).__name__} can be read once: where it ends, the next of {settings.max_epochs} epochs"
+            " is an error (pass something that can be iterated again, or max_epochs=1)"
+        )
 
 
 def _check_manual(trainer: Any) -> None:
