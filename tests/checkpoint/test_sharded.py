@@ -489,6 +489,7 @@ def test_a_group_of_some_ranks_is_enough_and_tensors_keep_their_dtype(tmp_path):
     assert run_distributed(save_and_load_in_part, 3, str(tmp_path / "c")) == [None, found, found]
 
 
+@pytest.mark.slow
 def test_the_planner_is_imported_when_it_is_needed():
     code = "import sys, trainer_kit.checkpoint; print('torch.distributed.checkpoint' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

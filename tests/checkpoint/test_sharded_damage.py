@@ -54,7 +54,7 @@ def save_twice(path, how):
     """The first save works, the second fails on rank 1, the third works; what the second said."""
     rank = dist.get_rank()
     write_sharded(f"{path}/step-1", make())
-    write, fsync, limits = writing.write_file, os.fsync, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, fsync, rename, limits = writing.write_file, os.fsync, os.rename, resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1 and how == "too large":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     elif rank == 1 and how == "eio":
@@ -73,6 +73,12 @@ def save_twice(path, how):
             return write(file, buffers)
 
         writing.write_file = fail_at_manifest
+    elif rank == 0 and how == "rename":
+
+        def fail_to_rename(old, new):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        os.rename = fail_to_rename
     error = None
     try:
         write_sharded(f"{path}/step-2", make(2.0))
@@ -80,7 +86,7 @@ def save_twice(path, how):
         error = raised
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        os.fsync, writing.write_file = fsync, write
+        os.fsync, os.rename, writing.write_file = fsync, rename, write
     dist.barrier()
     there = sorted(os.listdir(path))
     write_sharded(f"{path}/step-3", make(3.0))
@@ -96,6 +102,7 @@ def save_twice(path, how):
         ("eio", "CheckpointError", "step-2/model-00002-of-00002.safetensors", "rank 1: Input/output error", 5),
         ("bug", "RankError", "", "rank 1: TypeError: 'NoneType' object is not callable", None),
         ("manifest", "CheckpointError", "step-2", "No space left on device", 28),
+        ("rename", "CheckpointError", "step-2", "Input/output error", 5),
     ],
 )
 def test_a_failure_on_one_rank_is_known_to_all_and_nothing_is_there(tmp_path, how, kind, file, said, cause):
