@@ -10,21 +10,47 @@ import pytest
 import trainer_kit as tk
 
 NAMES = [
+    "Accelerator",
+    "AutocastKwargs",
     "Callback",
     "CombinedLoader",
+    "DataLoaderConfiguration",
     "DataModule",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
     "Duration",
+    "GeneralTracker",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "LightningDataModule",
     "LightningModule",
+    "LocalSGD",
+    "PartialState",
+    "ProfileKwargs",
     "Progress",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "TrainModule",
     "Trainer",
+    "broadcast",
+    "broadcast_object_list",
     "callbacks",
     "checkpoint",
     "checkpoints",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
     "loggers",
+    "notebook_launcher",
+    "pad_across_processes",
     "precision",
+    "reduce",
     "seed_everything",
+    "send_to_device",
+    "set_seed",
+    "skip_first_batches",
     "strategies",
     "verify_checkpoint",
 ]
@@ -67,7 +93,7 @@ def test_every_name_is_there(name):
 def test_nothing_public_is_missing_from_the_names():
     for name in NAMES:
         getattr(tk, name)
-    rooms = {"core", "data", "engine", "launch", "parts", "testing", "trainer", "commands"}
+    rooms = {"accelerator", "core", "data", "engine", "launch", "parts", "raw", "testing", "trainer", "commands"}
     public = {name for name in vars(tk) if not name.startswith("_")} - {
         "annotations",
         "importlib",

@@ -7,6 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer_kit import callbacks, checkpoint, loggers, precision, strategies
+    from trainer_kit.accelerator import (
+        Accelerator,
+        PartialState,
+        broadcast,
+        broadcast_object_list,
+        debug_launcher,
+        gather,
+        gather_object,
+        notebook_launcher,
+        pad_across_processes,
+        reduce,
+    )
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
     from trainer_kit.core.datamodule import DataModule
@@ -17,42 +29,112 @@ if TYPE_CHECKING:
     from trainer_kit.core.module import TrainModule as LightningModule
     from trainer_kit.core.progress import Progress
     from trainer_kit.core.seed import seed_everything
+    from trainer_kit.core.seed import seed_everything as set_seed
     from trainer_kit.data import CombinedLoader
+    from trainer_kit.data import move_to_device as send_to_device
+    from trainer_kit.raw.batch_size import find_executable_batch_size
+    from trainer_kit.raw.loader import skip_first_batches
+    from trainer_kit.raw.local_sgd import LocalSGD
+    from trainer_kit.raw.options import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DistributedDataParallelKwargs,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from trainer_kit.raw.process import DistributedType
+    from trainer_kit.raw.tracking import GeneralTracker
     from trainer_kit.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
+    "Accelerator",
+    "AutocastKwargs",
     "Callback",
     "CombinedLoader",
+    "DataLoaderConfiguration",
     "DataModule",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
     "Duration",
+    "GeneralTracker",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
     "LightningDataModule",
     "LightningModule",
+    "LocalSGD",
+    "PartialState",
+    "ProfileKwargs",
     "Progress",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
     "TrainModule",
     "Trainer",
+    "broadcast",
+    "broadcast_object_list",
     "callbacks",
     "checkpoint",
     "checkpoints",
+    "debug_launcher",
+    "find_executable_batch_size",
+    "gather",
+    "gather_object",
     "loggers",
+    "notebook_launcher",
+    "pad_across_processes",
     "precision",
+    "reduce",
     "seed_everything",
+    "send_to_device",
+    "set_seed",
+    "skip_first_batches",
     "strategies",
     "verify_checkpoint",
 ]
 
 _HOME = {
+    "Accelerator": "accelerator:Accelerator",
+    "AutocastKwargs": "raw.options:AutocastKwargs",
     "Callback": "core.hooks:Callback",
     "CombinedLoader": "data:CombinedLoader",
+    "DataLoaderConfiguration": "raw.options:DataLoaderConfiguration",
     "DataModule": "core.datamodule:DataModule",
+    "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
+    "DistributedType": "raw.process:DistributedType",
     "Duration": "core.duration:Duration",
+    "GeneralTracker": "raw.tracking:GeneralTracker",
+    "GradScalerKwargs": "raw.options:GradScalerKwargs",
+    "GradientAccumulationPlugin": "raw.options:GradientAccumulationPlugin",
+    "InitProcessGroupKwargs": "raw.options:InitProcessGroupKwargs",
     "LightningDataModule": "core.datamodule:DataModule",
     "LightningModule": "core.module:TrainModule",
+    "LocalSGD": "raw.local_sgd:LocalSGD",
+    "PartialState": "accelerator:PartialState",
+    "ProfileKwargs": "raw.options:ProfileKwargs",
     "Progress": "core.progress:Progress",
+    "ProjectConfiguration": "raw.options:ProjectConfiguration",
+    "TorchDynamoPlugin": "raw.options:TorchDynamoPlugin",
     "TrainModule": "core.module:TrainModule",
     "Trainer": "trainer:Trainer",
+    "broadcast": "accelerator:broadcast",
+    "broadcast_object_list": "accelerator:broadcast_object_list",
     "checkpoints": "checkpoint.store:checkpoints",
+    "debug_launcher": "accelerator:debug_launcher",
+    "find_executable_batch_size": "raw.batch_size:find_executable_batch_size",
+    "gather": "accelerator:gather",
+    "gather_object": "accelerator:gather_object",
+    "notebook_launcher": "accelerator:notebook_launcher",
+    "pad_across_processes": "accelerator:pad_across_processes",
+    "reduce": "accelerator:reduce",
     "seed_everything": "core.seed:seed_everything",
+    "send_to_device": "data:move_to_device",
+    "set_seed": "core.seed:seed_everything",
+    "skip_first_batches": "raw.loader:skip_first_batches",
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")

@@ -36,7 +36,7 @@ _BINARY_UNITS: Final = {f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", 
 
 
 def export(
-    checkpoint: str | os.PathLike[str],
+    checkpoint: str | os.PathLike[str] | Mapping[str, Tensor],
     target: str | os.PathLike[str],
     format: ExportFormat | None = None,
     *,
@@ -45,7 +45,8 @@ def export(
     """Write the weights of a checkpoint as other programs read them; complete and durable, or absent.
 
     Args:
-        checkpoint: verified first; or anything else that `trainer_kit.checkpoint.weights.read_weights` reads.
+        checkpoint: verified first; or anything else that `trainer_kit.checkpoint.weights.read_weights` reads; or the
+            weights themselves, by name.
         target: what to make; its parents are made too.
         format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, where that
             would be larger than a shard, ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
@@ -78,9 +79,9 @@ def export(
     kind, limit = _choose(path, format), _bytes(max_shard_size)
     if os.path.lexists(path):
         raise CheckpointError(path, None, "it exists already", fix="use another name, or delete it first")
-    weights = read_weights(checkpoint)
+    weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
     if kind != "torch":
-        _check_dtypes(checkpoint, weights)
+        _check_dtypes("the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights)
     work = hidden_path(path, "tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

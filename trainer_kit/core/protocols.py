@@ -102,6 +102,9 @@ class Strategy(Protocol):
     def prepare_module(self, module: nn.Module, manual: bool) -> None:
         """Move, shard and wrap for training; ``manual``: the user says when backward runs."""
 
+    def wrap_module(self, module: nn.Module) -> nn.Module:
+        """Move, shard and wrap a module of a loop of the user's own; returns what is called and trained there."""
+
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Point parameter groups at what `prepare_module` made of the parameters."""
 

@@ -44,6 +44,8 @@ class Feed:
         reproducible: seed each sample in this process too, where there are no workers; what it draws is put back.
         ordered: for evaluation: a torch ``DistributedSampler`` is undone, for it repeats samples; every sample is read
             exactly once over all ranks.
+        pad: fill the last global micro-batch up from the start of the epoch's order, so that all ranks have equally
+            many samples; only where samples are found by index.
 
     Raises:
         DataError: a loader that cannot be iterated, a batch size that cannot be set, a sampler that divides for
@@ -70,6 +72,7 @@ class Feed:
         batch_size: int | None = None,
         reproducible: bool = False,
         ordered: bool = False,
+        pad: bool = False,
     ) -> None:
         if not 0 <= rank < size:
             raise DataError("a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}")
@@ -81,6 +84,7 @@ class Feed:
             batch_size=batch_size,
             reproducible=reproducible,
             ordered=ordered,
+            pad=pad,
         )
         self.loader = loader
         self._source = _open(loader, place)
@@ -105,6 +109,11 @@ class Feed:
         None when only reading would tell. With a user's batch sampler it is known once the batch has been read.
         """
         return self._source.samples(index)
+
+    @property
+    def indexed(self) -> bool:
+        """Whether a batch is found without reading those before it; then `length` is certain, where there is one."""
+        return self._source.indexed
 
     @property
     def stateful(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Iterator
-from itertools import chain, islice
+from itertools import chain, cycle, islice
 from typing import Any, Final, Protocol, final
 
 import numpy as np
@@ -138,7 +138,8 @@ class Split(Protocol):
 class SampleBlocks:
     """Global micro-batches of ``batch_size * size`` consecutive samples; rank r takes the r-th contiguous block.
 
-    A last, short one is divided as evenly as possible, the earlier ranks getting one sample more.
+    A last, short one is divided as evenly as possible, the earlier ranks getting one sample more; or filled up from the
+    start of the order.
 
     Example:
         >>> for rank in range(2):
@@ -149,9 +150,11 @@ class SampleBlocks:
         [[2, 3], [6]]
     """
 
-    def __init__(self, order: Iterable[Any], batch_size: int, *, drop_last: bool, rank: int, size: int) -> None:
+    def __init__(
+        self, order: Iterable[Any], batch_size: int, *, drop_last: bool, rank: int, size: int, pad: bool = False
+    ) -> None:
         self.order, self.batch_size, self.drop_last = order, batch_size, drop_last
-        self.rank, self.size = rank, size
+        self.rank, self.size, self.pad = rank, size, pad
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
@@ -170,7 +173,8 @@ class SampleBlocks:
     def __iter__(self) -> Iterator[list[Any]]:
         whole, first = self.batch_size * self.size, self._start * self.batch_size * self.size
         low, high = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
-        order = self._from(first)
+        head: list[Any] = []
+        order = self._from(first, head)
         while len(block := list(islice(order, whole))) == whole:
             self.handed += 1
             yield self._marked(block if self.size == 1 else block[low:high], first + low)
@@ -178,6 +182,8 @@ class SampleBlocks:
         if not block or self.drop_last:
             return
         self._short = first // whole, len(block)
+        if self.pad:
+            block += islice(cycle(head or block), whole - len(block))
         each, more = divmod(len(block), self.size)
         low = self.rank * each + min(self.rank, more)
         share = block[low : low + each + (self.rank < more)]
@@ -190,10 +196,15 @@ class SampleBlocks:
     def _marked(self, share: list[Any], first: int) -> list[Any]:
         return share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
 
-    def _from(self, first: int) -> Iterator[Any]:
+    def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
+        """The order from sample ``first`` on; ``head`` gets its beginning where that is wanted."""
+        wanted = self.batch_size * self.size if self.pad else 0
         if type(self.order) is SequentialSampler:
-            return iter(range(len(self.order.data_source))[first:])
-        return islice(self._drawn, first, None)
+            everything = range(len(self.order.data_source))
+            head += everything[:wanted]
+            return iter(everything[first:])
+        head += islice(self._drawn, wanted)
+        return chain(head[first:], islice(self._drawn, max(0, first - wanted), None))
 
     def samples(self, index: int) -> int | None:
         whole = self.batch_size * self.size
@@ -218,10 +229,11 @@ class BatchTurns:
         rank: which of ``size`` this is.
         size: ranks that share the data.
         sized: whether an item's length is its number of samples.
+        pad: a rank that has no part of the last turn gets one from the start of the order.
     """
 
-    def __init__(self, order: Iterable[Any], *, rank: int, size: int, sized: bool) -> None:
-        self.order, self.rank, self.size, self.sized = order, rank, size, sized
+    def __init__(self, order: Iterable[Any], *, rank: int, size: int, sized: bool, pad: bool = False) -> None:
+        self.order, self.rank, self.size, self.sized, self.pad = order, rank, size, sized, pad
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
@@ -237,7 +249,9 @@ class BatchTurns:
         return -(-len(self.order) // self.size)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        order = islice(self._drawn, self._start * self.size, None)
+        head = list(islice(self._drawn, self.size)) if self.pad else []
+        first = self._start * self.size
+        order = chain(head[first:], islice(self._drawn, max(0, first - len(head)), None))
         at = self._start * self.size + self.rank
         while turn := list(islice(order, self.size)):
             if self.sized:
@@ -245,6 +259,9 @@ class BatchTurns:
             if self.rank < len(turn):
                 self.handed += 1
                 yield self._marked(turn[self.rank], at)
+            elif head:
+                self.handed += 1
+                yield self._marked(head[(self.rank - len(turn)) % len(head)], at)
             else:
                 self.empty = True
             at += self.size

@@ -26,6 +26,7 @@ class Place:
     batch_size: int | None = None
     ordered: bool = False
     reproducible: bool = False
+    pad: bool = False
 
     @property
     def part(self) -> tuple[int, int]:

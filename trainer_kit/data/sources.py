@@ -95,13 +95,15 @@ class IndexedSource:
             refuse_batch_size(loader, place)
             # Neither batch size nor batch sampler: each item of the sampler is a batch.
             sized = loader.batch_sampler is not None
-            self.split = BatchTurns(self.order, rank=rank, size=size, sized=sized)
+            self.split = BatchTurns(self.order, rank=rank, size=size, sized=sized, pad=place.pad)
             self.loader.__dict__["batch_sampler" if sized else "sampler"] = self.split
             given = getattr(loader.batch_sampler, "batch_size", None)
             self.per_rank_batch_size: int | None = given if isinstance(given, int) else None
         else:
             per_rank = place.batch_size or loader.batch_size or 1
-            self.split = SampleBlocks(self.order, per_rank, drop_last=loader.drop_last, rank=rank, size=size)
+            self.split = SampleBlocks(
+                self.order, per_rank, drop_last=loader.drop_last, rank=rank, size=size, pad=place.pad
+            )
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
 

@@ -112,17 +112,28 @@ class DDPStrategy:
             self.place_module(module)
             return
         module.to(self.device)
-        options = dict(self.wrapper_options)
+        # Each backward of manual optimization reaches the parameters of its own optimizer only.
+        partial = bool(self.wrapper_options["find_unused_parameters"])
+        partial = partial or (manual and not self.wrapper_options["static_graph"])
+        self._step = _Step(module, partial)
+        self._learns_graph = bool(self.wrapper_options["static_graph"])
+        self._ddp = self._wrap(self._step, partial)
+
+    def wrap_module(self, module: nn.Module) -> nn.Module:
+        """Move, and wrap what has anything to train; every rank gets rank 0's weights."""
+        if not any(p.requires_grad for p in module.parameters()):
+            self.place_module(module)
+            return module
+        return self._wrap(module.to(self.device), bool(self.wrapper_options["find_unused_parameters"]))
+
+    def _wrap(self, module: nn.Module, partial: bool) -> DistributedDataParallel:
+        options = {**self.wrapper_options, "find_unused_parameters": partial}
         if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
-        if manual and not options["static_graph"]:
-            # Each backward reaches the parameters of its own optimizer only.
-            options["find_unused_parameters"] = True
-        self._step = _Step(module, options["find_unused_parameters"])
-        self._learns_graph = options["static_graph"]
-        self._ddp = DistributedDataParallel(self._step, **options)
+        wrapped = DistributedDataParallel(module, **options)
         if self.comm_hook is not None:
-            _register_comm_hook(self._ddp, self.comm_hook, self.comm_state)
+            _register_comm_hook(wrapped, self.comm_hook, self.comm_state)
+        return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Parameters are the very same objects."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -47,7 +48,10 @@ def _leave_world() -> None:
     # A reducer that outlives its group aborts the process on its way out ("terminate called without an active
     # exception", exit code 134): what only a cycle keeps alive has to go first.
     gc.collect()
-    if dist.is_initialized() and "TRAINER_KIT_AGENT_PID" not in os.environ:  # our agent's ranks end without C++'s exit
+    if not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ:  # our agent's ranks end without C++'s exit
+        return
+    # A loop of the user's own may hold a wrapped model to the end. Groups of gloo alone need no farewell.
+    if any(backend != "gloo" for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))):
         dist.destroy_process_group()
 
 

@@ -80,6 +80,10 @@ class SingleDeviceStrategy:
         """Move the module; nothing wraps it."""
         module.to(self.device)
 
+    def wrap_module(self, module: nn.Module) -> nn.Module:
+        """Move the module; nothing wraps it."""
+        return module.to(self.device)
+
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Parameters are the very same objects."""
 

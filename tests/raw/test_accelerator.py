@@ -1,0 +1,554 @@
+"""`Accelerator` in loops of the user's own: equal to plain loops, on one process and on two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from trainer_kit import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    PartialState,
+    ProjectConfiguration,
+    set_seed,
+    skip_first_batches,
+)
+from trainer_kit.checkpoint import verify_checkpoint
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
+
+X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+Y = torch.randn(22, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def net(dtype=torch.float64, dropout=0.0):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 1)).to(dtype)
+
+
+def weights(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def loader(batch_size=4, **options):
+    return DataLoader(TensorDataset(torch.arange(len(X)), X, Y), batch_size=batch_size, **options)
+
+
+def assert_close(one, other, **options):
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, **options)
+
+
+def test_a_plain_loop_is_the_same_to_the_bit():
+    def train(accelerator=None):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        data = loader()
+        if accelerator is not None:
+            model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        for _ in range(2):
+            for _, x, y in data:
+                optimizer.zero_grad()
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward() if accelerator is None else accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+        return weights(model), scheduler.get_last_lr()
+
+    plain, rate = train()
+    ours, our_rate = train(Accelerator(cpu=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert rate == our_rate
+
+
+def big_batches(steps, size, clip=None):
+    """The loop that accumulation stands for: one batch as big as a window."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        for start in range(0, len(X), steps * size):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(X[start : start + steps * size]), Y[start : start + steps * size]).backward()
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_accumulation_is_one_big_batch(steps, clip):
+    """22 samples in batches of 4: the last window is short, and the last batch in it too."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader())
+    updates = 0
+    for _ in range(2):
+        for _, x, y in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                if accelerator.sync_gradients:
+                    updates += 1
+                    if clip is not None:
+                        accelerator.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_close(weights(model), big_batches(steps, 4, clip))
+    assert updates == 2 * -(-6 // steps)
+
+
+def test_tokens_weigh():
+    """``backward(sum, weight=tokens)``: the mean over all tokens of the window."""
+    counts = [1, 5, 2, 6, 3, 4, 1]
+    parts = torch.split(X, counts), torch.split(Y, counts)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    model = accelerator.prepare(net())
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    for i, (x, y) in enumerate(zip(*parts, strict=True)):
+        with accelerator.accumulate(model):
+            if i == 6:
+                accelerator.sync_gradients = True  # the user knows that this is the last
+            loss = (model(x) - y).square().sum()
+            accelerator.backward(loss, weight=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for first, last in ((0, 8), (8, 21), (21, 22)):
+        sgd.zero_grad()
+        ((plain(X[first:last]) - Y[first:last]).square().sum() / (last - first)).backward()
+        sgd.step()
+    assert_close(weights(model), weights(plain))
+
+
+def test_a_mixture_of_weights_is_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(net())
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X).sum(), weight=22)
+        with pytest.raises(ConfigurationError, match="this one is not"):
+            accelerator.backward(model(X).mean())
+        with pytest.raises(ConfigurationError, match="weigh differently"):
+            accelerator.backward(model(X).sum(), weight=3)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_mixed_precision_is_that_of_a_plain_loop(precision):
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+
+    def plain():
+        model = net(torch.float32)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
+        for _, x, y in loader():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype):
+                out = model(x.float())
+            loss = nn.functional.mse_loss(out.float(), y.float())
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return weights(model)
+
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    assert accelerator.mixed_precision == precision
+    model = net(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data = accelerator.prepare(model, optimizer, loader())
+    for _, x, y in data:
+        optimizer.zero_grad()
+        out = model(x.float())
+        assert out.dtype is torch.float32
+        accelerator.backward(nn.functional.mse_loss(out, y.float()))
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), plain(), strict=True))
+
+
+def test_an_overflow_skips_the_step_and_the_scheduler():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = accelerator.prepare(net(torch.float32))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer, scheduler = accelerator.prepare(sgd, torch.optim.lr_scheduler.StepLR(sgd, 1, 0.5))
+    before = weights(model)
+    accelerator.backward(model(X.float()).mean() * 1e30)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.step_was_skipped
+    assert accelerator.optimizer_step_was_skipped
+    assert scheduler.get_last_lr() == [0.1]
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+
+
+def test_two_models_with_an_optimizer_each():
+    """A GAN's loop: the second backward reaches the first model too, and its optimizer does not see that."""
+
+    def train(accelerator=None):
+        generator, critic = net(), net()
+        critic[0] = nn.Linear(1, 8, dtype=torch.float64)
+        torch.manual_seed(5)
+        nn.init.normal_(critic[0].weight)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)]
+        data = loader()
+        if accelerator is not None:
+            generator, critic, *optimizers, data = accelerator.prepare(generator, critic, *optimizers, data)
+        backward = torch.Tensor.backward if accelerator is None else accelerator.backward
+        for _, x, y in data:
+            optimizers[1].zero_grad()
+            backward(critic(generator(x).detach()).mean() - critic(y).mean())
+            optimizers[1].step()
+            optimizers[0].zero_grad()
+            backward(-critic(generator(x)).mean())
+            optimizers[0].step()
+        return weights(generator) + weights(critic)
+
+    assert all(torch.equal(a, b) for a, b in zip(train(), train(Accelerator(cpu=True)), strict=True))
+
+
+def test_instances_do_not_see_each_other():
+    one = Accelerator(cpu=True, gradient_accumulation_steps=4, mixed_precision="bf16")
+    two = Accelerator(cpu=True)
+    model = one.prepare(net(torch.float32))
+    with one.accumulate(model):
+        assert not one.sync_gradients
+        assert two.sync_gradients
+    assert two.gradient_accumulation_steps == 1
+    assert two.mixed_precision == "no"
+
+
+def test_the_argument_beats_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 4
+    assert Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2).mixed_precision == "no"
+    assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+
+
+def test_prepared_twice_is_prepared_once():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    model = net(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    once = accelerator.prepare(model, optimizer, loader())
+    twice = accelerator.prepare(*once)
+    assert all(a is b for a, b in zip(once, twice, strict=True))
+    assert accelerator.unwrap_model(once[0], keep_fp32_wrapper=False).forward.__self__ is model
+
+
+class Stream(IterableDataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(torch.arange(float(self.count)))
+
+
+def ids(data):
+    return [int(i) for batch in data for i in batch[0]]
+
+
+def test_epochs_have_orders_of_their_own_and_leaving_disturbs_nothing():
+    set_seed(7)
+    data = Accelerator(cpu=True).prepare(loader(shuffle=True))
+    epochs = [ids(data) for _ in range(3)]
+    assert sorted(epochs[0]) == list(range(22))
+    assert epochs[0] != epochs[1]
+    again = Accelerator(cpu=True, seed=7).prepare(loader(shuffle=True))
+    assert ids(again) == epochs[0]
+    for number, _ in enumerate(again):
+        if number == 2:
+            break
+    assert ids(again) == epochs[2], "an epoch that was left early is over"
+    fresh = Accelerator(cpu=True, seed=7).prepare(loader(shuffle=True))
+    assert ids(skip_first_batches(fresh, 2)) == epochs[0][8:]
+    assert ids(fresh) == epochs[1]
+
+
+def test_skipping_reads_nothing_before(monkeypatch):
+    read = []
+
+    class Counts(TensorDataset):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    accelerator = Accelerator(cpu=True)
+    data = accelerator.prepare(DataLoader(Counts(torch.arange(12)), batch_size=2))
+    later = accelerator.skip_first_batches(data, 4)
+    assert len(later) == 2
+    assert ids(later) == [8, 9, 10, 11]
+    assert read == [8, 9, 10, 11]
+    assert ids(data) == list(range(12)), "once"
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
+def test_a_state_saved_in_an_epoch_goes_on_exactly(tmp_path, options):
+    def run(saves=None, resumes=False, stop=None):
+        set_seed(11)
+        accelerator = Accelerator(
+            cpu=True,
+            project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2),
+            gradient_accumulation_steps=2,
+        )
+        model = net(dropout=0.3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        data = loader(shuffle=True, **options)
+        model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+        seen, first = [], 0
+        if resumes:
+            torch.manual_seed(12345)
+            accelerator.load_state()
+            first = accelerator.step
+        for _ in range(first, 3):
+            for index, x, y in data:
+                seen.append(index.tolist())
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.mse_loss(model(x), y))
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                if saves is not None and accelerator.sync_gradients:
+                    accelerator.save_state()
+                if stop is not None and len(seen) == stop:
+                    return seen, None
+            accelerator.step += 1
+        return seen, weights(model)
+
+    whole, expected = run()
+    before, _ = run(saves=True, stop=9)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["checkpoint_2", "checkpoint_3"], "total_limit"
+    after, found = run(resumes=True)
+    assert whole == before[:8] + after
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    for name in names:
+        verify_checkpoint(tmp_path / "checkpoints" / name)
+
+
+def test_numbering_goes_on_after_a_resume(tmp_path):
+    def make():
+        config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+        accelerator = Accelerator(cpu=True, project_config=config)
+        accelerator.prepare(net())
+        return accelerator
+
+    first = make()
+    first.save_state()
+    first.save_state()
+    second = make()
+    second.load_state()
+    assert second.save_state().endswith("checkpoint_2")
+    assert make().save_state().endswith("checkpoint_3"), "never over what is there"
+
+
+def test_what_is_registered_is_saved_and_what_cannot_be_is_refused(tmp_path):
+    class Counter:
+        def __init__(self):
+            self.count = torch.zeros(())
+
+        def state_dict(self):
+            return {"count": self.count, "names": ["a"]}
+
+        def load_state_dict(self, state):
+            self.count = state["count"]
+
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="needs state_dict"):
+        accelerator.register_for_checkpointing(object())
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    counter.count += 3
+    accelerator.save_state(tmp_path / "state")
+    counter.count += 1
+    accelerator.load_state(tmp_path / "state")
+    assert counter.count == 3
+    counter.state_dict = lambda: {"bad": object()}
+    with pytest.raises(CheckpointError, match=r"objects\.0\.bad"):
+        accelerator.save_state(tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    other = Accelerator(cpu=True)
+    with pytest.raises(CheckpointError, match="objects: 1 saved, 0 prepared"):
+        other.load_state(tmp_path / "state")
+
+
+def test_hooks_of_saving_take_out_and_write_beside(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(net())
+    called = []
+
+    def before_save(models, weights, directory):
+        called.append(("save", len(models), len(weights)))
+        torch.save(weights.pop(), f"{directory}/mine.pt")
+
+    def before_load(models, directory):
+        called.append(("load", len(models)))
+        models.pop().load_state_dict(torch.load(f"{directory}/mine.pt", weights_only=True))
+
+    accelerator.register_save_state_pre_hook(before_save)
+    handle = accelerator.register_load_state_pre_hook(before_load)
+    before = weights(model)
+    accelerator.save_state(tmp_path / "state")
+    verify_checkpoint(tmp_path / "state")
+    with torch.no_grad():
+        model[0].weight.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), before, strict=True))
+    assert called == [("save", 1, 1), ("load", 1)]
+    handle.remove()
+
+
+def test_weights_for_hugging_face(tmp_path):
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(net())
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    accelerator.save_model(model, tmp_path / "hub")
+    loaded = load_file(tmp_path / "hub" / "model.safetensors")
+    assert all(torch.equal(loaded[name], value) for name, value in model.state_dict().items())
+    accelerator.save_model(model, tmp_path / "hub", max_shard_size=300)
+    names = sorted(path.name for path in (tmp_path / "hub").iterdir())
+    assert names[0] == "config.json"
+    assert "model.safetensors" not in names
+    assert "model.safetensors.index.json" in names
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.world_size(2)
+def test_two_processes_train_as_one(steps):
+    """22 samples in batches of 4 over 2 processes: the last batch is filled up from the start of the data."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = net()
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    seen = []
+    for index, x, y in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(accelerator.gather_for_metrics(index))
+    assert torch.cat(seen).tolist() == list(range(22)), "each sample once"
+    plain = net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    order = [*range(22), 0, 1]
+    for start in range(0, 24, 8 * steps):
+        at = order[start : start + 8 * steps]
+        sgd.zero_grad()
+        nn.functional.mse_loss(plain(X[at]), Y[at]).backward()
+        sgd.step()
+    assert_close(weights(model), weights(plain))
+
+
+@pytest.mark.world_size(2)
+def test_tokens_weigh_over_processes():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    pieces = {0: [(0, 3), (3, 4)], 1: [(4, 11), (11, 16)]}[accelerator.process_index]
+    for first, last in pieces:
+        with accelerator.accumulate(model):
+            loss = (model(X[first:last]) - Y[first:last]).square().sum()
+            accelerator.backward(loss, weight=last - first)
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    ((plain(X[:16]) - Y[:16]).square().sum() / 16).backward()
+    sgd.step()
+    assert_close(weights(model), weights(plain))
+
+
+@pytest.mark.world_size(2)
+def test_loaders_of_every_kind_give_each_sample_once():
+    def gathered(data, **config):
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        prepared = accelerator.prepare(data)
+        found, ends = [], []
+        for batch in prepared:
+            batch = batch[0] if isinstance(batch, (list, tuple)) else batch
+            found += accelerator.gather_for_metrics(batch).tolist()
+            ends.append(prepared.end_of_dataloader)
+        assert ends == [False] * (len(ends) - 1) + [True]
+        return [int(i) for i in found], len(ends)
+
+    everything = list(range(22))
+    assert gathered(loader()) == (everything, 3)
+    assert gathered(loader(batch_size=2), split_batches=True) == (everything, 11)
+    assert gathered(loader(drop_last=True)) == (everything[:16], 2)
+    assert gathered(DataLoader(Stream(22), batch_size=4)) == (everything, 3)
+    assert gathered(DataLoader(Stream(22), batch_size=4), dispatch_batches=True) == (everything, 3)
+    assert gathered(loader(), dispatch_batches=True) == (everything, 3)
+    assert gathered(DataLoader(Stream(17), batch_size=4)) == (everything[:17], 3)
+    shuffled, count = gathered(loader(shuffle=True))
+    assert (sorted(shuffled), count) == (everything, 3)
+
+
+@pytest.mark.world_size(2)
+def test_uneven_inputs_finish():
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    data = DataLoader(TensorDataset(torch.arange(5), X[:5], Y[:5]), batch_size=1)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    seen = 0
+    with accelerator.join_uneven_inputs([model], even_batches=False):
+        for _, x, y in data:
+            accelerator.backward(nn.functional.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen += 1
+    assert accelerator.reduce(torch.tensor(seen)).item() == 5
+    first, *others = accelerator.gather(model.module[0].weight.detach().unsqueeze(0))
+    assert all(torch.equal(first, other) for other in others)
+    assert data.even
+
+
+@pytest.mark.world_size(2)
+def test_collectives():
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    mine = torch.tensor([rank, 10])
+    assert accelerator.gather({"a": mine, "b": torch.tensor(rank)})["a"].tolist() == [0, 10, 1, 10]
+    assert accelerator.gather(torch.tensor(rank)).tolist() == [0, 1]
+    assert accelerator.reduce(mine, "sum").tolist() == [1, 20]
+    assert accelerator.reduce(mine, "mean").tolist() == [0.5, 10.0], "whole numbers too"
+    assert accelerator.reduce(mine, "max").tolist() == [1, 10]
+    assert accelerator.reduce(mine, "none").tolist() == [rank, 10]
+    with pytest.raises(ConfigurationError, match="unknown reduction"):
+        accelerator.reduce(mine, "median")
+    padded = accelerator.pad_across_processes(torch.ones(rank + 1, 2), dim=0, pad_index=-1)
+    assert padded.shape == (2, 2)
+    assert accelerator.gather_for_metrics([f"{rank}a"], use_gather_object=True) == ["0a", "1a"]
+    if accelerator.is_last_process:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+    with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as part:
+        assert part == [["a", "b"], ["c", "c"]][rank]
+    order = []
+    with accelerator.main_process_first():
+        order.append(rank)
+    assert PartialState(cpu=True).num_processes == 2
+    accelerator.debug = True
+    with pytest.raises(RankError, match=r"process 0: gather\(\(1,\) float32\); process 1: gather\(\(2,\) float32\)"):
+        accelerator.gather(torch.ones(rank + 1))
+
+
+def test_what_is_not_here_is_said():
+    with pytest.raises(ConfigurationError, match="DeepSpeed is not here yet"):
+        Accelerator(cpu=True, deepspeed_plugin=object())
+    with pytest.raises(TypeError, match="unexpected argument 'mixed'"):
+        Accelerator(cpu=True, mixed="fp16")
+    with pytest.raises(ConfigurationError, match="accumulation is given twice"):
+        Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=2,
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
+        )

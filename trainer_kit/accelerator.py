@@ -1,0 +1,357 @@
+"""`Accelerator`: strategy, precision, feed and checkpoints of a Trainer, for a loop of the user's own."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group, Strategy
+from trainer_kit.core.seed import last_seed
+from trainer_kit.parts import choose_precision, choose_strategy
+from trainer_kit.raw import collectives
+from trainer_kit.raw.options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+    by_kind,
+)
+from trainer_kit.raw.process import Processes
+from trainer_kit.raw.tracking import Tracking
+from trainer_kit.raw.window import Window
+
+__all__ = [
+    "Accelerator",
+    "PartialState",
+    "broadcast",
+    "broadcast_object_list",
+    "debug_launcher",
+    "gather",
+    "gather_object",
+    "notebook_launcher",
+    "pad_across_processes",
+    "reduce",
+]
+
+_NOT_HERE: Final = {
+    "deepspeed_plugin": "DeepSpeed",
+    "deepspeed_plugins": "DeepSpeed",
+    "fsdp_plugin": "FSDP",
+    "megatron_lm_plugin": "Megatron-LM",
+    "torch_tp_plugin": "tensor parallelism",
+    "parallelism_config": "parallelism over several dimensions",
+}
+
+
+@final
+class PartialState(Processes):
+    """This process among those that were started together: a view of its environment, made anew at will.
+
+    Args:
+        cpu: compute on the CPU also where there is an accelerator.
+
+    Example:
+        >>> state = PartialState(cpu=True)
+        >>> state.num_processes, state.is_main_process, state.device
+        (1, True, device(type='cpu'))
+    """
+
+    def __init__(self, cpu: bool = False, **options: Any) -> None:
+        self.environment = Environment.detect()
+        self._accelerator = "cpu" if cpu else "auto"
+        self._strategy: Strategy | None = None
+
+    @property
+    def world(self) -> Group:
+        if self._strategy is None:
+            self._strategy = choose_strategy("auto", self._accelerator, "auto", 1, self.environment)[0]
+            self._strategy.start()
+        return self._strategy.world
+
+    @property
+    def device(self) -> torch.device:
+        return pick_device(self._accelerator, self.environment.local_rank)
+
+
+@final
+class Accelerator(Tracking):
+    """Everything of a Trainer but the loop, under Hugging Face Accelerate's names.
+
+    A script written for Accelerate runs after ``from accelerate import`` became ``from trainer_kit import``. Two
+    Accelerators in one process do not see each other.
+
+    Args:
+        device_placement: move models and batches to the device.
+        split_batches: as `DataLoaderConfiguration`'s.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or a word of the Trainer's ``precision``; by default what
+            ``TRAINER_KIT_MIXED_PRECISION`` or ``ACCELERATE_MIXED_PRECISION`` says, else ``"no"``.
+        gradient_accumulation_steps: micro-batches of an optimizer step; from the environment likewise.
+        cpu: compute on the CPU also where there is an accelerator.
+        dataloader_config: how loaders are divided.
+        rng_types: accepted; the order of the data is a function of seed and epoch on every process.
+        log_with: trackers, by name (``"tensorboard"``, ``"wandb"``, ``"csv"``, ``"jsonl"``) or as objects.
+        project_dir: where the project writes.
+        project_config: more about that.
+        gradient_accumulation_plugin: more about accumulation.
+        step_scheduler_with_optimizer: schedulers advance where optimizers step; False: at each call.
+        scheduler_steps_per_process: advance schedulers once for each process, as Accelerate does.
+        kwargs_handlers: options of the parts.
+        dynamo_backend: of ``torch.compile``, for prepared models.
+        dynamo_plugin: more about that.
+        seed: of the order of the data; by default that of ``set_seed``, else drawn once for all processes.
+        debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.
+
+    Raises:
+        ConfigurationError: for everything that cannot work here.
+
+    Example:
+        >>> from torch import nn
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = accelerator.prepare(nn.Linear(2, 1))
+        >>> optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> accelerator.backward(model(torch.ones(4, 2)).mean())
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = False,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int | None = None,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        *,
+        rng_types: Any = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        scheduler_steps_per_process: bool = False,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        seed: int | None = None,
+        debug: bool | None = None,
+        **engines: Any,
+    ) -> None:
+        _refuse(engines)
+        options = by_kind(kwargs_handlers)
+        self.environment = Environment.detect()
+        cpu = cpu or _flag("USE_CPU")
+        self.strategy = choose_strategy(_strategy(options), "cpu" if cpu else "auto", "auto", 1, self.environment)[0]
+        self.strategy.start()
+        self.precision = _precision(mixed_precision, self.strategy.device.type, options.get(GradScalerKwargs))
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        self.window = Window(self.accumulation.num_steps, self.world, self.accumulation.sync_with_dataloader)
+        self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_steps_per_process = scheduler_steps_per_process
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and self.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        self.log_with = _several(log_with)
+        self.profile_handler = options.get(ProfileKwargs) or ProfileKwargs()
+        given = next((s for s in (seed, self.dataloader_config.data_seed, last_seed()) if s is not None), None)
+        drawn = int.from_bytes(os.urandom(4), "little") if given is None else given
+        self.data_seed = int(self.world.broadcast(drawn))
+        self.step = self._logged = 0
+        self.trackers, self._models, self._optimizers, self._schedulers = [], [], [], []
+        self._dataloaders, self._objects = [], []
+        self._before_save, self._before_load = OrderedDict(), OrderedDict()
+        self._triggered, self.flag_tensor = False, None
+        self.debug = _flag("DEBUG") if debug is None else debug
+        if self.debug:
+            print(f"[process {self.process_index}] {self.explain()}", flush=True)
+
+    @property
+    def state(self) -> Accelerator:
+        """Identity and turn-taking, for scripts that ask for it separately."""
+        return self
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether last batches are filled up from the start of the data."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.dataloader_config.even_batches = even
+
+    def explain(self) -> str:
+        """Group, device, wrapping, loaders, accumulation and precision of this process, one line each."""
+        lines = [
+            f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
+            f"strategy: {self.strategy.describe()}",
+            f"precision: {self.precision.name}",
+            f"accumulation: {self.window.steps} micro-batches a step",
+            *(f"model: {type(model).__name__}" for model in self._models),
+            *(f"loader: {loader.feed.describe()}" for loader in self._dataloaders),
+        ]
+        return "\n".join(lines)
+
+    @contextmanager
+    def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
+        """A ``torch.profiler.profile``; with ``output_trace_dir`` each process writes its trace there."""
+        from torch import profiler
+
+        chosen = profile_handler or self.profile_handler
+        activities = [getattr(profiler.ProfilerActivity, name.upper()) for name in chosen.activities or ()] or None
+        with profiler.profile(
+            activities=activities,
+            schedule=profiler.schedule(**chosen.schedule_option) if chosen.schedule_option else None,
+            on_trace_ready=chosen.on_trace_ready,
+            record_shapes=chosen.record_shapes,
+            profile_memory=chosen.profile_memory,
+            with_stack=chosen.with_stack,
+            with_flops=chosen.with_flops,
+            with_modules=chosen.with_modules,
+        ) as found:
+            yield found
+        if chosen.output_trace_dir is not None:
+            directory = Path(chosen.output_trace_dir)
+            directory.mkdir(parents=True, exist_ok=True)
+            found.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
+
+
+def _refuse(engines: Mapping[str, Any]) -> None:
+    for name, value in engines.items():
+        if name not in _NOT_HERE:
+            raise TypeError(f"Accelerator got an unexpected argument {name!r}")
+        if value is not None:
+            raise ConfigurationError(f"{_NOT_HERE[name]} is not here yet", found=f"{name}={value!r}")
+
+
+def _variable(name: str) -> str | None:
+    return os.environ.get(f"TRAINER_KIT_{name}", os.environ.get(f"ACCELERATE_{name}"))
+
+
+def _flag(name: str) -> bool:
+    return (_variable(name) or "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def _strategy(options: Mapping[type, Any]) -> Any:
+    """What the user's options ask for; a strategy object where there are any."""
+    wrapper, group = options.get(DistributedDataParallelKwargs), options.get(InitProcessGroupKwargs)
+    if (wrapper is None and group is None) or not Environment.detect().launched:
+        return "auto"
+    from trainer_kit.core.registry import STRATEGIES
+
+    chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
+    if wrapper is not None:
+        for name in ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "static_graph"):
+            chosen[name] = getattr(wrapper, name)
+        hook = str(getattr(wrapper.comm_hook, "value", wrapper.comm_hook)).lower()
+        chosen["ddp_comm_hook"] = None if hook == "no" else hook
+    if group is not None:
+        chosen["process_group_backend"] = group.backend
+        if group.timeout is not None:
+            chosen["timeout"] = group.timeout
+    return STRATEGIES.get("ddp")(**chosen)
+
+
+def _precision(word: str | None, device_type: str, scaler: GradScalerKwargs | None) -> Any:
+    chosen = word or _variable("MIXED_PRECISION") or "no"
+    made = choose_precision(str(getattr(chosen, "value", chosen)), None, device_type)
+    if scaler is not None and made.scales:
+        made.scaler = torch.amp.GradScaler(device_type, **scaler.to_kwargs())  # type: ignore[attr-defined]
+    return made
+
+
+def _accumulation(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
+    if plugin is not None:
+        if steps not in (None, 1, plugin.num_steps):
+            raise ConfigurationError(
+                "accumulation is given twice",
+                found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
+            )
+        return plugin
+    chosen = int(_variable("GRADIENT_ACCUMULATION_STEPS") or 1) if steps is None else steps
+    if chosen < 1:
+        raise ConfigurationError("a step takes at least one batch", found=f"gradient_accumulation_steps={chosen}")
+    return GradientAccumulationPlugin(num_steps=chosen)
+
+
+def _several(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    words = [str(getattr(one, "value", one)) if not hasattr(one, "log") else one for one in several]
+    if "all" in words:
+        words = ["tensorboard", "csv", "jsonl"]
+    return words
+
+
+def gather(tensor: Any) -> Any:
+    """Nested tensors of all processes one after the other, along the first dimension."""
+    return collectives.gather(PartialState().world, tensor)
+
+
+def gather_object(object: Any) -> list[Any]:
+    """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
+    return collectives.gather_object(PartialState().world, object)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
+    return collectives.reduce(PartialState().world, tensor, reduction, scale)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Nested tensors of one process for everyone."""
+    return collectives.broadcast(PartialState().world, tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Small picklable values of one process for everyone, in place."""
+    return collectives.broadcast_object_list(PartialState().world, object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Nested tensors made as long along ``dim`` as the longest of all processes."""
+    return collectives.pad_across_processes(PartialState().world, tensor, dim, pad_index, pad_first)
+
+
+def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None) -> Any:
+    """Call ``function(*args)`` on several forked processes of this machine, from a notebook or a REPL.
+
+    Returns:
+        What the main process returned.
+    """
+    from trainer_kit.core.environment import available_devices
+    from trainer_kit.launch import run_forked
+
+    wanted = num_processes or available_devices("auto")
+    return function(*args) if wanted == 1 else run_forked(lambda rank: function(*args), wanted)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Call ``function(*args)`` on several processes of this machine's CPU."""
+    from trainer_kit.launch import run_forked
+
+    os.environ["TRAINER_KIT_USE_CPU"] = "1"
+    try:
+        run_forked(lambda rank: function(*args) and None, num_processes)
+    finally:
+        del os.environ["TRAINER_KIT_USE_CPU"]

@@ -1,0 +1,93 @@
+"""The largest batch that memory holds."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["find_executable_batch_size"]
+
+_FULL = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "CUBLAS_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)
+
+
+def find_executable_batch_size(
+    function: Callable[..., Any] | None = None,
+    starting_batch_size: int = 128,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
+    keep_global_batch: bool = False,
+) -> Callable[..., Any]:
+    """Decorator: call ``function(batch_size, ...)`` again with half of it whenever memory runs out.
+
+    Args:
+        function: its first parameter is the batch size.
+        starting_batch_size: to try first.
+        reduce_batch_size_fn: gives the next one to try, in place of half.
+        keep_global_batch: call ``function(batch_size, accumulation_steps, ...)``, whose product stays
+            ``starting_batch_size``: training is then the same whatever memory holds.
+
+    Raises:
+        ConfigurationError: no batch size is left to try, or the function takes no batch size.
+
+    Example:
+        >>> @find_executable_batch_size(starting_batch_size=16)
+        ... def train(batch_size):
+        ...     if batch_size > 4:
+        ...         raise RuntimeError("CUDA out of memory.")
+        ...     return batch_size
+        >>> train()
+        4
+    """
+    if function is None:
+        return functools.partial(
+            find_executable_batch_size,
+            starting_batch_size=starting_batch_size,
+            reduce_batch_size_fn=reduce_batch_size_fn,
+            keep_global_batch=keep_global_batch,
+        )
+    needed = 2 if keep_global_batch else 1
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def search(*arguments: Any, **options: Any) -> Any:
+        if len(names) < len(arguments) + needed:
+            raise ConfigurationError(
+                f"{function.__name__} is given its batch size by this search",
+                found=f"{len(arguments)} arguments for the parameters {', '.join(names)}",
+                fix=f"call {function.__name__}({', '.join(names[needed:])})",
+            )
+        size = starting_batch_size
+        while size > 0:
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+            given = (size, starting_batch_size // size) if keep_global_batch else (size,)
+            try:
+                return function(*given, *arguments, **options)
+            except Exception as error:
+                if not _ran_out(error):
+                    raise
+            size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
+            while keep_global_batch and size > 0 and starting_batch_size % size:
+                size -= 1
+        raise ConfigurationError("no batch size fits into memory", found=f"down from {starting_batch_size}")
+
+    return search
+
+
+def _ran_out(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in _FULL)
+    )

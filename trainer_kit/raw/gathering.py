@@ -1,0 +1,93 @@
+"""What an `Accelerator` exchanges between processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.raw import collectives
+from trainer_kit.raw.process import Processes
+from trainer_kit.raw.window import Window
+
+__all__ = ["Gathering"]
+
+
+class Gathering(Processes):
+    """Collectives over all processes; every process calls them."""
+
+    window: Window
+    debug: bool
+    _triggered: bool
+
+    def gather(self, tensor: Any) -> Any:
+        """Nested tensors of all processes one after the other, along the first dimension."""
+        self._check(tensor, "gather")
+        return collectives.gather(self.world, tensor)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
+        self._check(tensor, "reduce")
+        return collectives.reduce(self.world, tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Nested tensors made as long along ``dim`` as the longest of all processes."""
+        return collectives.pad_across_processes(self.world, tensor, dim, pad_index, pad_first)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Results of the current batch of all processes, without those of samples that are there twice.
+
+        Args:
+            input_data: nested tensors of one entry a sample along the first dimension, or other objects. A scalar is
+                gathered from each process.
+            use_gather_object: also for tensors: they may then differ in shape.
+        """
+        counts = None if self.window.batches is None else getattr(self.window.batches, "counts", None)
+        if use_gather_object or not _all_tensors(input_data):
+            return self._gather_objects(input_data, counts)
+        if counts is None:
+            return self.gather(input_data)
+
+        def one(tensor: Tensor) -> Tensor:
+            if tensor.ndim == 0:
+                return self.gather(tensor)  # type: ignore[no-any-return]
+            padded = collectives.pad_across_processes(self.world, tensor)
+            parts = collectives.gather(self.world, padded).unflatten(0, (self.num_processes, -1))
+            return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+        return collectives.each_tensor(input_data, one)
+
+    def _gather_objects(self, data: Any, counts: list[int] | None) -> list[Any]:
+        mine = data
+        if counts is not None and isinstance(data, (list, tuple)):
+            mine = data[: counts[self.process_index]]
+        return collectives.gather_object(self.world, mine)
+
+    def _check(self, data: Any, call: str) -> None:
+        if self.debug and self.use_distributed:
+            collectives.check_shapes(self.world, data, call)
+
+    def set_trigger(self) -> None:
+        """Tell every process that asks `check_trigger` next."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since; every process asks at the same place."""
+        found = any(row[0] for row in self.world.agree([float(self._triggered)]))
+        if found:
+            self._triggered = False
+        return found
+
+
+def _all_tensors(data: Any) -> bool:
+    try:
+        collectives.each_tensor(data, _nothing, strict=True)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    return tensor

@@ -1,0 +1,320 @@
+"""A loader as a loop of the user's own reads it: divided, on the device, and with a position that can be saved."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, final
+
+import torch
+
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.protocols import Group
+from trainer_kit.data import EMPTY, Feed, move_to_device, size_reader
+from trainer_kit.raw.options import DataLoaderConfiguration
+from trainer_kit.raw.window import Window
+
+__all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
+
+_END, _NOT_READ = object(), object()
+
+
+@final
+class PreparedLoader:
+    """Iterating it gives this process's batches, epoch after epoch, each in its own order.
+
+    Attributes of the user's loader (``dataset``, ``batch_size``, …) are found here too.
+
+    Args:
+        loader: the user's; it is not changed.
+        make_feed: makes the feed of this process, filled up or not.
+        group: the processes among which data are divided.
+        device: where batches go; None leaves them where they are.
+        window: of the accelerator: is told which loader is being read.
+        even: fill the last batch up from the start of the data, so that every process gets equally many.
+        dispatch: only the main process reads.
+        non_blocking: copies to an accelerator do not wait.
+
+    Attributes:
+        iteration: epochs begun so far; it decides the order of the next one.
+        size: samples of the current batch on this process.
+        total: of all processes; None when only asking would tell.
+        counts: samples of the current batch on each process that are not there twice; None when all of them are.
+        end_of_dataloader: whether the current batch is the last.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        make_feed: Callable[[bool], Feed],
+        group: Group,
+        device: torch.device | None,
+        window: Window,
+        *,
+        even: bool,
+        dispatch: bool = False,
+        non_blocking: bool = False,
+    ) -> None:
+        self.dataloader, self.group, self.device, self.window = loader, group, device, window
+        self.even, self.dispatch, self.non_blocking = even, dispatch, non_blocking
+        self._make_feed, self.feed = make_feed, make_feed(even)
+        self.iteration = 0
+        self.size = 1
+        self.total: int | None = None
+        self.counts: list[int] | None = None
+        self.end_of_dataloader = False
+        self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
+        self._resume: tuple[int, int] | None = None
+        self._read: Callable[[Any], int] | None = None
+        self._turns: deque[list[Any]] = deque()  # read by the main process, and not handed out yet
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
+
+    def __len__(self) -> int:
+        length = self.feed.length
+        if length is None:
+            raise TypeError(f"object of type {type(self.dataloader).__name__!r} has no len()")
+        return -(-length // self.group.size) if self.dispatch else length
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a batch over all processes."""
+        return (self.feed.per_rank_batch_size or 1) * self.group.size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set."""
+        return len(self.dataloader.dataset)
+
+    def set_even(self, even: bool) -> None:
+        """Whether the next epochs fill the last batch up."""
+        if even != self.even:
+            self.even = even
+            self.feed = self._make_feed(even)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch ``epoch``; by default it is one more than the last."""
+        self.iteration = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = (self.iteration, 0) if self._resume is None else self._resume
+        self._resume = None
+        return self._iterate(epoch, start)
+
+    def skip(self, batches: int) -> _Skipped:
+        """A view whose iterations begin ``batches`` later; the batches before are not read."""
+        return _Skipped(self, batches)
+
+    def begin(self, batches: int) -> Iterator[Any]:
+        """The next epoch from batch ``batches`` on; after `load_states` that is the epoch that was broken off."""
+        epoch = self.iteration if self._resume is None else self._resume[0]
+        self._resume = None
+        return self._iterate(epoch, batches)
+
+    def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
+        """One epoch. Leaving it early ends it. A stream is read one batch ahead: only so it says which is its last."""
+        outer, window = self.window.batches, self.window
+        source = self._dispatched(epoch, start) if self.dispatch else self.feed.epoch(epoch, start)
+        self.iteration, self.end_of_dataloader = epoch + 1, False
+        self._position = (epoch, start)
+        self._turns.clear()
+        window.batches = self
+        known = len(self) if self.feed.indexed else None
+        first, at, after = None, start, _NOT_READ
+        try:
+            while (batch := next(source, _END) if after is _NOT_READ else after) is not _END:
+                if known is None:
+                    after = next(source, _END)
+                if batch is EMPTY and self.even:
+                    batch, missing = self._first(epoch) if first is None else first, True
+                else:
+                    missing = False
+                if batch is EMPTY:
+                    break  # this process has no part of the last batch
+                first = batch if first is None and known is None else first
+                self._note(at, batch, missing, after is _END if known is None else at + 1 == known)
+                at += 1
+                self._position = (epoch, at)
+                window.batches = self
+                yield batch if self.device is None else move_to_device(batch, self.device, self.non_blocking)
+        finally:
+            self._position = None
+            window.batches = outer
+
+    def _first(self, epoch: int) -> Any:
+        return next(iter(self.feed.epoch(epoch, 0)), EMPTY)
+
+    def _note(self, at: int, batch: Any, missing: bool, last: bool) -> None:
+        """What is to be known about a batch ahead of its turn; ``missing``: it stands for one that is not there."""
+        if self._read is None:
+            self._read = size_reader(batch)
+        self.size, self.end_of_dataloader, size = self._read(batch), last, self.group.size
+        self.counts, self.total = None, self.size
+        if size == 1:
+            return
+        if self.dispatch:
+            sizes = [self._read(part) for part in self._turns.popleft()]
+            self.total = sum(sizes) + self.size * missing
+            self.counts = sizes + [0] * (size - len(sizes))
+            return
+        self.total, each = self.feed.samples(at), self.feed.per_rank_batch_size
+        if self.total is None or each is None:
+            self._ask(missing, last)
+        elif self.total < each * size:
+            if self.even:  # filled up: the samples that are not there twice come first, in the order of the processes
+                self.counts = [min(each, max(0, self.total - rank * each)) for rank in range(size)]
+                self.total = each * size
+            else:
+                share, more = divmod(self.total, size)
+                self.counts = [share + (rank < more) for rank in range(size)]
+
+    def _ask(self, missing: bool, last: bool) -> None:
+        if not last or not self.even:  # where processes may have left, nobody is asked
+            return
+        rows = self.group.agree([self.size, 0 if missing else self.size])
+        self.total, self.counts = int(sum(row[0] for row in rows)), [int(row[1]) for row in rows]
+
+    def _dispatched(self, epoch: int, start: int) -> Iterator[Any]:
+        """The main process reads as many batches as there are processes, and hands them round."""
+        group = self.group
+        source = self.feed.epoch(epoch, start * group.size) if group.rank == 0 else iter(())
+        while True:
+            turn = group.broadcast(list(islice(source, group.size)))
+            if not turn:
+                return
+            self._turns.append(turn)
+            yield turn[group.rank] if group.rank < len(turn) else EMPTY
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: epoch, batches handed out, and what the loader itself needs to go on."""
+        epoch, batch = self._resume or self._position or (self.iteration, 0)
+        inside = self._position is not None or self._resume is not None
+        state = self.feed.track.state_dict(epoch if inside else None, batch)
+        return {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "track": state}
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The next iteration goes on where `state_dict` was taken.
+
+        Args:
+            states: of every process then; there may be another number of them now.
+
+        Raises:
+            CheckpointError: batches of another size do not end where it was taken.
+        """
+        epoch, batch = int(states[0]["epoch"]), int(states[0]["batch"])
+        if len(states) != self.group.size and batch:
+            batch, rest = divmod(int(states[0]["samples"]), self.total_batch_size)
+            if rest:
+                raise CheckpointError(
+                    "loaders",
+                    "samples",
+                    f"{states[0]['samples']} samples are no whole number of batches of {self.total_batch_size}",
+                    fix="resume with as many processes, or with another batch size",
+                )
+        self.iteration, self._position = epoch, None
+        self._resume = (epoch, batch) if batch else None
+        self.feed.track.load_state_dict([state["track"] for state in states], self.group.rank)
+
+
+@final
+class _Skipped:
+    """A view of a prepared loader that begins later."""
+
+    def __init__(self, loader: PreparedLoader, batches: int) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "batches"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.begin(self.batches)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader whose iterations begin with batch ``num_batches``; of a prepared one nothing before it is read.
+
+    Example:
+        >>> list(skip_first_batches([1, 2, 3], 2))
+        [3]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skip(num_batches)
+    return _Later(dataloader, num_batches)
+
+
+@final
+class _Later:
+    """An unprepared loader that begins later."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "batches"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def prepare_loader(
+    loader: Any,
+    group: Group,
+    device: torch.device | None,
+    window: Window,
+    config: DataLoaderConfiguration,
+    seed: int,
+) -> PreparedLoader:
+    """Divide a loader among processes.
+
+    Args:
+        loader: a DataLoader or any iterable of batches.
+        group: the processes.
+        device: where batches go; None leaves them where they are.
+        window: is told which loader is being read.
+        config: how it is divided.
+        seed: of the order, the same on every process.
+
+    Raises:
+        ConfigurationError: ``split_batches`` with a batch size that the processes cannot share.
+    """
+    batch_size = None
+    if config.split_batches:
+        whole = getattr(loader, "batch_size", None)
+        if whole is None or whole % group.size:
+            raise ConfigurationError(
+                "split_batches needs a batch size that can be divided by the number of processes",
+                found=f"batch_size={whole} over {group.size} processes",
+                fix=f"use a multiple of {group.size}, or leave split_batches out",
+            )
+        batch_size = whole // group.size
+    dispatch = bool(config.dispatch_batches) and group.size > 1
+    rank, size = (0, 1) if dispatch else (group.rank, group.size)
+
+    def make_feed(even: bool) -> Feed:
+        pad = even and not dispatch and size > 1
+        return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
+
+    return PreparedLoader(
+        loader,
+        make_feed,
+        group,
+        device,
+        window,
+        even=config.even_batches,
+        dispatch=dispatch,
+        non_blocking=config.non_blocking,
+    )

@@ -1,0 +1,65 @@
+"""Local SGD: processes step on their own, and average weights now and then."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["LocalSGD"]
+
+
+@final
+class LocalSGD:
+    """A context in which gradients are not exchanged, and weights are averaged every ``local_sgd_steps`` steps.
+
+    Source: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; https://arxiv.org/abs/1805.09767.
+
+    Args:
+        accelerator: the Accelerator.
+        model: prepared.
+        local_sgd_steps: optimizer steps between two averages.
+        enabled: False: everything is as without it.
+
+    Raises:
+        ConfigurationError: fewer than one step.
+    """
+
+    def __init__(self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+        if local_sgd_steps < 1:
+            raise ConfigurationError("local_sgd_steps is at least 1", found=f"local_sgd_steps={local_sgd_steps}")
+        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self.enabled = enabled and accelerator.num_processes > 1
+        self.num_steps = 0
+        self._alone: Any = None
+
+    def __enter__(self) -> LocalSGD:
+        if self.enabled:
+            self._alone = self.accelerator.no_sync(self.model)
+            self._alone.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            if error is None and self.num_steps % self.local_sgd_steps:
+                self._average()
+            self._alone.__exit__(kind, error, traceback)
+
+    def step(self) -> None:
+        """Behind each ``optimizer.step()``: counts those that took place."""
+        if not self.enabled or not self.accelerator.sync_gradients:
+            return
+        self.num_steps += 1
+        if self.num_steps % self.local_sgd_steps == 0:
+            self._average()
+
+    def _average(self) -> None:
+        with torch.no_grad():
+            for parameter in self.accelerator.unwrap_model(self.model).parameters():
+                parameter.copy_(self.accelerator.world.all_reduce(parameter.detach().clone(), "mean"))

@@ -1,0 +1,166 @@
+"""Optimizers and schedulers as a loop of the user's own calls them: they step where gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch.optim import Optimizer
+
+from trainer_kit.core.protocols import Precision
+from trainer_kit.raw.window import Window
+
+__all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]
+
+
+@final
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer whose ``step`` and ``zero_grad`` do nothing until its window's gradients are complete.
+
+    Everything else (groups, state, defaults) is that of ``optimizer``.
+
+    Args:
+        optimizer: the user's.
+        window: says when gradients are complete, and makes them right.
+        precision: steps it, or skips a step whose gradients overflowed.
+    """
+
+    def __init__(self, optimizer: Optimizer, window: Window, precision: Precision) -> None:
+        # Optimizer.__init__ would make groups and state of its own.
+        self.optimizer, self._window, self._precision = optimizer, window, precision
+        self._skipped = False
+        self._number = 0
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last ``step`` was left out because gradients overflowed."""
+        return self._skipped
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":  # while it is being copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it."""
+        if not self._window.sync:
+            return None
+        self._window.correct(self.optimizer)
+        found = None
+
+        def step() -> Any:
+            nonlocal found
+            found = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+        self._skipped = not self._precision.optimizer_step(self.optimizer, step)
+        self._number += 1
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, unless a window is under way."""
+        if self._window.sync:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Let it step further parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Into the optimizer."""
+        self.optimizer.load_state_dict(dict(state_dict))
+
+    def train(self) -> Any:
+        """For optimizers that have modes (schedule-free ones)."""
+        return self.optimizer.train() if hasattr(self.optimizer, "train") else None
+
+    def eval(self) -> Any:
+        """For optimizers that have modes (schedule-free ones)."""
+        return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+@final
+class AcceleratedScheduler:
+    """A scheduler that advances once an optimizer step.
+
+    Args:
+        scheduler: the user's.
+        optimizers: whose steps count; where one was skipped, the scheduler waits too.
+        window: says when optimizers step.
+        with_optimizer: False: each call of ``step`` advances it.
+        times: how often a step advances it: Accelerate's own advances once for each process.
+        adjust: count the calls inside a window, as schedulers that warn about a wrong order do.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[AcceleratedOptimizer],
+        window: Window,
+        *,
+        with_optimizer: bool = True,
+        times: int = 1,
+        adjust: bool = False,
+    ) -> None:
+        self.scheduler, self.optimizers, self._window = scheduler, list(optimizers), window
+        self._with_optimizer, self._times, self._adjust = with_optimizer, times, adjust
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Advance, where the optimizers have just stepped."""
+        if not self._with_optimizer:
+            self.scheduler.step(*arguments, **options)
+            return
+        if not self._window.sync:
+            if self._adjust:
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        for _ in range(self._times):
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler._step_count <= total:
+                self.scheduler.step(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the scheduler."""
+        found: dict[str, Any] = self.scheduler.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Into the scheduler."""
+        self.scheduler.load_state_dict(dict(state_dict))

@@ -1,0 +1,335 @@
+"""Saving and loading everything that was prepared, as the same committed directories that a Trainer writes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from trainer_kit.checkpoint.commit import remove_checkpoint, write_checkpoint
+from trainer_kit.checkpoint.convert import export
+from trainer_kit.checkpoint.mend import newest_verified
+from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.engine.state import optimizer_state, restore_optimizer
+from trainer_kit.raw.loop import Loop
+from trainer_kit.raw.options import ProjectConfiguration
+from trainer_kit.raw.wrapping import unwrap
+
+__all__ = ["Saving"]
+
+_NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+
+
+class Saving(Loop):
+    """What `Accelerator` writes and reads."""
+
+    project_configuration: ProjectConfiguration
+    step: int
+    _objects: list[Any]
+    _before_save: OrderedDict[int, Callable[..., None]]
+    _before_load: OrderedDict[int, Callable[..., None]]
+
+    @property
+    def project_dir(self) -> str | None:
+        """Where the project writes."""
+        given = self.project_configuration.project_dir
+        return None if given is None else os.fspath(given)
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Where trackers write."""
+        given = self.project_configuration.logging_dir
+        return None if given is None else os.fspath(given)
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    # -- what belongs to a state -----------------------------------------------------------------------------------
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep further objects in saved states, by ``state_dict`` and ``load_state_dict``.
+
+        Their states hold plain data, tensors and arrays; anything else is refused at save time, naming the key.
+
+        Raises:
+            ConfigurationError: an object has no such methods.
+        """
+        refused = [
+            type(one).__name__
+            for one in objects
+            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)))
+        ]
+        if refused:
+            raise ConfigurationError(
+                "what is saved with the state needs state_dict() and load_state_dict()",
+                found=", ".join(refused),
+                fix="give its class both, or keep it in an object that has them",
+            )
+        self._objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, directory)`` ahead of each save.
+
+        ``weights`` holds a state dict for each model; what the hook takes out of it is not saved. The hook may write
+        into ``directory``, which stands beside the checkpoint, as ``<name>.files``.
+        """
+        handle = RemovableHandle(self._before_save)
+        self._before_save[handle.id] = hook
+        return handle
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, directory)`` ahead of each load; a model that it takes out of the list is not loaded."""
+        handle = RemovableHandle(self._before_load)
+        self._before_load[handle.id] = hook
+        return handle
+
+    def _collect(self, weights: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every process calls it; the same result everywhere, but for what belongs to a process."""
+        names = self._names()
+        own = {
+            "rng": rng_state(self.device),
+            "loaders": [loader.state_dict() for loader in self._dataloaders],
+        }
+        everyone = self.world.all_gather_object(own)
+        state: dict[str, Any] = {"model" if i == 0 else f"model_{i}": part for i, part in enumerate(weights)}
+        state["optimizers"] = [optimizer_state(one.optimizer, names) for one in self._optimizers]
+        state["schedulers"] = [dict(one.state_dict()) for one in self._schedulers]
+        state["precision"] = self.precision.state_dict()
+        state["window"] = self.window.state_dict()
+        state["objects"] = [dict(one.state_dict()) for one in self._objects]
+        state["rng"] = [part["rng"] for part in everyone]
+        state["loaders"] = [[part["loaders"][i] for part in everyone] for i in range(len(self._dataloaders))]
+        state["progress"] = {"step": self.step, "iteration": self.save_iteration}
+        state["seed"] = self.data_seed
+        return state
+
+    def _names(self) -> dict[int, str]:
+        several = len(self._models) > 1
+        return {
+            id(parameter): f"{i}.{name}" if several else name
+            for i, model in enumerate(self._models)
+            for name, parameter in unwrap(model).named_parameters()
+        }
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+        """Save models, optimizers, schedulers, loaders, generators and registered objects; every process calls it.
+
+        The directory is complete or absent, at every instant; one that is there is replaced.
+
+        Args:
+            output_dir: where; with automatic naming it is ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: False is refused: nothing is pickled.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: a value that cannot be saved, by key, or a storage that fails.
+        """
+        if not safe_serialization:
+            raise ConfigurationError("states are saved without pickle", found="safe_serialization=False")
+        path = self._next_path() if self.project_configuration.automatic_checkpoint_naming else output_dir
+        if path is None:
+            raise ConfigurationError("save_state needs a directory", fix="pass it, or use automatic_checkpoint_naming")
+        target = Path(os.path.abspath(os.path.expanduser(path)))
+        weights = [dict(unwrap(model).state_dict()) for model in self._models]
+        if self._before_save:
+            beside = _beside(target)
+            if self.is_main_process:
+                beside.mkdir(parents=True, exist_ok=True)
+            self.world.barrier()
+            for hook in list(self._before_save.values()):
+                hook(self._models, weights, str(beside))
+        state = self._collect(weights)
+        problem: CheckpointError | None = None
+        if self.is_main_process:
+            try:
+                _make_room(target)
+                info = {"step": self.step, "world_size": self.num_processes, "iteration": self.save_iteration}
+                write_checkpoint(target, state, info=info, overwrite=True)
+                self._prune(target)
+            except CheckpointError as error:
+                problem = error
+        problem = self.world.broadcast(problem)
+        if problem is not None:
+            raise problem
+        self.project_configuration.iteration += 1
+        return str(target)
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None) -> None:
+        """Go on where `save_state` was called: prepare everything first, in the same order; every process calls it.
+
+        Args:
+            input_dir: what `save_state` wrote; with automatic naming, by default the newest one that is whole.
+            load_kwargs: accepted for Accelerate's sake.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or does not fit what was prepared.
+        """
+        path = self._find(input_dir)
+        state = read_checkpoint(path)
+        models = list(self._models)
+        for hook in list(self._before_load.values()):
+            hook(models, str(_beside(path)))
+        self._refuse_others(path, state)
+        for i, model in enumerate(self._models):
+            if any(model is left for left in models):
+                unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"])
+        names = self._names()
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            restore_optimizer(optimizer.optimizer, saved, names, self.print)
+        for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        self.precision.load_state_dict(state["precision"])
+        self.window.load_state_dict(state["window"])
+        for one, saved in zip(self._objects, state["objects"], strict=True):
+            one.load_state_dict(saved)
+        for loader, saved in zip(self._dataloaders, state["loaders"], strict=True):
+            loader.load_states(saved)
+        self.step = state["progress"]["step"]
+        named = _NUMBERED.fullmatch(path.name)
+        self.project_configuration.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
+        if len(state["rng"]) == self.num_processes:
+            restore_rng(state["rng"][self.process_index], self.device)
+        else:
+            self.print(f"{len(state['rng'])} processes before, {self.num_processes} now: random layers draw anew")
+
+    def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
+        kinds: dict[str, list[Any]] = {
+            "optimizers": self._optimizers,
+            "schedulers": self._schedulers,
+            "loaders": self._dataloaders,
+            "objects": self._objects,
+        }
+        models = sum(name == "model" or name.startswith("model_") for name in state)
+        counts = {"models": (models, len(self._models) if models else 0)}
+        counts.update({kind: (len(state.get(kind, ())), len(now)) for kind, now in kinds.items()})
+        wrong = [f"{kind}: {then} saved, {now} prepared" for kind, (then, now) in counts.items() if then != now]
+        if wrong:
+            raise CheckpointError(
+                path, None, "; ".join(wrong), fix="prepare and register the same things, in the same order, first"
+            )
+
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            return Path(os.path.abspath(os.path.expanduser(input_dir)))
+        if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
+            raise ConfigurationError("load_state needs a directory", fix="pass it, or use automatic_checkpoint_naming")
+        root = Path(self.project_dir) / "checkpoints"
+        found: str | None = None
+        if self.is_main_process:
+            newest, damaged = newest_verified(root)
+            found = None if newest is None else str(newest)
+            for bad, problem in damaged:
+                self.print(
+                    f"checkpoint {bad.name} rejected: {problem.reason}; falling back to {newest and newest.name}"
+                )
+        found = self.world.broadcast(found)
+        if found is None:
+            raise CheckpointError(root, None, "there is no checkpoint here that can be loaded")
+        return Path(found)
+
+    def _next_path(self) -> Path:
+        if self.project_dir is None:
+            raise ConfigurationError(
+                "automatic_checkpoint_naming needs a project directory", fix="Accelerator(project_dir=...)"
+            )
+        root = Path(self.project_dir) / "checkpoints"
+        taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
+        if self.save_iteration in taken:  # an earlier run's: it is not written over
+            self.project_configuration.iteration = max(taken) + 1
+        self.project_configuration.iteration = self.world.broadcast(self.save_iteration)
+        return root / f"checkpoint_{self.save_iteration}"
+
+    def _prune(self, newest: Path) -> None:
+        """Delete what is over the limit, the oldest first, now that the newest is durable."""
+        limit = self.project_configuration.total_limit
+        if limit is None or not self.project_configuration.automatic_checkpoint_naming:
+            return
+        numbered = [
+            (int(found[1]), record.path)
+            for record in checkpoints(newest.parent)
+            if (found := _NUMBERED.fullmatch(record.path.name))
+        ]
+        for _, old in sorted(numbered)[: max(0, len(numbered) - max(1, limit))]:
+            remove_checkpoint(old)
+            shutil.rmtree(_beside(Path(str(old))), ignore_errors=True)
+
+    # -- weights ---------------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a prepared model, whole, by the user's names."""
+        return dict((self.unwrap_model(model) if unwrap else model).state_dict())
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+
+        Args:
+            model: prepared or not.
+            save_directory: other files in it are left alone.
+            max_shard_size: of a file, in bytes or as ``"5GB"``.
+            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+        """
+        if self.is_main_process:
+            target = Path(os.path.abspath(os.path.expanduser(save_directory)))
+            if target.is_file():
+                raise ConfigurationError("save_model needs a directory", found=str(target))
+            work = target / ".model.tmp"
+            shutil.rmtree(work, ignore_errors=True)
+            weights = {name: value.detach() for name, value in self.get_state_dict(model).items()}
+            if safe_serialization:
+                export(weights, work, "huggingface", max_shard_size=max_shard_size)
+            else:
+                export(weights, work / "pytorch_model.bin", "torch")
+            for old in target.glob("model*.safetensors*"):
+                old.unlink()
+            for file in sorted(work.iterdir(), key=lambda file: file.suffix == ".json"):
+                os.replace(file, target / file.name)
+            work.rmdir()
+        self.world.barrier()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors."""
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            if os.path.exists(f):
+                os.unlink(f)
+            export(obj, f, "safetensors")
+        else:
+            torch.save(obj, f)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.name}.files")
+
+
+def _entries(root: Path) -> list[str]:
+    return os.listdir(root) if root.is_dir() else []
+
+
+def _make_room(target: Path) -> None:
+    """An empty directory that the user made for the state is one to write to."""
+    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        target.rmdir()

@@ -1,0 +1,77 @@
+"""A model as a loop of the user's own calls it: its forward in the precision, wrapped by the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.protocols import Precision
+from trainer_kit.raw.collectives import each_tensor
+
+__all__ = ["apply_precision", "remove_precision", "unwrap", "without_exchange"]
+
+
+@final
+class _Forward:
+    """A forward under autocast that hands out float32, as losses want it."""
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+        self.forward, self.precision = forward, precision
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        context = self.precision.forward_context()
+        assert context is not None
+        with context:
+            outputs = self.forward(*arguments, **options)
+        return each_tensor(outputs, _to_float32)
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def apply_precision(model: nn.Module, precision: Precision) -> None:
+    """Make ``model(...)`` compute in the precision; done twice, it is there once."""
+    if precision.forward_context() is None or isinstance(model.__dict__.get("forward"), _Forward):
+        return
+    # On the instance: the class, and other models of it, are left alone.
+    model.__dict__["forward"] = _Forward(model.forward, precision)
+
+
+def remove_precision(model: nn.Module) -> None:
+    """The model's own forward again."""
+    if isinstance(model.__dict__.get("forward"), _Forward):
+        del model.__dict__["forward"]
+
+
+def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    """The user's model behind what `prepare` and ``torch.compile`` made of it.
+
+    Args:
+        model: prepared or not.
+        keep_fp32_wrapper: leave its forward in the precision that it was prepared for.
+    """
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            model = model.module
+        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            model = model._orig_mod  # type: ignore[assignment]
+        else:
+            break
+    if not keep_fp32_wrapper:
+        remove_precision(model)
+    return model
+
+
+@contextmanager
+def without_exchange(*models: nn.Module) -> Iterator[None]:
+    """Gradients of backwards inside stay on their process, until the next one outside."""
+    with ExitStack() as stack:
+        for model in models:
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+        yield
