@@ -41,6 +41,7 @@ HOSTILE ?= 10000
 soak: .venv/.stamp
 	KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults/test_kills.py -k soak
 	FLIPS=$(FLIPS) $(BIN)/python -m pytest tests/faults/test_damage_anywhere.py
+	CYCLES=0 $(BIN)/python -m pytest tests/faults/test_save_cycle.py
 	HOSTILE=$(HOSTILE) $(BIN)/python -m pytest tests/faults/test_hostile_checkpoints.py
 
 check: .venv/.stamp

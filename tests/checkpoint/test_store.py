@@ -128,3 +128,16 @@ def test_a_failed_mark_keeps_the_old_index(folder, monkeypatch):
         mark(folder, best=folder / "step-20")
     assert lookup(folder, "best") == folder / "step-9"
     assert sorted(os.listdir(folder)) == ["index.json", "step-100", "step-20", "step-9"]
+
+
+def test_an_index_that_cannot_say_what_is_last_is_none(folder, monkeypatch):
+    mark(folder, last=folder / "step-9")
+
+    def fail(one, other):
+        raise OSError("no")
+
+    monkeypatch.setattr(store.os, "replace", fail)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        mark(folder, last=folder / "step-100")
+    assert lookup(folder, "last") == folder / "step-100"
+    assert sorted(os.listdir(folder)) == ["step-100", "step-20", "step-9"]

@@ -31,6 +31,7 @@ class Retention:
         pending: asked for and not yet durable, in order.
         displaced: path → (who took its place, its score or None), until deleted.
         yielding: what the newest took the place of, deleted or not.
+        late: what could not be deleted behind the last durable one.
 
     Example:
         >>> best = Retention(1, better=lambda a, b: a < b)
@@ -49,6 +50,7 @@ class Retention:
         self.pending: list[str] = []
         self.displaced: dict[str, tuple[str, float | None]] = {}
         self.yielding: list[str] = []
+        self.late: list[str] = []
         self._before: tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str]] | None = None
 
     @property
@@ -120,6 +122,7 @@ class Retention:
             ready = [other for other, (by, _) in self.displaced.items() if by not in self.pending and other != path]
             for other in ready:
                 del self.displaced[other]
+            self.late = []
             return ready
 
     def fail(self, path: str) -> None:
@@ -138,6 +141,7 @@ class Retention:
         """What could not be deleted behind ``path`` goes behind the next one."""
         with _LOCK:
             self.displaced.update(dict.fromkeys(left, (path, None)))
+            self.late = left
 
     def _lose(self, lost: list[str]) -> None:
         # Saves are done one after the other: one that is passed by a later one has failed.

@@ -212,8 +212,8 @@ class Shelf:
             "best_score": score,
             "kept": dict(held.kept),
             "newest": held.newest,
-            # Only the newest one's: what gave way earlier is deleted by the time this is durable.
-            "yielding": list(held.yielding),
+            # What gave way earlier is deleted by the time this is durable, unless that failed.
+            "yielding": list(dict.fromkeys([*held.yielding, *held.late])),
             "taken": list(self._taken),
         }
 

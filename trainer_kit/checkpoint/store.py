@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import PurePosixPath
@@ -90,6 +92,8 @@ def entries(root: Location) -> list[Any]:
 def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None) -> None:
     """Give checkpoints of ``directory`` names, durably and all at once; None takes a name away.
 
+    Where the new ``last`` cannot be written down, the index goes: what it says of it is out of date.
+
     Raises:
         CheckpointError: when a path is not a complete checkpoint inside ``directory``, or the index cannot be written.
 
@@ -102,6 +106,17 @@ def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | No
         ('step-3', 'step-3')
     """
     root = absolute(directory)
+    try:
+        _mark(root, names)
+    except CheckpointError:
+        if names.get("last") is not None:
+            # An old index would lead back behind a checkpoint that is there; without one it is found by its step.
+            with suppress(OSError):
+                (root / _INDEX).unlink()
+        raise
+
+
+def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) -> None:
     index = read_index(root) or {}
     for name, path in names.items():
         if path is None:
