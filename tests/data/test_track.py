@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -102,11 +104,12 @@ class SquareSampler(Sampler[int]):
     """Draws from a generator of NumPy's."""
 
     def __init__(self) -> None:
-        self.rng, self.other = np.random.default_rng(3), random.Random(4)
+        self.rng, self.other, self.older = np.random.default_rng(3), random.Random(4), np.random.RandomState(5)
 
     def __iter__(self) -> Iterator[int]:
         order = self.rng.permutation(9).tolist()
         self.other.shuffle(order)
+        self.older.shuffle(order)
         return iter(order)
 
     def __len__(self) -> int:
@@ -306,6 +309,31 @@ def test_another_number_of_workers_is_refused() -> None:
         Feed(DataLoader(Sharded(), batch_size=2, num_workers=2)).track.load_state_dict([state], 0)
 
 
+def test_a_loader_in_place_of_another_begins_at_the_position() -> None:
+    def state(loader: Any) -> Any:
+        feed = Feed(loader)
+        batches = feed.epoch(0)
+        next(batches), next(batches)
+        return saved(feed.track.state_dict(0, 2))
+
+    loaders: list[Callable[[], Any]] = [
+        lambda: Rewinding(4),
+        lambda: shuffled(),
+        lambda: Unsized(4),
+        lambda: CombinedLoader([Rewinding(4), Rewinding(4)]),
+        lambda: CombinedLoader([Rewinding(4)], "max_size"),
+        lambda: [1, 2, 3, 4],
+    ]
+    for then in loaders:
+        for now in loaders:
+            whole = [plain(batch) for batch in Feed(now()).epoch(0)]
+            feed = Feed(now())
+            feed.track.load_state_dict([state(then())], 0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # some read up to there
+                assert [plain(batch) for batch in feed.epoch(0, 2)] == whole[2:]
+
+
 def test_reading_on_does_not_change_a_state_that_was_taken() -> None:
     class Live(Rewinding):
         def __init__(self) -> None:
@@ -385,3 +413,21 @@ def test_workers_end_with_the_reading() -> None:
     next(batches)
     del batches
     assert vars(feed._source.loader)["_iterator"] is None  # type: ignore[attr-defined]
+
+
+class Slow:
+    """A stream that takes its time."""
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(12):
+            time.sleep(0.25)
+            yield i
+
+
+@pytest.mark.slow
+def test_reading_for_long_shows_a_bar_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.warns(UserWarning, match=r"10 batches were read and thrown away in 2\.\d s\. With state_dict\(\)"):
+        assert next(Feed(Slow()).epoch(0, 10)) == 10
+    assert "reading up to where it was" in capsys.readouterr().err
+    assert next(Feed(Slow(), rank=1, size=2, shard=False).epoch(0, 9)) == 9
+    assert capsys.readouterr().err == ""

@@ -108,6 +108,15 @@ def test_one_rank_then_two(tmp_path: Path, kind: str) -> None:
     assert sorted(before + after[0] + after[1]) == list(range(24))
 
 
+@pytest.mark.filterwarnings("ignore:DataLoader cannot skip by index")
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:
+    whole = run_distributed(train, 2, str(tmp_path / "whole"), 2, -1, False, kind)
+    before = run_distributed(train, 2, str(tmp_path), 2, 2, False, kind)
+    after = run_distributed(train, 2, str(tmp_path), 2, -1, True, kind)
+    assert [one + other for one, other in zip(before, after, strict=True)] == whole
+
+
 def test_no_whole_number_of_batches_is_refused(tmp_path: Path) -> None:
     train(str(tmp_path), 1, 3, False)
     with pytest.raises(CheckpointError, match="no whole number of batches"):

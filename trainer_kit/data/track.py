@@ -10,7 +10,7 @@ from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.data.generators import generator_states, restore_generators
 from trainer_kit.data.order import EMPTY
-from trainer_kit.data.place import Source
+from trainer_kit.data.place import Source, kind_of
 
 __all__ = ["Track"]
 
@@ -38,30 +38,31 @@ class Track:
         self._opened: tuple[int, int] | None = None
         self._before: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
+        self._kind = [kind_of(source), len(source.workers), *(unit for unit, _ in source.stride)]
 
     def epoch(self, epoch: int, start: int) -> Iterator[Any]:
         """The batches of an epoch from ``start`` on; see `Feed.epoch`."""
         source = self._source
-        if not source.indexed and not start:
+        drains = not source.indexed and not source.stateful
+        if drains and not start and not (source.once and self._rng):
             self._rng = rng_state()  # a stream that is read again draws its order as it did
-        saved = self._before if self._opened is None else self.state_dict(epoch, start)
-        resumes, virgin = self._opened is None and saved is not None, self._opened is None
-        if resumes and saved is not None:
+        unread, before = self._opened is None, self.state_dict(epoch, start)
+        if unread and before is not None:
             with preserved_rng():
-                iterator = self._go_on(saved, epoch, start)
+                iterator = self._go_on(before, epoch, start)
         else:
             iterator = source.epoch(epoch, start)
-        self._before, self._opened = saved, (epoch, start)
+        self._before, self._opened = before, (epoch, start)
         self._epoch, self._at, self._ended = epoch, start, False
         if not source.stateful:
             return iterator
         self._states = {}
-        if resumes and saved is not None and saved["epoch"] == epoch and not saved.get("divided"):
-            self._states[saved["batch"]] = saved["state"]
-            if saved["skip"]:
+        if unread and before is None and not start:
+            self._states[0] = None  # a new loader is the same
+        elif unread and before is not None and before["epoch"] == epoch and not before["divided"]:
+            self._states[before["batch"]] = before["state"]
+            if before["skip"]:
                 self._states[start] = source.state()
-        elif virgin and not resumes and not start:
-            self._states[0] = None  # nobody has read from it yet: a new one is the same
         return self._noted(iterator, start)
 
     def _noted(self, batches: Iterator[Any], at: int) -> Iterator[Any]:
@@ -92,11 +93,10 @@ class Track:
         source = self._source
         if self._opened is None or self._opened == (epoch, batch):
             return self._before
-        if source.once and not source.stateful:
-            return {**self._record(0, None), "epoch": epoch, "passed": read - batch}
         inside = epoch == self._epoch
-        if not source.stateful and not source.indexed and inside:
-            return {**self._record(batch, source.state()), "rng": self._rng}
+        if not source.stateful and not source.indexed and (inside or source.once):
+            passed = read - batch if source.once else 0
+            return {**self._record(batch, source.state()), "epoch": epoch, "passed": passed, "rng": self._rng}
         if not source.stateful and not source.generators:
             return None
         if not source.stateful and inside:
@@ -122,7 +122,10 @@ class Track:
             "ended": False,
             "passed": 0,
             "generators": None,
-            "workers": self._source.workers if self._source.stateful else [],
+            "rng": None,
+            "divided": False,
+            "kind": self._kind,
+            "workers": self._source.workers,
         }
 
     def load_state_dict(self, ranks: Sequence[Mapping[str, Any] | None], rank: int) -> None:
@@ -136,10 +139,10 @@ class Track:
             CheckpointError: the loader cannot begin with that.
         """
         saved = ranks[rank] if len(ranks) == self._size else self._divided_anew(ranks[-1], len(ranks))
-        if saved is None:
-            return
-        reads, then, now = saved["state"] is not None or saved["skip"], saved["workers"], self._source.workers
-        if self._source.stateful and reads and list(then) != now:
+        if saved is None or list(saved["kind"]) != self._kind:
+            return  # of another loader, so that only the position holds
+        then, now = list(saved["workers"]), self._source.workers
+        if then != now and (saved["state"] is not None or saved["skip"]):
             raise CheckpointError(
                 "loaders",
                 "workers",
@@ -161,12 +164,12 @@ class Track:
 
     def _go_on(self, saved: Mapping[str, Any], epoch: int, start: int) -> Iterator[Any]:
         source = self._source
-        if saved["passed"]:
+        if saved["rng"] is not None:
+            self._rng = saved["rng"]
+            restore_rng(self._rng)
+        if saved["epoch"] == epoch and saved["passed"]:
             return source.epoch(epoch, start + saved["passed"])
         if saved["epoch"] == epoch:
-            if saved.get("rng") is not None:
-                self._rng = saved["rng"]
-                restore_rng(self._rng)
             iterator = source.epoch(epoch, saved["batch"] if source.stateful else start, 0, saved["state"])
             _pass(iterator, saved)
             return iterator
@@ -177,7 +180,7 @@ class Track:
 
 
 def _named(workers: Sequence[int]) -> str:
-    return ", ".join(map(str, workers)) or "no"
+    return ", ".join(map(str, workers))
 
 
 def _pass(batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
