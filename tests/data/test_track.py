@@ -407,6 +407,16 @@ def test_a_stream_that_is_read_again_draws_its_order_as_it_did() -> None:
         assert found == rows[6 * epoch + at : 6 * epoch + 6]
 
 
+def test_loaders_that_make_their_batches_in_their_own_way_are_left_alone() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter([1, 2, 3])
+
+    for loader in (Own(Sharded()), DataLoader(Sharded(), num_workers=2, in_order=False)):
+        feed = Feed(loader)
+        assert (type(feed._source.loader), feed.stateful) == (type(loader), False)  # type: ignore[attr-defined]
+
+
 def test_workers_end_with_the_reading() -> None:
     feed = Feed(DataLoader(Sharded(), batch_size=2, num_workers=1))
     batches = feed.epoch(0)

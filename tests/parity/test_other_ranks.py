@@ -69,7 +69,8 @@ def loader(kind: str) -> Any:
     return DataLoader(data, batch_size=2, shuffle=True)
 
 
-KINDS = ["map-style", "list", "batch sampler", "generator", "stream", "stream with a state"]
+OTHERS = ["list", "batch sampler", "generator", "stream"]
+KINDS = ["map-style", "stream with a state", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
 
 
 def train(directory: str, ranks: int, batches: int, resume: bool, kind: str = "map-style") -> list[int]:
@@ -108,6 +109,7 @@ def test_one_rank_then_two(tmp_path: Path, kind: str) -> None:
     assert sorted(before + after[0] + after[1]) == list(range(24))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DataLoader cannot skip by index")
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:

@@ -123,8 +123,13 @@ def check(make: Callable[[], Any], count: int, **options: Any) -> None:
     assert len(together) == count
 
 
+QUICK = ("shorter than its length", "one batch for all ranks")
+
+
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize(
+    "data", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in DATA if name not in QUICK)]
+)
 def test_two_ranks(data: str) -> None:
     check(*DATA[data])
     check(*DATA[data], accumulate_grad_batches=3)

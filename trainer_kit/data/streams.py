@@ -207,6 +207,8 @@ def _reading_states(loader: DataLoader[Any]) -> Any:
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
         return loader  # one that makes its batches in its own way
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        return loader  # batches come as workers finish them: no state says which did
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     # Not its constructor, which knows neither all that torch has by now nor what a subclass added.
