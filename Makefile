@@ -10,7 +10,7 @@ help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
 	@echo "make test        every test"
 	@echo "make test-quick  the tests that are not marked slow"
-	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000)"
+	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints and its samples cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
@@ -38,10 +38,12 @@ test-quick: .venv/.stamp
 KILLS ?= 1000
 FLIPS ?= 100000
 HOSTILE ?= 10000
+LOSSES ?= 200
 soak: .venv/.stamp
 	KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults/test_kills.py -k soak
 	FLIPS=$(FLIPS) $(BIN)/python -m pytest tests/faults/test_damage_anywhere.py
 	CYCLES=0 $(BIN)/python -m pytest tests/faults/test_save_cycle.py
+	LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/faults/test_power_loss.py
 	HOSTILE=$(HOSTILE) $(BIN)/python -m pytest tests/faults/test_hostile_checkpoints.py
 
 check: .venv/.stamp

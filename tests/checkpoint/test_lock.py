@@ -168,3 +168,10 @@ def test_a_lock_that_was_being_written_is_cleaned(tmp_path):
     assert len(os.listdir(tmp_path)) == 1
     assert clean_incomplete(tmp_path) == 1
     assert os.listdir(tmp_path) == []
+
+
+def test_the_names_of_the_directories_it_makes_are_durable(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr("trainer_kit.checkpoint.lock.sync_directory", synced.append)
+    DirectoryLock(tmp_path / "run" / "kept").release()
+    assert synced == [tmp_path, tmp_path / "run"]

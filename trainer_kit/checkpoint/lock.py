@@ -11,7 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Final, final
 
-from trainer_kit.checkpoint.files import read_file, write_file
+from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
@@ -106,6 +106,7 @@ class DirectoryLock:
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             self._made.append(path)
+            sync_directory(path.parent)  # no checkpoint is safer than the name of its directory
 
     def _remove_directory(self) -> None:
         while self._made:
