@@ -362,6 +362,26 @@ def test_none_for_a_part_of_a_window_keeps_its_weight() -> None:
 
 
 @pytest.mark.world_size(2)
+def test_none_for_a_batch_that_only_some_ranks_have_a_part_of() -> None:
+    """19 samples: nothing of the last batch is left for the last rank, and the first one skips its sample."""
+    for length in [1, 4]:
+        with case(length=length):
+            net, mine = double(), double()
+            batches = whole(19, 6)
+            optimizer = sgd(net)
+            for _ in range(2):
+                for first in range(0, 3, length):
+                    optimizer.zero_grad()
+                    window = batches[:3][first : first + length]
+                    weight = 19 if length == 4 else sum(len(x) for x, _ in window)
+                    for x, y in window:
+                        (F.cross_entropy(net(x), y) * len(x) / weight).backward()
+                    optimizer.step()
+            ddp(Skipping(mine, 3), loader(19), max_epochs=2, accumulate_grad_batches=length)
+            assert_close(mine, net)
+
+
+@pytest.mark.world_size(2)
 def test_none_on_one_rank_is_an_error_on_all() -> None:
     for rank, length in product([0, 1], [1, 2]):
         with case(rank=rank, length=length):

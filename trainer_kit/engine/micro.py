@@ -48,6 +48,8 @@ class Micro:
         loss: the last one, detached.
         loss_sum: of the losses since `is_finite` was asked; NaN and infinities stay in it.
         skipped: how many times the step returned None.
+        ghosts: how many micro-batches this rank did not have, in windows that were loaded.
+        uneven: whether any rank may lack a micro-batch of this window.
         started: the count of steps when the window was loaded.
         contributed: whether any micro-batch of the window added a gradient.
         fresh: whether the gradients of the window before are still there.
@@ -76,6 +78,7 @@ class Micro:
         "factors",
         "first",
         "fresh",
+        "ghosts",
         "index",
         "loss",
         "loss_sum",
@@ -89,6 +92,7 @@ class Micro:
         "skipped",
         "started",
         "tokens",
+        "uneven",
         "unusual",
         "wants_outputs",
         "weights",
@@ -119,7 +123,7 @@ class Micro:
         self.weights: Sequence[float] = [1.0]
         self.sizes: list[int] = [0]
         self.tokens = 0
-        self.count = self.first = self.index = self.skipped = 0
+        self.count = self.first = self.index = self.skipped = self.ghosts = 0
         self.started = -1
         self.batch: Any = None
         self.earlier: Any = None
@@ -129,7 +133,7 @@ class Micro:
         self.always_unusual = manual or several is not None or precision.scales
         self.unusual = True  # the first loss is looked at closely
         self.drops: list[Any] = []
-        self.contributed = False
+        self.contributed = self.uneven = False
         self.fresh = True
         self.remembers = False
         self.parts: list[Tensor] | None = None
@@ -160,7 +164,7 @@ class Micro:
         """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""
         batch = self.batch
         if batch is None:
-            self.contributed = True
+            self.ghosts += 1
             self._add_nothing()
             self.absent()
             return None

@@ -254,7 +254,10 @@ class Stepper:
 
     def step(self) -> None:
         """Step every optimizer, then the schedulers that count steps."""
-        if not self.window.contributed:  # every micro-batch was skipped: nothing to apply
+        window = self.window
+        if window.uneven:  # a rank without data of its own does not know whether the others skipped theirs
+            window.contributed = any(row[0] for row in self.strategy.data.agree([window.contributed]))
+        if not window.contributed:  # every micro-batch was skipped: nothing to apply
             return
         scales = self.precision.scales
         skipped: list[Optimizer] = []
@@ -274,7 +277,7 @@ class Stepper:
         if scales:
             self.precision.end_step()
         if self._by_step:
-            progress = self.window.progress
+            progress = window.progress
             for config in self._by_step:
                 if (progress.step + 1) % config.frequency == 0 and not (skipped and config.optimizer in skipped):
                     self.advance(config)

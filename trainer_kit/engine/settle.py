@@ -138,11 +138,13 @@ def _unite(run: Fit) -> None:
         if run.saver.ended:
             settle_save(run)
         return
-    rows = world.agree([*requests.pending, run.micro.skipped, run.saver.ended, run.elapsed, _pace(run)])
-    stops, validations, signals, saves, skipped, saved, elapsed, _ = map(list, zip(*rows, strict=True))
+    micro = run.micro
+    rows = world.agree([*requests.pending, micro.skipped, micro.ghosts, run.saver.ended, run.elapsed, _pace(run)])
+    stops, validations, signals, saves, skipped, ghosts, saved, elapsed, _ = map(list, zip(*rows, strict=True))
     run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
-    if len(set(skipped)) > 1:
+    # A batch that a rank did not have is one that it may have skipped.
+    if max(skipped) > min(map(sum, zip(skipped, ghosts, strict=True))):
         raise RankError(
             "training_step returned None on some ranks only",
             found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),

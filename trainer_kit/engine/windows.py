@@ -119,9 +119,13 @@ class Windows:
         """Several ranks: windows are equally long on all of them."""
         micro = self.micro
         self._by_samples = self.feed.even and (self.loss_weight is None or not self.weighting)
+        length = self.feed.length
+        last = -1 if length is None else length - 1
         usual = self._by_samples and self.loss_weight is None and self.ahead is None
         load = self._load_one if usual else self._load_together
         while load(list(islice(batches, self.length)), start):
+            if self._by_samples:  # else it was agreed
+                micro.uneven = start + micro.count > last
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
@@ -151,7 +155,9 @@ class Windows:
             micro.sizes = cast("list[int]", known)
             total: float = sum(micro.sizes)
         else:
-            rows = self.group.agree([len(batches), sum(weights), sum(sizes)])  # one small exchange on the CPU
+            there = sum(batch is not None for batch in batches)
+            rows = self.group.agree([len(batches), sum(weights), sum(sizes), there])  # one small exchange on the CPU
+            micro.uneven = len({row[3] for row in rows}) > 1
             longest, total = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
             if longest == 0:
                 return False
