@@ -42,7 +42,7 @@ class FakeTrainer:
         self.estimated_stepping_batches = 100
         self.callback_metrics, self.progress_bar_metrics = {}, {}
         self.optimizers, self.lr_scheduler_configs = [], []
-        self.module = SimpleNamespace(automatic_optimization=True)
+        self.module = SimpleNamespace(automatic_optimization=True, parameters=list)
         self.stops, self.requests, self.logged, self.accumulation = [], [], [], []
         self.printed = []
         vars(self).update(attributes)

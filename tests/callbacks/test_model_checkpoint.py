@@ -246,13 +246,13 @@ def test_rank_0_judges_and_names_for_all(make_trainer):
 @pytest.mark.parametrize(
     ("options", "kept", "best"),
     [
-        ({"monitor": "m"}, ["step-00000012"], 12),
-        ({"monitor": "m", "mode": "max"}, ["step-00000008"], 8),
+        ({"monitor": "m"}, ["step-00000004", "step-00000012"], 12),
+        ({"monitor": "m", "mode": "max"}, ["step-00000004", "step-00000008"], 8),
         ({"monitor": "m", "save_top_k": 2}, ["step-00000012", "step-00000016"], 12),
         ({"monitor": "m", "save_top_k": 2, "save_last": True}, ["step-00000012", "step-00000016", "step-00000020"], 12),
         ({"monitor": "m", "save_last": "link"}, ["step-00000012", "step-00000020"], 12),
-        ({"monitor": "m", "save_top_k": 0, "save_last": True}, ["step-00000020"], None),
-        ({}, ["step-00000020"], 20),
+        ({"monitor": "m", "save_top_k": 0, "save_last": True}, ["step-00000016", "step-00000020"], None),
+        ({}, ["step-00000016", "step-00000020"], 20),
         ({"save_top_k": -1}, [f"step-000000{step:02d}" for step in (4, 8, 12, 16, 20)], 20),
         ({"save_top_k": 0}, [], None),
     ],
@@ -270,6 +270,8 @@ def test_retention_on_disk(make_trainer, options, kept, best, prompt):
     expected = "" if best is None else str(trainer.run_dir / "checkpoints" / f"step-{best:08d}")
     assert callback.best_model_path == expected
     directory = trainer.run_dir / "checkpoints"
+    if "monitor" in options:
+        assert len(callback.best_k_models) == options.get("save_top_k", 1), "the spare is none of the best"
     if kept:
         assert str(lookup(directory, "last")) == callback.last_model_path
         assert read_checkpoint(callback.last_model_path)["progress"]["step"] == int(callback.last_model_path[-8:])
@@ -289,7 +291,10 @@ def test_nothing_is_deleted_before_its_successor_is_durable(make_trainer):
     assert on_disk(trainer) == ["step-00000001"]
     trainer.step()
     trainer.save()
-    assert on_disk(trainer) == ["step-00000003"]
+    assert on_disk(trainer) == ["step-00000001", "step-00000003"]
+    trainer.step()
+    trainer.save()
+    assert on_disk(trainer) == ["step-00000003", "step-00000004"]
 
 
 def test_a_deletion_that_fails_does_not_end_the_run(make_trainer):
@@ -301,18 +306,21 @@ def test_a_deletion_that_fails_does_not_end_the_run(make_trainer):
     (directory / "manifest.json").unlink()
     (directory / "notes.txt").write_text("mine")
     trainer.step()
-    with pytest.warns(UserWarning, match="after saving .*step-00000002.*not a checkpoint of this library"):
+    trainer.save()
+    trainer.step()
+    with pytest.warns(UserWarning, match="after saving .*step-00000003.*not a checkpoint of this library"):
         trainer.save()
     assert (directory / "notes.txt").read_text() == "mine"
 
 
 def test_only_rank_0_touches_the_disk(make_trainer):
     trainer = make_trainer(ModelCheckpoint(every_n_train_steps=1), batches=9, world_size=2, rank=1).begin()
-    trainer.strategy.world.broadcast = lambda value: f"step-{trainer.global_step:08d}"
-    for _ in range(2):
+    directory = trainer.run_dir / "checkpoints"
+    trainer.strategy.world.broadcast = lambda value: str(directory / f"step-{trainer.global_step:08d}")
+    for _ in range(3):
         trainer.step()
         trainer.save()
-    assert on_disk(trainer) == ["step-00000001", "step-00000002"]
+    assert on_disk(trainer) == ["step-00000001", "step-00000002", "step-00000003"]
 
 
 def test_what_was_there_before_is_neither_overwritten_nor_deleted(make_trainer, tmp_path):
@@ -328,6 +336,7 @@ def test_what_was_there_before_is_neither_overwritten_nor_deleted(make_trainer, 
         "index.json",
         "step-00000004",
         "step-00000008",
+        "step-00000008-v1",
         "step-00000012",
     }
     assert read_checkpoint(directory / "step-00000004") == {"old": {"step": 4}}
@@ -341,9 +350,8 @@ def test_one_name_for_all(make_trainer):
     for _ in range(5):
         trainer.epoch()
         names += trainer.save()
-        assert on_disk(trainer) == names[-1:]
-    assert names[:3] == ["best", "best-v1", "best-v2"]
-    assert set(names) == {"best", "best-v1", "best-v2"}
+        assert on_disk(trainer) == names[-2:]
+    assert names == ["best", "best-v1", "best-v2", "best-v3", "best"]
 
 
 def test_without_the_version_counter_it_is_replaced(make_trainer):
@@ -462,17 +470,18 @@ def test_what_was_deleted_since_is_forgotten(make_trainer):
 def test_what_gave_way_at_the_last_checkpoint_is_deleted_after_a_restart(make_trainer):
     callback = ModelCheckpoint()
     trainer = make_trainer(callback).begin()
-    trainer.epoch()
-    trainer.save()
+    for _ in range(2):
+        trainer.epoch()
+        trainer.save()
     trainer.epoch()
     state = callback.state_dict()
     ((_, _, request),) = trainer.requests
-    write_checkpoint(request.path, {}, info={"step": 8})  # and killed before anything was deleted
-    assert on_disk(trainer) == ["step-00000004", "step-00000008"]
+    write_checkpoint(request.path, {}, info={"step": 12})  # and killed before anything was deleted
+    assert on_disk(trainer) == ["step-00000004", "step-00000008", "step-00000012"]
     _, resumed = restart(make_trainer, state, trainer.progress.state_dict(), options={})
     resumed.epoch()
     resumed.save()
-    assert on_disk(resumed) == ["step-00000012"]
+    assert on_disk(resumed) == ["step-00000012", "step-00000016"]
 
 
 def test_another_directory(make_trainer, tmp_path):

@@ -33,9 +33,10 @@ def test_nothing_goes_before_the_successor_is_durable():
     held.ask("b", 1.0)
     held.ask("c", 0.5)
     assert held.pending == ["b", "c"]
-    assert held.displaced == {"a": ("b", 2.0), "b": ("c", 1.0)}
-    assert held.confirm("b") == ["a"]
-    assert held.confirm("c") == ["b"]
+    assert held.displaced == {"a": ("c", 2.0), "b": ("c", 1.0)}
+    assert held.spare == "b"
+    assert held.confirm("b") == []
+    assert held.confirm("c") == ["a"]
 
 
 def test_a_save_that_failed_gives_its_place_back():
@@ -78,13 +79,15 @@ def test_what_is_kept_does_not_depend_on_when_saves_are_done(keep):
         disk.add(path)
         disk.difference_update(prompt.confirm(path))
         assert path in disk, "the newest is never deleted"
+        assert len(disk) >= min(2, index + 1)
         assert set(prompt.kept) <= disk
         late.append(path)
         if draw.random() < 0.5:
             for each in late:
                 tardy.confirm(each)
             late.clear()
-    assert disk == {*prompt.kept, prompt.newest}
+    assert disk == {*prompt.kept, prompt.newest, *filter(None, [prompt.spare])}
+    assert len(disk) >= 2
     assert len(prompt.kept) == {-1: 60, 0: 0}.get(keep, keep)
 
 
@@ -127,7 +130,7 @@ def test_a_failed_save_gives_its_place_back_at_once():
     assert (held.best, held.newest, held.pending, held.displaced) == ("a", "a", [], {})
     assert held.admits(0.45), "what the failed one would have beaten is kept"
     held.ask("c", 0.45)
-    assert held.confirm("c") == ["a"]
+    assert (held.confirm("c"), held.spare) == ([], "a")
     held.ask("d", None)
     held.fail("d")
     assert (held.best, held.newest) == ("c", "c")
@@ -142,5 +145,44 @@ def test_a_failed_save_of_several_that_were_asked_for():
     held.ask("b", 0.4)
     held.ask("c", 0.3)
     held.fail("b")
-    assert held.confirm("c") == ["a"]
+    assert (held.confirm("c"), held.spare) == ([], "a")
     assert (held.best, held.newest) == ("c", "c")
+
+
+def test_of_several_saves_the_one_that_failed_is_no_spare():
+    held = Retention(1, higher)
+    for score, path in enumerate("ab"):
+        held.ask(path, score)
+        held.confirm(path)
+    held.ask("c", 2.0)
+    held.ask("d", 3.0)  # both were under way, and c never arrives
+    assert held.confirm("d") == ["a"]
+    assert (held.spare, held.kept) == ("b", {"d": 3.0})
+
+
+def saved(held, path, finite=True):
+    held.ask(path, float(path[1:]))
+    if not finite:
+        held.taint(path)
+    return held.confirm(path)
+
+
+def test_the_last_finite_one_stays_until_another_one_is_there():
+    held = Retention(1, higher)
+    assert saved(held, "s1") == saved(held, "s2") == []
+    assert saved(held, "s3", finite=False) == ["s1"]
+    assert saved(held, "s4", finite=False) == []
+    assert saved(held, "s5", finite=False) == ["s3"]
+    assert saved(held, "s6", finite=False) == ["s4"]
+    assert {"s2", "s5", "s6"} <= {*held.displaced, *held.live}
+    assert saved(held, "s7") == ["s2", "s5"]
+    assert saved(held, "s8") == ["s6"]
+    assert (held.spare, held.tainted) == ("s7", set())
+
+
+def test_where_nothing_was_ever_finite_nothing_piles_up():
+    held, there = Retention(1, higher), set()
+    for step in range(1, 9):
+        there.add(f"s{step}")
+        there.difference_update(saved(held, f"s{step}", finite=False))
+    assert there == {"s7", "s8"}

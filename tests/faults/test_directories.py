@@ -65,7 +65,7 @@ def test_a_fit_holds_its_directory_and_lets_go(tmp_path):
     fit(tmp_path / "kept", looks)
     assert looks.owner is not None
     assert looks.owner.process.pid == os.getpid()
-    assert sorted(os.listdir(tmp_path / "kept")) == ["index.json", "step-00000006"]
+    assert sorted(os.listdir(tmp_path / "kept")) == ["index.json", "step-00000003", "step-00000006"]
 
 
 def test_it_lets_go_when_it_fails(tmp_path):
@@ -125,7 +125,7 @@ def test_what_a_dead_run_left_is_discarded_and_said_once(tmp_path, capsys):
     (tmp_path / ".mine.tmp").mkdir()
     assert len(os.listdir(tmp_path)) == 2
     fit(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".mine.tmp", "index.json", "step-00000006"]
+    assert sorted(os.listdir(tmp_path)) == [".mine.tmp", "index.json", "step-00000003", "step-00000006"]
     assert capsys.readouterr().out == f"discarded 1 incomplete save in {tmp_path}\n"
 
 

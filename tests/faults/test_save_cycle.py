@@ -42,7 +42,7 @@ class Server:
         )
         assert self.run(2)["ended"] == SAVED
         shutil.copytree(self.directory, place / "before")
-        assert sorted(os.listdir(self.directory)) == ["index.json", "step-00000002"]
+        assert sorted(os.listdir(self.directory)) == ["index.json", "step-00000001", "step-00000002"]
 
     def again(self):
         """As it was after two steps."""
@@ -102,7 +102,7 @@ def test_the_order_of_one_save(server, by):
     kept, trace = server.directory, server.trace(by)
     inside = [entry for entry in trace if str(kept) in entry[1]]
     for step in (3, 4):
-        target, before = kept / f"step-{step:08d}", kept / f"step-{step - 1:08d}"
+        target, before = kept / f"step-{step:08d}", kept / f"step-{step - 2:08d}"
         published = next(at for at, e in enumerate(inside) if e[0] == "rename" and e[2:] == [str(target)])
         work = Path(inside[published][1])
         assert work.parent == kept, "beside the target"
@@ -145,7 +145,7 @@ def check(server, ended, case):
         assert found.name == "step-00000004", case
     again = server.run(5)
     assert again["ended"] == SAVED, f"{case}: {again['said']}"
-    assert sorted(os.listdir(server.directory)) == ["index.json", "step-00000005"], case
+    assert sorted(os.listdir(server.directory)) == ["index.json", "step-00000004", "step-00000005"], case
     verify_checkpoint(server.directory / "step-00000005")
 
 

@@ -32,7 +32,9 @@ class ModelCheckpoint(Callback):
 
     A checkpoint is a directory. It is taken once everything of its step is done, and written by the loop. Nothing is
     deleted before what takes its place is durable; the newest checkpoint and whatever this callback did not ask for
-    are never deleted.
+    are never deleted. Two stay at least: where the best is the newest, the one that gave way last is left as a spare,
+    for the case that the newest turns out to be damaged. Once weights are NaN or infinite, the last checkpoint with
+    finite ones stays too.
 
     The intervals take an int of their unit or a duration (``"500ba"``, ``"2ep"``, ``"30min"``), act at the first end
     of a step at or after, and exclude each other. Without one there is a checkpoint after every validation, or after
@@ -207,6 +209,8 @@ class ModelCheckpoint(Callback):
             self._next = math.inf
             return
         restored, self._restored = self._restored, False
+        if restored and self._same_place and not _is_finite(module):
+            self._shelf.retention.taint(self.last_model_path)  # it cannot say so of itself
         self._shelf.start(trainer, restored and self._same_place)
         if not restored:
             self._next = self._next_epoch = math.inf
@@ -331,6 +335,11 @@ class ModelCheckpoint(Callback):
             message = f"no checkpoint of step {step}: not among the best {self.save_top_k} ({reason}{shown})"
         if self.verbose and trainer.is_global_zero:
             trainer.print(message)
+
+
+def _is_finite(module: ModuleLike) -> bool:
+    found = [parameter.detach().isfinite().all() for parameter in module.parameters()]
+    return not found or bool(torch.stack(found).all())  # sync point: a resumed run begins
 
 
 def _later(score: float, than: float) -> bool:

@@ -14,11 +14,15 @@ _LOCK: Final = Lock()
 
 @final
 class Retention:
-    """The best ``keep`` checkpoints by score, and the newest.
+    """The best ``keep`` checkpoints by score, the newest, and what stays in case that one of them is damaged.
 
     What is kept follows from what was *asked for*, so it does not depend on when a save was done. What may be deleted
     follows from what is durable: a checkpoint goes only once the one that took its place is there. A save that never
     became durable gives its place back. Whether a save is done may be said from another thread.
+
+    Where the best and the newest are one checkpoint, the one that gave way last stays as a spare, so that there are
+    always two once there were two. Of those that gave way, the last one with finite weights stays until another one
+    with finite weights is durable. Neither counts among the best.
 
     Args:
         keep: how many; -1 for all, 0 for none but the newest.
@@ -30,8 +34,10 @@ class Retention:
         newest: the last one asked for, or "".
         pending: asked for and not yet durable, in order.
         displaced: path → (who took its place, its score or None), until deleted.
-        yielding: what the newest took the place of, deleted or not.
+        yielding: what goes once the newest is durable, deleted or not.
         late: what could not be deleted behind the last durable one.
+        spare: gave way, and stays so that there are two; or "".
+        tainted: those that are there with weights that are not finite.
 
     Example:
         >>> best = Retention(1, better=lambda a, b: a < b)
@@ -39,8 +45,10 @@ class Retention:
         []
         >>> best.admits(0.4)
         True
-        >>> best.ask("b", 0.4); best.confirm("b")
-        ['a']
+        >>> best.ask("b", 0.4); best.confirm("b"), best.spare
+        ([], 'a')
+        >>> best.ask("c", 0.3); best.confirm("c"), best.spare
+        (['a'], 'b')
     """
 
     def __init__(self, keep: int, better: Callable[[float, float], bool]) -> None:
@@ -51,7 +59,9 @@ class Retention:
         self.displaced: dict[str, tuple[str, float | None]] = {}
         self.yielding: list[str] = []
         self.late: list[str] = []
-        self._before: tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str]] | None = None
+        self.spare = ""
+        self.tainted: set[str] = set()
+        self._before: tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str] | None = None
 
     @property
     def best(self) -> str:
@@ -88,20 +98,24 @@ class Retention:
 
     @property
     def live(self) -> set[str]:
-        """Names in use: kept, newest, and what gives way to the newest."""
-        return {*self.kept, *self.yielding, *filter(None, [self.newest])}
+        """Names in use: kept, newest, the spare, and what gives way to the newest."""
+        return {*self.kept, *self.yielding, *filter(None, [self.newest, self.spare])}
 
     def ask(self, path: str, score: float | None) -> None:
         """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
         with _LOCK:
-            self._before = dict(self.kept), self.newest, dict(self.displaced), list(self.yielding)
+            self._before = dict(self.kept), self.newest, dict(self.displaced), list(self.yielding), self.spare
             previous, self.newest = self.newest, path
             if path in self.pending:
                 self.pending.remove(path)
             self.pending.append(path)
             self.kept.pop(path, None)
             self.displaced.pop(path, None)
-            self.yielding = []
+            self.tainted.discard(path)
+            self.yielding = [old for old in (self._last_finite(), self.spare) if old in self.displaced]
+            self.yielding = list(dict.fromkeys(self.yielding))
+            for old in self.yielding:
+                self.displaced[old] = (path, self.displaced[old][1])
             if score is not None:
                 if worst := self.worst:
                     self.yielding.append(worst)
@@ -110,6 +124,7 @@ class Retention:
             if previous and previous not in (path, *self.kept, *self.yielding):
                 self.yielding.append(previous)
                 self.displaced[previous] = (path, None)
+            self.spare = self.yielding.pop() if self.yielding and not self.kept.keys() - {path} else ""
 
     def confirm(self, path: str) -> list[str]:
         """Count ``path`` as durable; returns what may be deleted now, and forgets it."""
@@ -119,11 +134,27 @@ class Retention:
                 at = self.pending.index(path)
                 lost, self.pending = self.pending[:at], self.pending[at + 1 :]
                 self._lose(lost)
-            ready = [other for other, (by, _) in self.displaced.items() if by not in self.pending and other != path]
+            stays = (path, self.spare, self._last_finite())
+            ready = [
+                other for other, (by, _) in self.displaced.items() if by not in self.pending and other not in stays
+            ]
             for other in ready:
                 del self.displaced[other]
             self.late = []
+            self.tainted.difference_update(ready)
             return ready
+
+    def taint(self, path: str) -> None:
+        """The weights of ``path`` are not finite; to be called before `confirm`."""
+        with _LOCK:
+            self.tainted.add(path)
+
+    def _last_finite(self) -> str:
+        """What must not go, for all that is there and stays is tainted; or ""."""
+        there = {*self.kept, self.newest, self.spare} - {"", *self.pending}
+        if not there <= self.tainted:
+            return ""
+        return next((path for path in reversed(self.displaced) if path not in self.tainted), "")
 
     def fail(self, path: str) -> None:
         """The save of ``path`` failed: it gives its place back, and nothing is deleted for it."""
@@ -132,7 +163,7 @@ class Retention:
                 return
             self.pending.remove(path)
             if self._before is not None and path == self.newest:
-                self.kept, self.newest, self.displaced, self.yielding = self._before
+                self.kept, self.newest, self.displaced, self.yielding, self.spare = self._before
                 self._before = None
             else:  # others were asked for or confirmed since
                 self._lose([path])
@@ -153,6 +184,9 @@ class Retention:
             best = self._best(back)
             self.kept[best] = back.pop(best)
             del self.displaced[best]
+        if self.spare not in self.displaced:
+            alone = len({*self.kept, self.newest} - {"", *lost}) < 2
+            self.spare = next(reversed(self.displaced), "") if alone else ""
 
     def _best(self, scores: Mapping[str, float]) -> str:
         found = ""

@@ -32,6 +32,9 @@ class _Request:
     def next_try(self) -> str:
         return self.shelf.next_try()
 
+    def not_finite(self) -> None:
+        self.shelf.retention.taint(str(self.path))
+
     def committed(self, path: Location) -> str | None:
         self.done = True
         return self.shelf._saved(str(self.path))
@@ -114,7 +117,8 @@ class Shelf:
         cut_short = False
         if trainer.is_global_zero:
             cut_short = restored and lookup(self.dirpath, "last") == locate(newest)
-            gone = [path for path in (*(kept if restored else ()), before) if path and not locate(path).is_dir()]
+            own = (*kept, self.retention.spare) if restored else ()
+            gone = [path for path in (*own, before) if path and not locate(path).is_dir()]
             if not restored:
                 there = sorted(entry.name for entry in entries(locate(self.dirpath)))
         if trainer.world_size > 1:
@@ -122,6 +126,8 @@ class Shelf:
         # Deleted by the sitting that this one goes back behind, or by hand.
         for path in gone:
             kept.pop(path, None)
+            if path == self.retention.spare:
+                self.retention.spare = ""
         if before in gone:
             self._before = ("", None)
         if not restored:
@@ -144,14 +150,13 @@ class Shelf:
         Returns:
             Its path.
         """
-        name = ""
+        path = ""
         if trainer.is_global_zero or not together:
             metrics = trainer.callback_metrics
             epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
-            name = self.name({**metrics, "epoch": int(epoch), "step": int(step)})
+            path = self._free(self.name({**metrics, "epoch": int(epoch), "step": int(step)}), trainer.global_step)
         if together and trainer.world_size > 1:
-            name = trainer.strategy.world.broadcast(name)
-        path = self._free(name, trainer.global_step)
+            path = trainer.strategy.world.broadcast(path)
         self.asked_step = trainer.global_step
         self.retention.ask(path, score)
         trainer.request_checkpoint(reason, _Request(reason, locate(path), self.weights_only, self))
@@ -214,6 +219,8 @@ class Shelf:
             "newest": held.newest,
             # What gave way earlier is deleted by the time this is durable, unless that failed.
             "yielding": list(dict.fromkeys([*held.yielding, *held.late])),
+            "spare": held.spare,
+            "not_finite": sorted(held.tainted & held.live),
             "taken": list(self._taken),
         }
 
@@ -236,7 +243,10 @@ class Shelf:
         held.kept = {path: score for path, score in kept.items() if os.path.dirname(path) == place}
         held.newest, held.pending = state["newest"] if os.path.dirname(state["newest"]) == place else "", []
         held.yielding = [path for path in state["yielding"] if os.path.dirname(path) == place]
-        held.displaced = dict.fromkeys(held.yielding, ("", None))
+        spare = state.get("spare", "")
+        held.spare = spare if os.path.dirname(spare) == place else ""
+        held.displaced = dict.fromkeys([*held.yielding, *filter(None, [held.spare])], ("", None))
+        held.tainted = set(state.get("not_finite", ()))
         self._taken = list(state["taken"])
         return True
 

@@ -50,12 +50,14 @@ class Saver:
 
     Attributes:
         save: under way, or None; every rank has it, also while only rank 0 writes.
+        finite: whether the weights that were saved last are; in the background.
         buffers: for states, by whether they hold the weights alone.
     """
 
     def __init__(self, behind: bool = True) -> None:
         self.behind = behind
         self.save: Save | None = None
+        self.finite = True
         self.buffers = {weights_only: HostBuffers() for weights_only in (False, True)}
 
     @property

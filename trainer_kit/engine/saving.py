@@ -16,9 +16,9 @@ from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.engine.finite import check_finite
+from trainer_kit.engine.finite import check_finite, finite_weights
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.saver import Outcome, Save
+from trainer_kit.engine.saver import Outcome, Save, Saver
 
 __all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
 
@@ -133,7 +133,8 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
             slow = threading.Timer(_SLOW, _say_slow, (run, save))
             slow.daemon = True
             slow.start()
-            save.writing = Background(partial(_write, save, snapshots), done=partial(_written, run, slow))
+            names = [name for name, _ in run.module.named_parameters()]
+            save.writing = Background(partial(_write, saver, save, snapshots, names), done=partial(_written, run, slow))
     if world.size > 1:
         problem = world.broadcast(problem)
     if problem is not None:
@@ -141,7 +142,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     saver.save = save
 
 
-def _write(save: Save, snapshots: dict[bool, Snapshot]) -> Outcome:
+def _write(saver: Saver, save: Save, snapshots: dict[bool, Snapshot], names: list[str]) -> Outcome:
     """In the background: only files are touched. Whoever asked deletes here what gave way to it."""
     outcome: Outcome = {}
     for path, weights_only in save.paths.items():
@@ -151,7 +152,13 @@ def _write(save: Save, snapshots: dict[bool, Snapshot]) -> Outcome:
             outcome[path] = error
             continue
         outcome[path] = None
+        finite = finite_weights(snapshots[weights_only].tensors.get("model", {}), names)
+        if saver.finite and not finite:
+            save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite ones stays")
+        saver.finite = finite
         for request in save.requests_of(path):
+            if not finite:
+                getattr(request, "not_finite", _nothing)()
             problem = (
                 _mark_last(locate(path)) if request is None else getattr(request, "committed", _nobody)(locate(path))
             )
@@ -225,3 +232,7 @@ def _say_slow(run: Fit, save: Save) -> None:
 
 def _nobody(path: Location) -> None:
     """Nobody wants to know."""
+
+
+def _nothing() -> None:
+    """Nobody deletes anything for it."""
