@@ -191,7 +191,7 @@ def nasty(draw: random.Random, depth: int = 0) -> Any:
     if kind == 3:
         return draw.choice(NAMES + DTYPES)
     if kind == 4:
-        return nested(draw.choice([10, 150, 320, 480, 900]))
+        return nested(draw.choice([3, 3, 3, 10, 10, 150, 320, 480, 900]))
     if kind == 5:
         return [nasty(draw, depth + 1) for _ in range(draw.randrange(4))]
     if kind == 6:

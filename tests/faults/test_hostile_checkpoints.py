@@ -22,7 +22,7 @@ from trainer_kit.testing import TinyModule
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded by RLIMIT_AS, links by /proc")
 
 PROGRAM = Path(__file__).with_name("hostile.py")
-HOSTILE, WAYS = int(os.environ.get("HOSTILE", "1000")), 99 if "HOSTILE" in os.environ else 6
+HOSTILE, WAYS = int(os.environ.get("HOSTILE", "1000")), 99 if "HOSTILE" in os.environ else 4
 PROCESSES = 2
 MEMORY = 600_000_000
 """Bytes that reading any of them may take: a state.json of 10 MB that is all lists is the hungriest of them."""
