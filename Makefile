@@ -40,7 +40,7 @@ FLIPS ?= 100000
 HOSTILE ?= 10000
 LOSSES ?= 200
 soak: .venv/.stamp
-	KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults/test_kills.py -k soak
+	KILLS=$(KILLS) $(BIN)/python -m pytest tests/faults/test_kills.py tests/faults/test_resume_auto.py -k soak
 	FLIPS=$(FLIPS) $(BIN)/python -m pytest tests/faults/test_damage_anywhere.py
 	CYCLES=0 $(BIN)/python -m pytest tests/faults/test_save_cycle.py
 	LOSSES=$(LOSSES) $(BIN)/python -m pytest tests/faults/test_power_loss.py

@@ -1181,7 +1181,9 @@ def test_a_verb_inside_a_verb_is_refused():
     ("options", "said"),
     [
         ({"profiler": "simple"}, r"(?s)profiler.*torch\.profiler"),
-        ({"resume": "auto"}, r'(?s)resume.*ckpt_path="last"'),
+        ({"resume": "latest"}, r"(?s)resume is \"auto\" or None.*found: resume='latest'.*ckpt_path"),
+        ({"resume": "Auto"}, "did you mean 'auto'"),
+        ({"resume": True}, "found: resume=True"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
         ({"devices": 0}, "devices"),
         ({"devices": -3}, "devices"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.location import is_url, locate
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS
@@ -79,7 +79,7 @@ class Trainer(Session):
         max_duration: a limit in any unit.
         compile: True, or arguments of ``torch.compile``, for ``training_step``.
         seed: of the order of the data; by default `seed_everything`'s, else drawn once and kept in checkpoints.
-        resume: refused here; use ``fit(ckpt_path="last")``.
+        resume: ``"auto"`` goes on with the newest unfinished run of this script and root; by default a new one starts.
         global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
         loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.
         async_save: write checkpoints behind the training thread, which only waits for a copy of the state in host
@@ -195,6 +195,7 @@ class Trainer(Session):
             seed=seed,
             start=start,
             processes=processes,
+            resume=resume,
         )
         self.switches = {
             "deterministic": deterministic,
@@ -359,11 +360,11 @@ def _refuse(profiler: Any, resume: Any, reload_dataloaders_every_n_epochs: int) 
             found=f"profiler={profiler!r}",
             fix="open torch.profiler.profile(...) in a callback's on_fit_start and step it in on_train_step_end",
         )
-    if resume is not None:
+    if resume not in (None, "auto"):
         raise ConfigurationError(
-            "resume is not taken here",
+            'resume is "auto" or None',
             found=f"resume={resume!r}",
-            fix='call trainer.fit(..., ckpt_path="last"), which goes on from the newest checkpoint',
+            fix=f"{did_you_mean(str(resume), ['auto'])} A checkpoint is given to fit(ckpt_path=...)",
         )
     if reload_dataloaders_every_n_epochs:
         raise ConfigurationError(

@@ -56,7 +56,7 @@ def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(saved, tmp_path, exch
     result = subprocess.run([sys.executable, "-c", KILLED, exchange, moment, str(saved)], capture_output=True)
     assert result.returncode == -9, result.stderr
     assert len(os.listdir(tmp_path)) > 1
-    assert clean_incomplete(tmp_path) == 1
+    assert clean_incomplete(tmp_path) == ["step-12"]
     assert os.listdir(tmp_path) == ["step-12"]
     assert ("optimizers" in read_checkpoint(saved)) == (winner == "old")
 
@@ -69,7 +69,7 @@ def test_a_kill_between_two_renames_puts_the_old_one_back(saved, tmp_path, same,
     result = subprocess.run([sys.executable, "-c", script, "no", "rename:1", str(saved)], capture_output=True)
     assert result.returncode == -9, result.stderr
     assert all(name.startswith(".step-12.") for name in os.listdir(tmp_path))
-    assert clean_incomplete(tmp_path) == 2
+    assert clean_incomplete(tmp_path) == ["step-12", "step-12"]
     assert os.listdir(tmp_path) == ["step-12"]
     assert same(read_checkpoint(saved), make_state())
 
@@ -108,10 +108,10 @@ def test_only_our_own_dead_work_is_cleaned(saved, tmp_path):
     (dead / "model.safetensors").write_bytes(b"half")
     index = dead_name(tmp_path / "index.json")
     index.write_text("{")
-    assert clean_incomplete(tmp_path) == 2
+    assert sorted(clean_incomplete(tmp_path)) == ["c", "index.json"]
     assert set(os.listdir(tmp_path)) == {*keep, foreign.name, file.name, link.name, "step-12"}
     verify_checkpoint(saved)
-    assert clean_incomplete(tmp_path / "absent") == 0
+    assert clean_incomplete(tmp_path / "absent") == []
 
 
 def test_a_process_number_that_was_given_away_is_dead(tmp_path):

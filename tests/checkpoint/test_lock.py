@@ -166,7 +166,7 @@ def test_a_lock_that_was_being_written_is_cleaned(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=ENVIRONMENT)
     assert len(os.listdir(tmp_path)) == 1
-    assert clean_incomplete(tmp_path) == 1
+    assert clean_incomplete(tmp_path) == [".lock"]
     assert os.listdir(tmp_path) == []
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: at the next step, with a checkpoint and every teardown; the second one at once."""
+"""Ctrl-C, SIGTERM and SIGUSR1: at the next step, with a checkpoint and every teardown; the second one at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from trainer_kit.checkpoint.read import read_checkpoint
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 1}
 ROOT = Path(__file__).parents[2]
-NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+CODES = [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 138)]
 
 SCRIPT = """
 import sys, time
@@ -125,8 +126,8 @@ def fit(number, hook, at=None, *more, **options):
     trainer = Trainer(callbacks=callbacks, **{**QUIET, "max_epochs": 2, "logger": logger, **options})
     with pytest.raises(outcome(number)) as caught:
         trainer.fit(Tiny(), [torch.ones(2, 2)] * 4, [torch.ones(2, 2)])
-    if number == signal.SIGTERM:
-        assert caught.value.code == 143
+    if number != signal.SIGINT:
+        assert caught.value.code == 128 + number
     assert ends.heard == [outcome(number), "teardown"]
     assert logger.finalized == ["interrupted"]
     assert trainer.state_verb == ""
@@ -216,6 +217,19 @@ def test_an_evaluation_ends_at_once_but_not_without_its_teardown(number, verb):
     assert ends.heard == [outcome(number), "teardown"]
 
 
+def test_a_handler_of_the_users_own_for_sigusr1_is_heard_everywhere():
+    heard = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        sends = [sending(signal.SIGUSR1, "on_train_batch_start", 2), sending(signal.SIGUSR1, "on_fit_start")]
+        trainer = Trainer(max_epochs=1, callbacks=sends, **QUIET)
+        trainer.fit(Tiny(), [torch.ones(2, 2)] * 4)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [signal.SIGUSR1] * 2
+    assert trainer.global_step == 4
+
+
 def test_a_handler_of_the_users_own_is_heard_outside_the_loop():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
@@ -267,7 +281,7 @@ def script(directory, word):
             process.kill()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(("number", "code"), CODES)
 def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(tmp_path, number, code):
     with script(tmp_path, "once") as process:
         assert process.stdout.readline() == "at step 3\n"
@@ -282,7 +296,7 @@ def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(t
     assert read_checkpoint(written[0])["progress"]["batch"] == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+@pytest.mark.parametrize(("number", "code"), CODES)
 def test_a_script_that_gets_it_twice_leaves_at_once(tmp_path, number, code):
     with script(tmp_path, "twice") as process:
         assert process.stdout.readline() == "at step 3\n"

@@ -75,7 +75,7 @@ def test_it_lets_go_when_it_fails(tmp_path):
 
     with pytest.raises(RuntimeError, match="at the first step"):
         fit(tmp_path / "a" / "b", Fails())
-    assert os.listdir(tmp_path) == [], "what it made for nothing is gone again"
+    assert os.listdir(tmp_path) == ["run.json"], "what it made for nothing is gone again"
 
 
 def test_several_directories_are_held(tmp_path):
@@ -100,7 +100,7 @@ def test_two_runs_one_directory(tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "trained\n"
-        while (before := sorted(os.listdir(tmp_path))) != [LOCK, "index.json", "step-00000002"]:
+        while (before := sorted(os.listdir(tmp_path))) != [LOCK, "index.json", "run.json", "step-00000002"]:
             time.sleep(0.01)  # its save of step 2 goes on behind its third step
         looks = Looks(tmp_path)
         began = time.monotonic()
@@ -125,8 +125,8 @@ def test_what_a_dead_run_left_is_discarded_and_said_once(tmp_path, capsys):
     (tmp_path / ".mine.tmp").mkdir()
     assert len(os.listdir(tmp_path)) == 2
     fit(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".mine.tmp", "index.json", "step-00000003", "step-00000006"]
-    assert capsys.readouterr().out == f"discarded 1 incomplete save in {tmp_path}\n"
+    assert sorted(os.listdir(tmp_path)) == [".mine.tmp", "index.json", "run.json", "step-00000003", "step-00000006"]
+    assert capsys.readouterr().out == f"discarded 1 incomplete save (step 9) in {tmp_path}\n"
 
 
 def unwritable(kind, tmp_path):

@@ -131,7 +131,7 @@ def test_training_goes_on_and_the_next_interval_tries_again(tmp_path, capsys, mo
     trainer, keeper, seen = fit(tmp_path, Breaks({3, 4, 5, 6}, monkeypatch, error))
     assert trainer.global_step == 8
     assert seen == {0: [], 1: [], 2: [2], 3: [2], 4: [2], 5: [2], 6: [2], 7: [2], "end": [2, 8]}
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000002", "step-00000008"]
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "run.json", "step-00000002", "step-00000008"]
     verify_checkpoint(keeper.best_model_path)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -225,7 +225,7 @@ def test_a_process_that_may_write_no_more(tmp_path):
     failed, trained = result.stdout.splitlines()
     assert re.search(r"step-00000004: File too large \(need 8\d\.\d kB", failed)  # 65.8 kB of them are weights
     assert trained == "trained 7"
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000002", "step-00000006"]
+    assert sorted(os.listdir(tmp_path)) == ["index.json", "run.json", "step-00000002", "step-00000006"]
     verify_checkpoint(tmp_path / "step-00000006")
 
 

@@ -100,13 +100,13 @@ class Server:
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
-    def run(self, directory: Path, ranks: int = 1, **kill: Any) -> Any:
+    def run(self, directory: Path, ranks: int = 1, text: str = SCRIPT, words: tuple[str, ...] = (), **kill: Any) -> Any:
         """Start the script, anew or again; see `killing.supervise`."""
         script = directory.parent / "script.py"
-        script.write_text(SCRIPT)
+        script.write_text(text)
         directory.mkdir(exist_ok=True)
         options = {"delay": None, "point": None, "victim": 0, "within": str(directory / "kept"), **kill}
-        command = {"script": [str(script), str(ranks)], "directory": str(directory), "ranks": ranks}
+        command = {"script": [str(script), str(ranks), *words], "directory": str(directory), "ranks": ranks}
         return self.ask("run", **command, **options)
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import trainer_kit
 from trainer_kit import loggers
 from trainer_kit.core.errors import ConfigurationError, LogError
 from trainer_kit.core.protocols import Logger
+from trainer_kit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
 from trainer_kit.loggers.layout import write_atomically
 from trainer_kit.loggers.params import flatten, numbers, params_dict, plain
 
@@ -230,3 +231,26 @@ def test_the_room_exports_its_names_and_imports_nothing_heavy():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environment
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
+def test_reopening_goes_on_where_an_earlier_process_wrote(tmp_path, kind):
+    first = kind(tmp_path)
+    first.log_metrics({"loss": 1.0}, step=1)
+    first.finalize("interrupted")
+    again = kind(tmp_path)
+    assert again.version == 1
+    again.log_metrics({"early": 1.0}, step=0)
+    again.load_state_dict(first.state_dict())
+    assert again.log_dir == first.log_dir
+    again.log_metrics({"loss": 0.5}, step=2)
+    again.finalize("success")
+    assert len(list((tmp_path / "trainer_kit_logs" / "version_1").iterdir())) == 1, "what came before stays there"
+    if kind is CSVLogger:
+        assert again.path.read_text() == "step,loss\n1,1.0\n2,0.5\n"
+
+
+def test_a_version_that_was_given_stays(tmp_path):
+    logger = CSVLogger(tmp_path, version="mine")
+    logger.load_state_dict({"name": "trainer_kit_logs", "version": 0})
+    assert logger.version == "mine"

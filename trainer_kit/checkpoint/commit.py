@@ -249,19 +249,19 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         raise CheckpointError(target, None, f"could not be deleted: {error}") from error
 
 
-def clean_incomplete(directory: str | os.PathLike[str]) -> int:
+def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
     """Remove what dead processes of this host left half written or half deleted; put back what they half replaced.
 
     Names that this library did not give, and work of living processes and of other hosts, are left alone.
 
     Returns:
-        How many entries were removed or put back.
+        The names that the entries were meant to have, of all that were removed or put back.
     """
-    root, count = locate(directory), 0
+    root, found = locate(directory), list[str]()
     if isinstance(root, RemotePath):
         return clean_uploads(root)
     if not root.is_dir():
-        return 0
+        return found
     for entry in sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")):  # old ones are put back first
         hidden = Hidden.parse(entry.name)
         if hidden is None or not hidden.stale or entry.is_symlink():
@@ -269,16 +269,16 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> int:
         with suppress(FileNotFoundError):  # another rank cleans too
             if entry.is_file() and hidden.target in _SINGLE_FILES:
                 entry.unlink()
-                count += 1
+                found.append(hidden.target)
             elif entry.is_dir() and all(may_be_ours(file) for file in entry.iterdir()):
                 if hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
                     os.rename(entry, root / hidden.target)
                 else:
                     shutil.rmtree(entry, ignore_errors=True)
-                count += 1
-    if count:
+                found.append(hidden.target)
+    if found:
         sync_directory(root)
-    return count
+    return found
 
 
 def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:

@@ -96,8 +96,13 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     return 8 + len(text) + end, buffers()
 
 
-def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
+def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dict[str, Any]:
     """Write and fsync a new file; returns its manifest entry: ``{"size": bytes, "xxh3_64": hex}``.
+
+    Args:
+        path: the file.
+        buffers: its content.
+        mode: permissions on this machine, of which the umask takes its part.
 
     Raises:
         OSError: when it exists or cannot be written.
@@ -117,7 +122,7 @@ def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
     if isinstance(path, RemotePath):
         path.write_chunks(chunks())
     else:
-        with open(path, "xb") as file:
+        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             for chunk in chunks():
                 file.write(chunk)
             file.flush()

@@ -14,7 +14,7 @@ from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.files import sync_directory
 from trainer_kit.checkpoint.hidden import DAMAGED
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.checkpoint.manifest import MANIFEST, was_checkpoint
+from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest, was_checkpoint
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
 from trainer_kit.checkpoint.remote import move
 from trainer_kit.checkpoint.store import entries, mark, read_index
@@ -44,17 +44,22 @@ class Repair:
     discarded: int
 
 
-def candidates(directory: str | os.PathLike[str]) -> list[Location]:
+def candidates(directory: str | os.PathLike[str], run: str | None = None) -> list[Location]:
     """What is or was a checkpoint in ``directory``, damaged or not, the best to go on from first.
 
     That is what the index calls ``last``; then what was taken before it, by falling step; then the others.
+
+    Args:
+        directory: of checkpoints.
+        run: leave out what another run wrote, and what holds weights alone.
     """
     root = locate(directory)
     index = read_index(root) or {}
     counted = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
     mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
     try:
-        found = sorted(((_step(e), _time(e), e) for e in mine), reverse=True)
+        ours = (e for e in mine if run is None or _can_continue(e, run))
+        found = sorted(((_step(e), _time(e), e) for e in ours), reverse=True)
     except OSError as error:
         raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
     named = index.get("last")
@@ -65,15 +70,19 @@ def candidates(directory: str | os.PathLike[str]) -> list[Location]:
 
 
 def newest_verified(
-    directory: str | os.PathLike[str],
+    directory: str | os.PathLike[str], run: str | None = None
 ) -> tuple[Location | None, list[tuple[Location, CheckpointError]]]:
     """The first of `candidates` of which every byte is as it was written, and the damaged ones ahead of it.
+
+    Args:
+        directory: of checkpoints.
+        run: only what this run can go on from.
 
     Raises:
         CheckpointError: one cannot be judged: it is of a newer format, or may not be read.
     """
     damaged: list[tuple[Location, CheckpointError]] = []
-    for path in candidates(directory):
+    for path in candidates(directory, run):
         problem = _damage(path)
         if problem is None:
             return path, damaged
@@ -128,7 +137,7 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
         raise CheckpointError(root, None, "there is no such directory")
     lock = DirectoryLock(root)
     try:
-        done = Repair([], [], [], clean_incomplete(root))
+        done = Repair([], [], [], len(clean_incomplete(root)))
         for path in candidates(root):
             try:
                 problem = _damage(path)
@@ -153,6 +162,15 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
         names["last"] = names.get("last") or sound[0]
     if names or (root / "index.json").exists():
         mark(root, **names)
+
+
+def _can_continue(path: Location, run: str) -> bool:
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return True  # whose it was, nobody can tell: it is to be named
+    info = manifest["info"]
+    return isinstance(info, dict) and info.get("run") == run and "progress" in manifest["parts"]
 
 
 def _damage(path: Location) -> CheckpointError | None:

@@ -72,15 +72,15 @@ def move(old: RemotePath, new: RemotePath) -> None:
     _remove_tree(old)
 
 
-def clean_uploads(root: RemotePath) -> int:
+def clean_uploads(root: RemotePath) -> list[str]:
     """Remove what no manifest lists of uploads and deletions that dead processes began.
 
     Whoever holds the directory's lock also takes those of other hosts for dead.
 
     Returns:
-        How many of them there were.
+        The names that they were meant to have.
     """
-    owner, count = owner_of(root), 0
+    owner, found = owner_of(root), list[str]()
     held = owner is not None and owner.process == Process.this()
     for entry in list(root.iterdir()) if root.is_dir() else ():
         hidden = Hidden.parse(entry.name)
@@ -89,8 +89,8 @@ def clean_uploads(root: RemotePath) -> int:
         if hidden.target != LOCK:
             _discard(root / hidden.target)
         entry.unlink(missing_ok=True)
-        count += 1
-    return count
+        found.append(hidden.target)
+    return found
 
 
 def is_vacant(target: RemotePath) -> bool:

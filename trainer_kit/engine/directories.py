@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.location import Location, absolute
+from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.protocols import Group
+from trainer_kit.engine.runs import begin_run
 
-__all__ = ["checkpoint_directories", "clean_directory", "on_rank_zero", "take_directories"]
+__all__ = ["checkpoint_directories", "clean_directory", "discarded", "on_rank_zero", "take_directories"]
 
 _T = TypeVar("_T")
+_STEP: Final = re.compile(r"\bstep[-=](\d+)")
 
 
 def checkpoint_directories(trainer: Any) -> list[Location]:
@@ -24,25 +27,41 @@ def checkpoint_directories(trainer: Any) -> list[Location]:
     return list(dict.fromkeys(found)) or [trainer.checkpoint_dir]
 
 
-def take_directories(trainer: Any, cleanup: list[Callable[[BaseException | None], Any]]) -> None:
-    """Lock them, and remove what dead runs left half written. Rank 0 does it, every rank learns of a refusal.
+def take_directories(trainer: Any, cleanup: list[Callable[[BaseException | None], Any]]) -> list[str]:
+    """Lock them, remove what dead runs left half written, and record the run. Rank 0 does it, all learn of a refusal.
 
     Args:
         trainer: whose callbacks say where.
-        cleanup: is given what lets go again.
+        cleanup: is given what closes the record and lets go again.
+
+    Returns:
+        The names of what was removed; a run that is not resumed has said so already.
 
     Raises:
         CheckpointError: another run writes there, or nobody can.
     """
     if trainer.checkpoint_callback is None or trainer.settings.fast:
-        return
+        trainer.record = trainer.taken = None
+        return []
 
-    def take() -> None:
-        for directory in checkpoint_directories(trainer):
-            cleanup.append(_releasing(DirectoryLock(directory)))
-            clean_directory(trainer, directory)
+    def take() -> list[str]:
+        taken, names = trainer.taken, list[str]()
+        places = [absolute(directory) for directory in checkpoint_directories(trainer)]
+        before = [locate(directory) for directory in (taken.checkpoints if taken is not None else [])]
+        locks: list[Callable[[BaseException | None], Any]] = []
+        try:
+            for directory in dict.fromkeys([*places, *(place for place in before if place.is_dir())]):
+                locks.append(_releasing(DirectoryLock(directory)))
+                found = clean_directory(directory)
+                names += found
+                if taken is None and found:
+                    trainer.print(f"{discarded(found)} in {directory}")
+            begin_run(trainer, places, cleanup)
+        finally:
+            cleanup.extend(locks)
+        return names
 
-    on_rank_zero(trainer.strategy.world, take)
+    return on_rank_zero(trainer.strategy.world, take)
 
 
 def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
@@ -64,10 +83,19 @@ def _releasing(lock: DirectoryLock) -> Callable[[BaseException | None], None]:
     return lambda error: lock.release()
 
 
-def clean_directory(trainer: Any, directory: Location) -> None:
-    """Discard what dead runs left half written there, and say so once."""
-    count = 0
+def clean_directory(directory: Location) -> list[str]:
+    """Discard what dead runs left half written there; returns its names."""
     with suppress(OSError):  # what stays is hidden and harmless
-        count = clean_incomplete(directory)
-    if count:
-        trainer.print(f"discarded {count} incomplete save{'s' * (count > 1)} in {directory}")
+        return clean_incomplete(directory)
+    return []
+
+
+def discarded(names: list[str]) -> str:
+    """What was removed, for people.
+
+    Example:
+        >>> discarded(["step-00000130"]), discarded([".lock", "step-00000120-v1", "epoch=3"])
+        ('discarded 1 incomplete save (step 130)', 'discarded 3 incomplete saves (.lock, step 120, epoch=3)')
+    """
+    steps = [f"step {int(match[1])}" if (match := _STEP.search(name)) else name for name in names]
+    return f"discarded {len(names)} incomplete save{'s' * (len(names) > 1)} ({', '.join(steps)})"

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+from typing import Any, Final
 
 from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import LaunchError
+from trainer_kit.engine.runs import count_fit, hand_over
 
 __all__ = ["run_on_processes"]
+
+_MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
 def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> Any:
@@ -18,7 +23,7 @@ def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> An
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
 
-        run_agent(trainer.processes)
+        run_agent(trainer.processes, extra_env=hand_over(trainer), max_restarts=_max_restarts())
     from trainer_kit.launch import run_forked
 
     def on_rank(rank: int) -> Any:
@@ -38,6 +43,8 @@ def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> An
         }
 
     made = run_forked(on_rank, trainer.processes)
+    if verb == "fit":
+        count_fit()
     module = trainer.module if model is None else model
     module.load_state_dict(made["weights"])
     trainer.module = module
@@ -50,3 +57,11 @@ def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> An
         if state:
             callback.load_state_dict(state)
     return made["result"]
+
+
+def _max_restarts() -> int:
+    """How often a run whose ranks fail is started again, for an agent that no command line asks."""
+    value = os.environ.get(_MAX_RESTARTS, "0")
+    if not value.isdigit():
+        raise LaunchError(f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}")
+    return int(value)

@@ -6,11 +6,14 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, Final, final
 
 from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.launch.slurm import requeue
 
-__all__ = ["Requests", "ended_by", "listening", "terminable"]
+__all__ = ["Requests", "ended_by", "listening", "requeue_once", "terminable"]
+
+_USR1: Final[int | None] = getattr(signal, "SIGUSR1", None)  # what batch systems are asked to send ahead of the end
 
 
 @final
@@ -23,6 +26,7 @@ class Requests:
         checkpoints: (reason, request); a request of None means the run's own directory and name.
         signal: the number of a signal that asked this process for a graceful end, or 0.
         leaving: of a signal that every rank of several has heard of, or 0: they leave together.
+        requeued: SLURM was asked to run this job again.
         wake: called at each request, so that the loop looks at the end of the running step.
     """
 
@@ -31,6 +35,7 @@ class Requests:
         self.validation: str | None = None
         self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
         self.signal = self.leaving = 0
+        self.requeued = False
         self.wake: Callable[[], None] = _nobody
 
     def clear(self) -> None:
@@ -38,6 +43,7 @@ class Requests:
         self.stop = self.validation = None
         self.checkpoints.clear()
         self.signal = self.leaving = 0
+        self.requeued = False
         self.wake = _nobody
 
     def ask_stop(self, reason: str) -> None:
@@ -77,7 +83,10 @@ def _nobody() -> None:
 
 @contextmanager
 def listening(requests: Requests) -> Iterator[None]:
-    """SIGTERM and Ctrl-C end the run gracefully at the next step; the second one at once. Main thread only."""
+    """SIGTERM, Ctrl-C and SIGUSR1 end the run gracefully at the next step; the second one at once. Main thread only.
+
+    A handler of the user's own is put aside meanwhile, but for SIGUSR1, which means what its user makes of it.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -90,7 +99,8 @@ def listening(requests: Requests) -> Iterator[None]:
         requests.wake()
 
     before: dict[int, Any] = {}
-    for number in (int(signal.SIGTERM), int(signal.SIGINT)):
+    numbers = [int(signal.SIGTERM), int(signal.SIGINT), *([int(_USR1)] if _USR1 and _is_free(_USR1) else [])]
+    for number in numbers:
         # A handler that was not installed from Python (None) cannot be put back: leave it alone.
         if signal.getsignal(number) is not None:
             before[number] = signal.signal(number, on_signal)
@@ -104,12 +114,15 @@ def listening(requests: Requests) -> Iterator[None]:
 
 
 def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
-    """From here on SIGTERM ends a verb also where no step is running, but not without its teardown.
+    """From here on SIGTERM and SIGUSR1 end a verb also where no step is running, but not without its teardown.
 
     Returns:
         What ends this. A handler of the user's own is left alone.
     """
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    main = threading.current_thread() is threading.main_thread()
+    mine = [
+        number for number in (signal.SIGTERM, _USR1) if main and number and signal.getsignal(number) == signal.SIG_DFL
+    ]
 
     def on_signal(number: int, frame: Any) -> None:
         signal.signal(number, signal.SIG_DFL)  # the second one kills
@@ -117,12 +130,26 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
         raise ended_by(number)
 
     def end(error: BaseException | None) -> None:
-        if mine:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number in mine:
+            signal.signal(number, signal.SIG_DFL)
 
-    if mine:
-        signal.signal(signal.SIGTERM, on_signal)
+    on_signal._is_ours = True  # type: ignore[attr-defined]
+    for number in mine:
+        signal.signal(number, on_signal)
     return end
+
+
+def _is_free(number: int) -> bool:
+    handler = signal.getsignal(number)
+    return handler == signal.SIG_DFL or hasattr(handler, "_is_ours")
+
+
+def requeue_once(requests: Requests) -> str:
+    """After SIGUSR1 inside a SLURM job: ask for it to run again; what became of it in words, else ""."""
+    if requests.signal != _USR1 or requests.requeued:
+        return ""
+    requests.requeued = True
+    return requeue()
 
 
 def ended_by(number: int) -> BaseException:

@@ -12,12 +12,51 @@ from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.location import Location, is_url, locate
+from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.engine.bus import Bus
-from trainer_kit.engine.directories import clean_directory, on_rank_zero
+from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero
 from trainer_kit.engine.state import fitting
 
-__all__ = ["find_checkpoint", "holds_weights", "load_weights", "read_state"]
+__all__ = ["find_checkpoint", "find_start", "holds_weights", "load_weights", "read_state"]
+
+
+def find_start(
+    trainer: Any, ckpt_path: Any, weights_only: bool, removed: list[str]
+) -> tuple[Location | None, bool, str]:
+    """Where a fit begins: at the newest checkpoint of the run that it goes on with, else where the user says.
+
+    Args:
+        trainer: that fits.
+        ckpt_path: as the user gave it; for a run that has no checkpoint of its own yet.
+        weights_only: likewise.
+        removed: names of incomplete saves that were discarded.
+
+    Returns:
+        A checkpoint or None; whether only its weights count; and, where one is to be said, a line with room for the
+        step. One that needs no step is said already.
+    """
+    taken, keepers = trainer.taken, trainer.checkpoint_callbacks
+    if taken is None:
+        if trainer.resume == "auto" and not trainer.settings.fast:
+            trainer.print(f'resume="auto": {_why_new(trainer)}: starting anew')
+        path = find_checkpoint(trainer, ckpt_path, keepers)
+        return path, weights_only, f"resuming from step {{step}} ({path})"
+    again = "" if trainer.record.args == taken.args else f"; it was started with: {' '.join(taken.args) or 'nothing'}"
+    end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
+    places = list(dict.fromkeys([*map(locate, taken.checkpoints), *_own(trainer, keepers)]))
+    path = on_rank_zero(trainer.strategy.world, lambda: _choose(trainer, places, taken.id))
+    if path is None:
+        trainer.print(f"run {taken.directory} has no checkpoint yet: starting it from the beginning{end}")
+        path = find_checkpoint(trainer, ckpt_path, keepers)
+        return path, weights_only, f"resuming from step {{step}} ({path})"
+    done = ", which has finished" if taken.status == "finished" else ""
+    return path, False, f"resuming from step {{step}} (verified) of run {taken.directory}{done}{end}"
+
+
+def _why_new(trainer: Any) -> str:
+    if trainer.record is None:
+        return "this run keeps no checkpoints"
+    return f"no unfinished run of {trainer.record.program} in {trainer.record.root}"
 
 
 def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Location | None:
@@ -54,8 +93,7 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Loc
 
 def _newest(trainer: Any, keepers: Sequence[Any]) -> Location | None:
     """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
-    named = [locate(callback.dirpath) for callback in keepers if callback.dirpath]
-    found = _choose(trainer, list(dict.fromkeys([*named, trainer.checkpoint_dir])))
+    found = _choose(trainer, _own(trainer, keepers))
     if found is not None:
         return found
     if is_url(trainer.default_root_dir):
@@ -65,14 +103,27 @@ def _newest(trainer: Any, keepers: Sequence[Any]) -> Location | None:
     return _choose(trainer, [max(earlier, key=_changed)]) if earlier else None
 
 
-def _choose(trainer: Any, places: list[Location]) -> Location | None:
-    """The newest sound one of these directories; damaged ones ahead of it are named, and set aside by a fit."""
+def _own(trainer: Any, keepers: Sequence[Any]) -> list[Location]:
+    named = [absolute(callback.dirpath) for callback in keepers if callback.dirpath]
+    return list(dict.fromkeys([*named, absolute(trainer.checkpoint_dir)]))
+
+
+def _choose(trainer: Any, places: list[Location], run: str | None = None) -> Location | None:
+    """The newest sound one of these directories; damaged ones ahead of it are named, and set aside by a fit.
+
+    Args:
+        trainer: that looks for it.
+        places: the directories.
+        run: look only at what this run can be continued from.
+    """
     sound: list[tuple[int, Location]] = []
     rejected: list[tuple[Location, CheckpointError]] = []
     for place in places:
         if trainer.state_verb == "fit" and is_free(place):
-            clean_directory(trainer, place)
-        path, damaged = newest_verified(place)
+            found = clean_directory(place)
+            if found:
+                trainer.print(f"{discarded(found)} in {place}")
+        path, damaged = newest_verified(place, run)
         rejected += damaged
         if path is not None:
             step = step_of(read_info(path))

@@ -44,6 +44,7 @@ class Fit:
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
         resumed: whether it goes on from a checkpoint.
+        id: in the info of its checkpoints; "" where the run has no record.
     """
 
     module: Any
@@ -74,6 +75,7 @@ class Fit:
     elapsed: float = 0.0
     finite: int = 0
     resumed: bool = False
+    id: str = ""
 
     def wake(self) -> None:
         """Settle at the end of this step."""

@@ -120,7 +120,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     copies = saver.behind and not save.last  # else nothing changes until it is written
     problem: CheckpointError | None = None
     if world.rank == 0:
-        info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size}
+        info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
         snapshots = {}
         try:
             for weights_only, state in states.items():

@@ -29,6 +29,7 @@ from trainer_kit.engine.optimize import LRSchedulerConfig, parameters_of
 from trainer_kit.engine.position import Position
 from trainer_kit.engine.requests import Requests
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.runs import RunRecord, choose_run, count_fit
 from trainer_kit.engine.saving import save_to
 from trainer_kit.engine.state import collect
 
@@ -47,6 +48,9 @@ class Session(Position):
         precision_plugin: in what dtype computations run.
         state_verb: fit, validate, test, predict, or empty between verbs.
         data_seed: of the order of the data.
+        resume: ``"auto"`` or None.
+        record: of the running or last fit, where checkpoints are kept.
+        taken: of the run that it goes on with.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class Session(Position):
         seed: int | None,
         start: str | None,
         processes: int,
+        resume: str | None,
     ) -> None:
         self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
         self._loggers, self.default_root_dir, self.seed = list(loggers), root, seed
@@ -67,7 +72,7 @@ class Session(Position):
         # Only `Trainer(seed=)` is the user's word about the order of the data: a resumed run keeps the checkpoint's,
         # whatever the script seeds everything with today.
         self.data_seed = int.from_bytes(os.urandom(4), "little") if drawn is None else drawn
-        self.start, self.processes = start, processes
+        self.start, self.processes, self.resume = start, processes, resume
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
         self.state_verb, self.sanity_checking = "", False
@@ -84,6 +89,8 @@ class Session(Position):
         self.train_batch_samples: int | None = None
         self.accumulation = 1
         self.run: Fit | None = None
+        self.record: RunRecord | None = None
+        self.taken: RunRecord | None = None
         self.journal: Any = None
         self._callbacks: list[Callback] = []
         self._given: list[Callback] = self._callbacks  # without those that the module brings
@@ -275,6 +282,9 @@ class Session(Position):
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or of its weights; every rank must call it."""
         assert self.run is not None
+        for logger in self._loggers if self.is_global_zero else ():
+            if hasattr(logger, "save"):
+                logger.save()  # who goes on from here does not log these steps again
         return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
 
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
@@ -326,11 +336,13 @@ class Session(Position):
     def run_dir(self) -> Path:
         """Where this run writes on this machine; the same on every rank."""
         if self._run_dir is None:
-            self._run_dir = next(
-                (str(d) for d in (getattr(logger, "log_dir", None) for logger in self._loggers) if d),
-                os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir,
-            )
+            self._run_dir = self._drawn_directory()
         return Path(self._run_dir)
+
+    def _drawn_directory(self) -> str:
+        given = (getattr(logger, "log_dir", None) for logger in self._loggers)
+        here = os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir
+        return next((str(directory) for directory in given if directory), here)
 
     @property
     def checkpoint_dir(self) -> Location:
@@ -338,15 +350,32 @@ class Session(Position):
         root = locate(self.default_root_dir) if is_url(self.default_root_dir) else self.run_dir
         return root / "checkpoints"
 
+    def forget_directory(self) -> None:
+        """The loggers go on elsewhere."""
+        if self.journal is not None and self.journal.save_dir != self._drawn_directory():
+            self.journal.finalize("interrupted")
+            self.journal = None
+        self._run_dir = None
+
     def agree_on_run(self) -> None:
-        """Give every rank the run directory and the seed of rank 0; open the journal."""
+        """Choose the run on rank 0, and give every rank its directory and seed; open the journal."""
         world = self.strategy.world
+        fits = self.state_verb == "fit"
+        if fits or self._run_dir is None:
+            # An evaluation ahead of a fit writes to where the fit will.
+            chosen = choose_run(self) if world.rank == 0 else (None, None)
+            chosen = chosen if world.size == 1 else world.broadcast(chosen)
+            self.record, self.taken = chosen if fits else (None, None)
+        if fits:
+            count_fit()
         if world.size > 1:
             seed = self.seed if self.seed is not None else self.data_seed
             self._run_dir, self.data_seed = world.broadcast((str(self.run_dir) if world.rank == 0 else "", seed))
         if self._loggers and self.journal is None and self.is_global_zero:
             # Whatever becomes of a tracker, every value of the run stands in a file of its own directory.
-            self.journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
+            journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
+            if all(getattr(logger, "path", None) != journal.path for logger in self._loggers):
+                self.journal = journal
 
     def announce_checkpoint(self, path: Location) -> None:
         """Tell the loggers that a checkpoint exists."""

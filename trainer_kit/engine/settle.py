@@ -10,7 +10,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.evaluate import evaluate
 from trainer_kit.engine.finite import check_finite
-from trainer_kit.engine.requests import ended_by
+from trainer_kit.engine.requests import ended_by, requeue_once
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested, settle_save
 
@@ -203,6 +203,9 @@ def _leave_on_signal(run: Fit) -> None:
         done = save_requested(run, last=True)
         seconds = time.monotonic() - began
         saved = f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
+        if run.strategy.world.rank == 0:
+            saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
+        run.strategy.world.barrier()  # who leaves first is followed by all: not before SLURM has answered
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
     run.say(f"{name}: {saved}, {leaving}")
     raise ended_by(number)

@@ -25,8 +25,8 @@ from trainer_kit.engine.compose import check_module, compose_evaluation, compose
 from trainer_kit.engine.directories import take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
-from trainer_kit.engine.requests import terminable
-from trainer_kit.engine.resume import find_checkpoint, holds_weights, load_weights, read_state
+from trainer_kit.engine.requests import requeue_once, terminable
+from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights, load_weights, read_state
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import abandon_save, save_requested
 from trainer_kit.engine.settle import settle_end
@@ -152,6 +152,10 @@ class Verb:
         self.module.__dict__.pop("log", None)  # see `compose_fit`, under compile
         if error is not None:
             trainer.precision_plugin.abandon_step()
+        keeps = self.stage == "fit" and trainer.checkpoint_callback is not None and not trainer.settings.fast
+        told = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
+        if told:  # no step was running
+            trainer.print(told)
 
     def _stop(self, error: BaseException | None) -> None:
         if self.stage == "fit":
@@ -179,8 +183,8 @@ class Verb:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
         trainer, module = self.trainer, self.module
         _check_keepers(trainer)
-        take_directories(trainer, self.unwinding.cleanup)
-        path = find_checkpoint(trainer, ckpt_path, trainer.checkpoint_callbacks)
+        removed = take_directories(trainer, self.unwinding.cleanup)
+        path, weights_only, told = find_start(trainer, ckpt_path, weights_only, removed)
         state = None if path is None else read_state(path, weights_only)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
@@ -192,13 +196,17 @@ class Verb:
         if trainer.switches["sync_batchnorm"]:
             self.module = module = _sync_batchnorm(module, trainer.strategy)
         run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
+        run.id = "" if trainer.record is None else trainer.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
         if state is not None:
             strict = module.strict_loading
             size = trainer.settings.global_batch_size
             restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
             go_on_logging(trainer, state)
-            trainer.print(f"resuming from step {trainer.progress.step} ({path})")
+            trainer.print(told.replace("{step}", str(trainer.progress.step), 1))
+            ended = trainer.taken
+            if ended is not None and ended.status == "finished" and trainer.progress.step >= ended.step:
+                run.requests.stop = ended.stopped  # what a request ended stays ended; a limit is looked at anew
         if run.checkpoints:
             _dry_run(trainer, run)
         run.requests.wake = run.wake

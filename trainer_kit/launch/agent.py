@@ -115,13 +115,16 @@ class _Attempt:
                     result = agent.run()
                 failed = result.is_failed()
             except SignalException:
-                return self._stopped(watch, Path(directory))
+                return self._stopped(watch, Path(directory), watch.stop_signal or signal.SIGTERM)
             finally:
                 watch.stop(sweep=failed)
             if not failed:
                 return 0, ""
             failures = self._failures(result.failures, watch, read_reports(Path(directory)))
-            return root_first(failures)[0].exit_status, describe(failures, self.nproc)
+            status = root_first(failures)[0].exit_status
+            if status - 128 in watch.forwarded:  # they obeyed
+                return self._stopped(watch, Path(directory), status - 128)
+            return status, describe(failures, self.nproc)
 
     def _agent(self, directory: str) -> Any:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -143,9 +146,8 @@ class _Attempt:
         )
         return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=directory))
 
-    def _stopped(self, watch: Watch, directory: Path) -> tuple[int, str]:
+    def _stopped(self, watch: Watch, directory: Path, number: int) -> tuple[int, str]:
         """After a signal. Exceptions are worth a word, the ranks' own ways to obey are not."""
-        number = watch.stop_signal or signal.SIGTERM
         told = [
             _told(report)
             for report in read_reports(directory).values()

@@ -34,6 +34,7 @@ class Watch(threading.Thread):
         deaths: when each rank was seen to have ended, in nanoseconds of the clock.
         killed: the ranks that did not end by themselves.
         stop_signal: what the agent was told to stop with.
+        forwarded: the signals that were only passed on.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Watch(threading.Thread):
         self.deaths: dict[int, int] = {}
         self.killed: set[int] = set()
         self.stop_signal: int | None = None
+        self.forwarded: set[int] = set()
         self._pids, self._reports = pids, reports
         self._peer_grace, self._signal_grace = peer_grace, signal_grace
         self._deadline: float | None = None
@@ -111,6 +113,7 @@ class Watch(threading.Thread):
 
     def forward(self, number: int) -> None:
         """Send a signal to every rank that lives."""
+        self.forwarded.add(number)
         for rank, pid in self._pids().items():
             if rank not in self.deaths:
                 _send(os.kill, pid, number)

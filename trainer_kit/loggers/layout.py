@@ -88,9 +88,14 @@ class DirectoryLogger(ABC):
         return {"name": self._name, "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with that run, unless another version was given; to be called before the first write."""
-        if not self._given and state["name"] == self._name:
+        """Go on with that run, unless another version was given. What was written before stays where it is."""
+        if not self._given and state["name"] == self._name and state["version"] != self._version:
+            self.finalize("interrupted")
             self._version = state["version"]
+
+    @abstractmethod
+    def finalize(self, status: str) -> None:
+        """Leave nothing in memory and nothing open; logging may go on."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:

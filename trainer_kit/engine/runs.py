@@ -1,0 +1,350 @@
+"""Which run is it: every fit that keeps checkpoints has a record in the ``run.json`` of its directory."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainer_kit.checkpoint.commit import versions as library_versions
+from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
+from trainer_kit.checkpoint.hidden import Hidden, hidden_path
+from trainer_kit.checkpoint.manifest import load_json
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, absolute
+from trainer_kit.launch.identity import HANDED_OVER, arguments, handed_over, launches, script
+
+__all__ = ["RUN", "RunRecord", "begin_run", "choose_run", "count_fit", "hand_over", "read_records"]
+
+RUN: Final = "run.json"
+_FORMAT: Final = "trainer_kit.runs"
+_VERSION: Final = 1
+_LARGEST: Final = 16 << 20
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What the next start has to know about a fit.
+
+    Attributes:
+        id: is in the info of every checkpoint of this run.
+        number: later runs of one directory have higher ones; clocks may jump.
+        root: ``default_root_dir``, absolute.
+        script: its path; "" where code is typed in.
+        fit: which one of the script, from 0.
+        name: the first logger's, "" without one.
+        execution: of the script: the same for all fits of one, also when they are resumed.
+        launches: who started the process, see `trainer_kit.launch.identity`.
+        args: the command line behind the script, secrets masked.
+        seed: of the order of the data.
+        loggers: the ``state_dict`` of each: which of its runs it is.
+        checkpoints: the directories they go to.
+        started: UTC, for people.
+        libraries: versions.
+        status: running, finished, failed or interrupted.
+        ended: a finished run whose script came to its end too: nobody wants it again.
+        step: optimizer steps at the end.
+        stopped: why, if by a request.
+        finished: UTC, for people; None while it runs.
+        directory: where the record stands; not part of it.
+    """
+
+    id: str
+    number: int
+    root: str
+    script: str
+    fit: int
+    name: str
+    execution: str
+    launches: list[str]
+    args: list[str]
+    seed: int
+    loggers: list[dict[str, Any]]
+    started: str
+    libraries: dict[str, str]
+    checkpoints: list[str]
+    status: str = "running"
+    ended: bool = False
+    step: int = 0
+    stopped: str | None = None
+    finished: str | None = None
+    directory: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int, str]:
+        """Two runs with the same one are attempts at the same thing."""
+        return self.root, self.script, self.fit, self.name
+
+    @property
+    def program(self) -> str:
+        """The script's name, for messages."""
+        return Path(self.script).name or "this session"
+
+
+@final
+class _Execution:
+    """This process's run of its script."""
+
+    def __init__(self) -> None:
+        self.id = secrets.token_hex(8)
+        self.fits = 0
+        self.chosen = False  # a fit was resumed, or might have been: the next ones belong to the same execution
+        self.begun: dict[str, RunRecord] = {}
+        self.pid = 0
+
+    def at_exit(self) -> None:
+        """The script is over; unless an exception or a signal ended it, nothing of it is to be taken up again."""
+        failed = hasattr(sys, "last_value") or any(record.status != "finished" for record in self.begun.values())
+        if failed or os.getpid() != self.pid:
+            return
+        for record in reversed(self.begun.values()):  # the first decides what becomes of the others
+            with suppress(CheckpointError):
+                _write(replace(record, ended=True))
+
+    def note(self, record: RunRecord) -> None:
+        """A record of this process, as it was written last."""
+        if not self.pid:
+            self.pid = os.getpid()
+            atexit.register(self.at_exit)
+        self.begun[record.id] = record
+
+
+_EXECUTION: Final = _Execution()
+
+
+def count_fit() -> None:
+    """One more fit of this process has begun."""
+    _EXECUTION.fits += 1
+
+
+def choose_run(trainer: Any) -> tuple[RunRecord | None, RunRecord | None]:
+    """The record of the next fit, and the one that it goes on with, if any: then the loggers go on there.
+
+    On rank 0. A restart goes on with what it restarts; ``resume="auto"`` with the newest unfinished run of the same
+    key. A finished fit counts as unfinished until its script is: it is loaded, not trained again.
+    """
+    if trainer.settings.fast:
+        return None, None
+    path, again, words = script(), launches(), arguments()
+    restarted = [name for name, is_restart in again.items() if is_restart]
+    found = sorted(_visible(trainer), key=lambda record: record.number, reverse=True)
+    given = handed_over() if _EXECUTION.fits == 0 else {}
+    new = RunRecord(
+        id=given.get("id") or secrets.token_hex(8),
+        number=1 + max((record.number for record in found), default=0),
+        root=str(absolute(trainer.default_root_dir)),
+        script=path or "",
+        # Cells are run in any order, any number of times: there the newest one is meant, whatever its place.
+        fit=0 if path is None else _EXECUTION.fits,
+        name=_name(trainer),
+        execution=_EXECUTION.id,
+        launches=list(again),
+        args=words,
+        seed=trainer.data_seed,
+        loggers=[],
+        started=_now(),
+        libraries={"python": sys.version.split()[0], **library_versions()},
+        checkpoints=[],
+    )
+    same = [record for record in found if record.key == new.key]
+    taken = next((r for r in same if r.args == words and any(name in r.launches for name in restarted)), None)
+    if taken is None and trainer.resume == "auto":
+        if _EXECUTION.chosen and path is not None:
+            taken = next((record for record in same if record.execution == _EXECUTION.id), None)
+        else:
+            taken = next((r for i, r in enumerate(same) if r.status != "finished" or (i == 0 and not r.ended)), None)
+    if taken is None:
+        _go_on(trainer, given.get("loggers", []))
+        if "seed" in given and trainer.seed is None:
+            trainer.data_seed = given["seed"]
+        return replace(new, seed=trainer.data_seed, loggers=_loggers(trainer)), None
+    _EXECUTION.id = taken.execution
+    _go_on(trainer, taken.loggers)
+    if trainer.seed is None:
+        trainer.data_seed = taken.seed
+    keeps = {name: getattr(taken, name) for name in ("id", "number", "execution", "started")}
+    return replace(new, seed=trainer.data_seed, loggers=_loggers(trainer), **keeps), taken
+
+
+def hand_over(trainer: Any) -> dict[str, str]:
+    """The variable by which ranks and restarts get the run that is drawn here."""
+    drawn = {"id": secrets.token_hex(8), "seed": trainer.data_seed, "loggers": _loggers(trainer)}
+    return {HANDED_OVER: json.dumps(drawn)}
+
+
+def begin_run(trainer: Any, directories: list[Location], cleanup: list[Callable[[BaseException | None], Any]]) -> None:
+    """Write the record, and see to it that it tells how the fit ended. On rank 0, once the directories are its own.
+
+    Args:
+        trainer: whose run.
+        directories: where checkpoints go.
+        cleanup: is given what closes the record.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    trainer.record = record = replace(
+        trainer.record,
+        directory=os.path.abspath(trainer.run_dir),
+        checkpoints=[str(directory) for directory in directories],
+    )
+    _EXECUTION.chosen = _EXECUTION.chosen or trainer.taken is not None or trainer.resume == "auto"
+    _clean(trainer.run_dir)
+    if not _write(record):
+        trainer.print(f'{trainer.run_dir / RUN} is not ours: resume="auto" will not know of this run')
+        return
+    typed_in = not record.script or multiprocessing.parent_process() is not None
+
+    def end(error: BaseException | None) -> None:
+        interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
+        status = "finished" if error is None else "interrupted" if interrupted else "failed"
+        last = replace(
+            record,
+            status=status,
+            step=trainer.progress.step,
+            stopped=trainer.requests.stop if error is None else None,
+            finished=_now(),
+            ended=error is None and typed_in,  # no script will end
+        )
+        with suppress(CheckpointError):  # then it counts as unfinished, and the next start finds nothing left to do
+            _write(last)
+        if not typed_in:
+            _EXECUTION.note(last)
+
+    cleanup.append(end)
+    if not typed_in:
+        _EXECUTION.note(record)
+
+
+def _go_on(trainer: Any, states: list[Any]) -> None:
+    """Let the loggers write where these wrote; the run's directory follows."""
+    for logger, state in zip(trainer.loggers, states, strict=False):
+        if isinstance(state, dict) and state and hasattr(logger, "load_state_dict"):
+            with suppress(KeyError):  # of another logger, since the script was changed
+                logger.load_state_dict(state)
+    trainer.forget_directory()
+
+
+def _loggers(trainer: Any) -> list[dict[str, Any]]:
+    return [dict(one.state_dict()) if hasattr(one, "state_dict") else {} for one in trainer.loggers]
+
+
+def _name(trainer: Any) -> str:
+    name = getattr(trainer.loggers[0], "name", "") if trainer.loggers else ""
+    return name if isinstance(name, str) else ""
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(" ", "seconds")
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+def _visible(trainer: Any) -> Iterator[RunRecord]:
+    """The records of this run's directory and of those beside it, which the same logger made."""
+    here = Path(os.path.abspath(trainer.run_dir))
+    files = {here / RUN}
+    if trainer.loggers and here != Path(os.path.abspath(trainer.default_root_dir)):
+        base = Path(os.path.abspath(getattr(trainer.loggers[0], "root_dir", None) or here.parent))
+        if base in here.parents:
+            files.update(base.glob("/".join(["*", *here.relative_to(base).parts[1:], RUN])))
+    for file in sorted(files):
+        yield from read_records(file) or ()
+
+
+def read_records(file: Path) -> list[RunRecord] | None:
+    """The records of a ``run.json``; None where it is missing, damaged, or somebody else's."""
+    try:
+        content = load_json(file, read_file(file, _LARGEST))
+    except (OSError, CheckpointError):
+        return None
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+        return None
+    entries = content.get("runs")
+    found = [_record(entry, file) for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    return [record for record in found if record is not None]
+
+
+_KINDS: Final[dict[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("number", "fit", "seed", "step"), (int,)),
+    **dict.fromkeys(("launches", "args", "loggers", "checkpoints"), (list,)),
+    **dict.fromkeys(("stopped", "finished"), (str, type(None))),
+    "libraries": (dict,),
+    "ended": (bool,),
+}
+
+
+def _record(entry: dict[str, Any], file: Path) -> RunRecord | None:
+    names = [field.name for field in fields(RunRecord) if field.name != "directory"]
+    if any(name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,))) for name in names):
+        return None
+    return RunRecord(**{name: entry[name] for name in names}, directory=str(file.parent))
+
+
+def _write(record: RunRecord) -> bool:
+    """Put the record in the place of the one with its key. False where the file is somebody else's.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    directory = Path(record.directory)
+    file = directory / RUN
+    try:
+        if record.status == "running":
+            directory.mkdir(parents=True, exist_ok=True)
+        with _alone(directory):
+            others = read_records(file)
+            if others is None and os.path.lexists(file):
+                return False
+            kept = [other for other in others or () if other.key != record.key]
+            runs = [{k: v for k, v in asdict(r).items() if k != "directory"} for r in (*kept, record)]
+            content = {"format": _FORMAT, "version": _VERSION, "runs": runs}
+            work = hidden_path(file, "tmp")
+            try:
+                write_file(work, [(json.dumps(content, indent=1) + "\n").encode()], mode=0o600)
+                os.replace(work, file)
+            except BaseException:
+                work.unlink(missing_ok=True)
+                raise
+            sync_directory(directory)
+    except OSError as error:
+        fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
+        raise CheckpointError(file, None, f"could not be written: {error.strerror or error}", fix=fix) from error
+    return True
+
+
+def _clean(directory: Path) -> None:
+    """Remove what runs that were killed while they wrote their record left there."""
+    with suppress(OSError):
+        for entry in directory.glob(f".{RUN}.*"):
+            hidden = Hidden.parse(entry.name)
+            if hidden is not None and hidden.target == RUN and hidden.stale:
+                entry.unlink(missing_ok=True)
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two runs that share a directory do not write over each other's records, where the file system can lock."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
