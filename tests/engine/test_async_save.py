@@ -198,6 +198,7 @@ def test_a_long_wait_and_a_slow_storage_are_told(tmp_path, storage, capsys, monk
 
     def opens(trainer):
         time.sleep(0.2)
+        monkeypatch.setattr(saving, "_SLOW", 60.0)  # the saves after this one are not slow
         threading.Timer(0.6, storage.open.set).start()
 
     fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step4=opens))

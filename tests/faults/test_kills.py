@@ -208,9 +208,9 @@ def attempt(server: Server, directory: Path, **kill: Any) -> bool:
     before = len(steps(directory).get(0, []))
     [ended] = server.run(directory, **kill)["ended"]
     assert ended in (0, -signal.SIGKILL), said(directory)
+    # A loader's worker that was about to hand over a file when its parent was killed says so.
     _, *tracebacks = said(directory).split("Traceback (most recent call last):")
-    if ended != 0:  # a loader's worker that was about to hand over a file when its parent was killed says so
-        tracebacks = [text for text in tracebacks if "resource_sharer.py" not in text]
+    tracebacks = [text for text in tracebacks if "resource_sharer.py" not in text]
     assert not tracebacks, said(directory)
     trained = steps(directory).get(0, [])[before:]
     assert not trained or int(trained[0].split()[0]) == newest, f"not from the newest checkpoint\n{said(directory)}"
