@@ -38,6 +38,7 @@ NAMES = [
     "callbacks",
     "checkpoint",
     "checkpoints",
+    "cli",
     "debug_launcher",
     "find_executable_batch_size",
     "gather",

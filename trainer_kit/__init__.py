@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
+    from trainer_kit.commands.cli import cli
     from trainer_kit.core.datamodule import DataModule
     from trainer_kit.core.datamodule import DataModule as LightningDataModule
     from trainer_kit.core.duration import Duration
@@ -80,6 +81,7 @@ __all__ = [
     "callbacks",
     "checkpoint",
     "checkpoints",
+    "cli",
     "debug_launcher",
     "find_executable_batch_size",
     "gather",
@@ -124,6 +126,7 @@ _HOME = {
     "broadcast": "accelerator:broadcast",
     "broadcast_object_list": "accelerator:broadcast_object_list",
     "checkpoints": "checkpoint.store:checkpoints",
+    "cli": "commands.cli:cli",
     "debug_launcher": "accelerator:debug_launcher",
     "find_executable_batch_size": "raw.batch_size:find_executable_batch_size",
     "gather": "accelerator:gather",

@@ -1,0 +1,326 @@
+"""`tk.cli`: training scripts as real processes, configured by options and files."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trainer_kit as tk
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = '''
+import json
+import os
+import sys
+import torch
+from torch.utils.data import DataLoader
+import trainer_kit as tk
+from trainer_kit.testing import TinyModule
+
+
+class Data(tk.DataModule):
+    def __init__(self, batch_size: int = 4, api_key: str = "") -> None:
+        super().__init__()
+        self.batch_size, self.api_key = batch_size, api_key
+
+    def loader(self):
+        return DataLoader(torch.ones(16, 32), batch_size=self.batch_size)
+
+    train_dataloader = val_dataloader = test_dataloader = predict_dataloader = loader
+
+
+class Wide(TinyModule):
+    """A module of another shape."""
+
+    def __init__(self, width: int = 3, **kwargs) -> None:
+        super().__init__(**kwargs)
+        self.width = width
+
+
+def run(words):
+    mode = {"subclass_mode_model": True} if "CHOOSE" in os.environ else {}
+    ran = tk.cli(TinyModule, Data, trainer_defaults={"enable_progress_bar": False}, args=words, **mode)
+    found = {
+        "command": ran.command,
+        "step": ran.trainer.global_step,
+        "epochs": ran.trainer.settings.max_epochs,
+        "world": ran.trainer.world_size,
+        "callbacks": [type(callback).__name__ for callback in ran.trainer.callbacks],
+        "loggers": [type(logger).__name__ for logger in ran.trainer.loggers],
+        "module": type(ran.module).__name__,
+        "lr": ran.module.lr,
+        "width": getattr(ran.module, "width", None),
+        "key": ran.datamodule.api_key,
+        "weight": ran.module.layer.weight.sum().item(),
+        "directory": str(ran.trainer.run_dir),
+        "result": ran.result if ran.command != "predict" else [list(part.shape) for part in ran.result],
+    }
+    if ran.trainer.is_global_zero:
+        print("FOUND", json.dumps(found))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["each"]:
+        for line in sys.stdin:
+            try:
+                run(json.loads(line))
+            except SystemExit as leaving:
+                print("LEFT", leaving.code, file=sys.stderr)
+    else:
+        run(None)
+'''
+QUIET = ["--trainer.enable_model_summary=false", "--trainer.accelerator=cpu"]
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+
+    def call(*words, choose=False, lines=None):
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            [sys.executable, "-W", "error", "train.py", *map(str, words)],
+            cwd=tmp_path,
+            env={**environ, "CHOOSE": "1"} if choose else environ,
+            input=lines,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    return call
+
+
+def found(done):
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    return json.loads(line.removeprefix("FOUND "))
+
+
+def several(script, cases, **options):
+    """What several command lines of one process did."""
+    lines = "".join(f"{json.dumps([str(word) for word in words])}\n" for words in cases)
+    done = script("each", lines=lines, **options)
+    ran = [json.loads(line[6:]) for line in done.stdout.splitlines() if line.startswith("FOUND ")]
+    assert (done.returncode, len(ran)) == (0, len(cases)), done.stderr
+    return ran
+
+
+def refusals(script, cases, **options):
+    """What each command line is answered with; none may leave with anything but 2."""
+    done = script("each", lines="".join(f"{json.dumps(words)}\n" for words in cases), **options)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    parts = done.stderr.split("LEFT ")
+    assert [part.split("\n")[0] for part in parts[1:]] == ["2"] * len(cases)
+    return [part.removeprefix("2\n").strip() for part in parts[:-1]]
+
+
+@pytest.mark.slow
+def test_options_and_the_file_they_leave_behind(script, tmp_path):
+    options = ["--trainer.max_epochs=2", "--data.batch_size=8", "--model.lr=0.25", "--seed_everything=5"]
+    callbacks = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks+=EarlyStopping"]
+    more = ["--trainer.callbacks.monitor=val_loss", "--trainer.logger=csv", "--data.api_key=hush"]
+    first = found(script("fit", *QUIET, *options, *callbacks, *more))
+    assert (first["step"], first["epochs"], first["lr"], first["key"]) == (4, 2, 0.25, "hush")
+    assert {"LearningRateMonitor", "EarlyStopping"} <= set(first["callbacks"])
+
+    kept = Path(first["directory"]) / "config.yaml"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    assert "hush" not in kept.read_text()
+    configuration = yaml.safe_load(kept.read_text())
+    assert configuration["trainer"]["max_epochs"] == 2
+    assert configuration["model"] == {"lr": 0.25}
+    assert configuration["data"] == {"batch_size": 8, "api_key": "***"}
+    assert configuration["seed_everything"] == 5
+
+    checkpoint = tk.checkpoints(Path(first["directory"]) / "checkpoints")[-1].path
+    test = ["test", "--config", kept, "--ckpt_path", checkpoint, "--trainer.logger=false"]
+    again, tested = several(script, [["fit", "--config", kept], test])
+    assert again["directory"] != first["directory"]
+    assert {**again, "directory": "", "key": ""} == {**first, "directory": "", "key": ""}
+
+    assert tested["command"] == "test"
+    assert tested["weight"] == first["weight"]
+    assert tested["result"][0]["test_loss"] > 0
+
+
+@pytest.mark.slow
+def test_print_config_is_a_file_that_says_the_same(script, tmp_path):
+    options = ["--trainer.max_steps=3", "--trainer.logger=false", "--trainer.callbacks=Timer", "--model.lr=0.5"]
+    printed = script("fit", *QUIET, *options, "--print_config")
+    assert printed.returncode == 0, printed.stderr
+    (tmp_path / "mine.yaml").write_text(printed.stdout)
+    file, fewer = "--config=mine.yaml", "--trainer.max_steps=1"
+    once, twice, *rest = several(
+        script, [["fit", *QUIET, *options], ["fit", file], ["fit", file, fewer], ["fit", fewer, file]]
+    )
+    assert once == twice
+    assert once["step"] == 3
+    assert [one["step"] for one in rest] == [1, 3]  # the later word wins, in either direction
+
+
+def test_a_subclass_by_class_path(script, tmp_path):
+    ways = {
+        "bare.yaml": {"model": {"class_path": "Wide", "init_args": {"width": 7, "lr": 0.5}}},
+        "full.yaml": {"model": {"class_path": "__main__.Wide", "init_args": {"width": 7, "lr": 0.5}}},
+    }
+    for name, content in ways.items():
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+    rest = [*QUIET, "--trainer.fast_dev_run=true"]
+    option = ["fit", "--model=Wide", "--model.width=7", "--model.lr=0.5", *rest]
+    *by_file, by_option = several(script, [*(["fit", "--config", name, *rest] for name in ways), option], choose=True)
+    assert by_file == [by_option] * 2
+    assert (by_option["module"], by_option["width"], by_option["lr"]) == ("Wide", 7, 0.5)
+    assert not (tmp_path / "config.yaml").exists()  # fast_dev_run writes nothing
+
+
+def test_parts_by_class_path_and_every_verb(script, tmp_path):
+    (tmp_path / "parts.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "trainer": {
+                    "strategy": {
+                        "class_path": "trainer_kit.strategies.SingleDeviceStrategy",
+                        "init_args": {"device": "cpu"},
+                    },
+                    "precision": "bf16-mixed",
+                    "logger": [{"class_path": "trainer_kit.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}],
+                    "enable_checkpointing": False,
+                    "enable_model_summary": False,
+                    "max_epochs": 1,
+                }
+            }
+        )
+    )
+    cases = [[verb, "--config=parts.yaml"] for verb in ("fit", "validate", "test", "predict")]
+    ran = several(script, cases)
+    assert [one["command"] for one in ran] == ["fit", "validate", "test", "predict"]
+    assert all(one["loggers"] == ["CSVLogger"] for one in ran)
+    assert list(ran[1]["result"][0]) == ["val_loss"]
+    assert ran[3]["result"] == [[4, 2]] * 4
+
+
+@pytest.mark.slow
+def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
+    (tmp_path / "two.yaml").write_text("trainer: {devices: 2, accelerator: cpu, max_epochs: 1, logger: csv}\n")
+    ran = found(script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false"))
+    assert (ran["world"], ran["step"]) == (2, 2)
+    assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]
+    assert Path(ran["directory"], "config.yaml").is_file()
+
+
+def test_what_is_there_is_never_replaced(script, tmp_path):
+    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 2, logger: false, enable_model_summary: false}\n")
+    before = (tmp_path / "config.yaml").read_bytes()
+    cases = [["fit", "--config=config.yaml", *QUIET]] * 2 + [["fit", "--config=config.yaml", "--model.lr=1", *QUIET]]
+    several(script, cases)
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    # The same configuration twice is one file.
+    assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["config-2.yaml", "config-3.yaml", "config.yaml"]
+
+
+OPTION = {
+    "--trainer.max_epoch=3": "max_epoch: unknown option, did you mean '--trainer.max_epochs'?",
+    "--trainer.max_epochs=a": "max_epochs: expected int or null, found a",
+    "--trainer.barebones=maybe": "barebones: expected bool, found maybe",
+    "--trainer.callbacks=EarlyStoping": "callbacks: no class is called 'EarlyStoping', did you mean 'EarlyStopping'?",
+    "--trainer.callbacks=Earliest": "callbacks: no class is called 'Earliest'; write package.module.Class",
+    "--trainer.callbacks=EarlyStopping": "callbacks: trainer_kit.callbacks.EarlyStopping needs monitor",
+    "--trainer.callbacks=torch.nn.Linear": "callbacks: torch.nn.Linear is no Callback",
+    '--trainer.callbacks={"class_path":"Timer","init_args":{"duraton":1}}': "callbacks: trainer_kit.callbacks.Timer "
+    "does not take 'duraton', did you mean 'duration'?",
+}
+WRONG = [
+    *((["fit", option], f"train.py fit: --trainer.{said}") for option, said in OPTION.items()),
+    (["fit", "--model.lr=x"], "train.py fit: --model.lr: expected float, found x"),
+    (["fit", "--model.lr"], "train.py fit: --model.lr: expected one argument"),
+    (["fit", "--seed_everything=x"], "train.py fit: --seed_everything: expected int or bool, found x"),
+    (["fit", "3"], "train.py fit: 3: unexpected"),
+    (["fi"], "train.py: fi: unknown command, did you mean 'fit'?"),
+    ([], "train.py: a command is missing: fit, validate, test, predict; see --help"),
+]
+
+
+def test_a_wrong_call_is_one_line(script):
+    assert refusals(script, [words for words, _ in WRONG]) == [line for _, line in WRONG]
+
+
+def test_what_the_trainer_refuses_is_no_traceback(script):
+    cases = [["fit", "--trainer.logger=cvs"], ["fit", "--trainer.precision=3"], ["fit", "--trainer.strategy=dpd"]]
+    said = refusals(script, cases)
+    assert [text.splitlines()[0] for text in said] == [
+        "no logger is called 'cvs'",
+        "unknown precision '3'",
+        "no strategy is called 'dpd'",
+    ]
+    assert ["did you mean 'csv'?" in said[0], "did you mean 'ddp'?" in said[2]] == [True, True]
+
+
+def test_a_wrong_choice_of_a_class_is_one_line(script):
+    cases = {
+        (): "required",
+        ("--model=Wid",): "no class is called 'Wid', did you mean 'Wide'?",
+        ("--model=Wide", "--model.wdth=3"): "__main__.Wide does not take 'wdth', did you mean 'width'?",
+        ("--model=Wide", "--model.width=x"): "width: expected int, found x",
+        ("--model=no.such.Class",): "no.such.Class cannot be imported: No module named 'no'",
+        ("--model=torch.nn.Linear",): "torch.nn.Linear is no TinyModule",
+    }
+    said = refusals(script, [["fit", *options] for options in cases], choose=True)
+    assert said == [f"train.py fit: --model: {line}" for line in cases.values()]
+
+
+STOPPING = "trainer:\n  callbacks:\n  - class_path: EarlyStopping\n"
+FILES = {
+    "trainer:\n  max_epoch: 3\n": ":2: trainer.max_epoch: unknown key, did you mean 'trainer.max_epochs'?",
+    "trainr:\n  max_epochs: 3\n": ":1: trainr: unknown key, did you mean 'trainer'?",
+    "data:\n\n  batch_size: x\n": ":3: data.batch_size: expected int, found x",
+    STOPPING + "    init_args: {monitor: a,\n      patiense: 3}\n": ":5: "
+    "trainer.callbacks: trainer_kit.callbacks.EarlyStopping does not take 'patiense', did you mean 'patience'?",
+    STOPPING + "    init_args:\n      monitor: a\n      patience: x\n": ":6: "
+    "trainer.callbacks: patience: expected int, found x",
+    "trainer:\n  max_epochs: [1\n": ":3: this is no YAML: expected ',' or ']', but got '<stream end>'",
+    "trainer:\n  max_epochs: 1\n  max_epochs: 2\n": ":3: max_epochs: given twice",
+    "trainer:\n  max_epochs: !!python/object/apply:os.mkdir [made]\n": ":2: "
+    "!!python/object/apply:os.mkdir: this tag is not read; a class is a class_path",
+    "- 1\n": ":1: there must be keys and values at the top",
+    "data: " + "[" * 60 + "]" * 60 + "\n": ":1: deeper than 50 levels",
+    "a: &a [1]\nb: [" + ", ".join(["*a"] * 101) + "]\n": ":2: over 100 aliases",
+    "#" * 1_000_001: ": larger than 1000 kB, which no configuration is",
+}
+
+
+def test_a_wrong_file_is_one_line_with_its_place(script, tmp_path):
+    for number, content in enumerate(FILES):
+        (tmp_path / f"{number}.yaml").write_text(content)
+    cases = [["fit", f"--config={number}.yaml"] for number in range(len(FILES))]
+    said = refusals(script, [*cases, ["fit", "--config", "none.yaml"]])
+    assert said[:-1] == [f"{number}.yaml{line}" for number, line in enumerate(FILES.values())]
+    assert said[-1] == "none.yaml: there is no such file"
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_wrong_call_leaves_with_2_and_help_with_0(script):
+    wrong = script("fit", "--trainer.max_epoch=3")
+    assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
+    helped = script("fit", "--help")
+    assert helped.returncode == 0
+    assert "--trainer.max_epochs" in helped.stdout
+    assert "default 1000 where no other limit is given" in " ".join(helped.stdout.split())
+    assert "--model.lr" in helped.stdout
+
+
+def test_the_users_own_mistake_keeps_its_traceback(script, tmp_path):
+    text = (tmp_path / "train.py").read_text().replace("self.batch_size, self.api_key =", "1 / 0 #")
+    (tmp_path / "train.py").write_text(text)
+    done = script("fit")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
