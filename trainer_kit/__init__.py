@@ -12,12 +12,11 @@ if TYPE_CHECKING:
         PartialState,
         broadcast,
         broadcast_object_list,
-        debug_launcher,
         gather,
         gather_object,
-        notebook_launcher,
         pad_across_processes,
         reduce,
+        synchronize_rng_states,
     )
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
@@ -30,12 +29,14 @@ if TYPE_CHECKING:
     from trainer_kit.core.module import TrainModule as LightningModule
     from trainer_kit.core.progress import Progress
     from trainer_kit.core.seed import seed_everything
-    from trainer_kit.core.seed import seed_everything as set_seed
     from trainer_kit.data import CombinedLoader
     from trainer_kit.data import move_to_device as send_to_device
     from trainer_kit.raw.batch_size import find_executable_batch_size
+    from trainer_kit.raw.generators import set_seed
+    from trainer_kit.raw.launchers import debug_launcher, notebook_launcher
     from trainer_kit.raw.loader import skip_first_batches
     from trainer_kit.raw.local_sgd import LocalSGD
+    from trainer_kit.raw.logs import get_logger
     from trainer_kit.raw.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
         TorchDynamoPlugin,
     )
     from trainer_kit.raw.process import DistributedType
-    from trainer_kit.raw.tracking import GeneralTracker
+    from trainer_kit.raw.trackers import GeneralTracker, LoggerType, on_main_process, register_tracker_class
     from trainer_kit.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -69,6 +70,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "LocalSGD",
+    "LoggerType",
     "PartialState",
     "ProfileKwargs",
     "Progress",
@@ -86,16 +88,20 @@ __all__ = [
     "find_executable_batch_size",
     "gather",
     "gather_object",
+    "get_logger",
     "loggers",
     "notebook_launcher",
+    "on_main_process",
     "pad_across_processes",
     "precision",
     "reduce",
+    "register_tracker_class",
     "seed_everything",
     "send_to_device",
     "set_seed",
     "skip_first_batches",
     "strategies",
+    "synchronize_rng_states",
     "verify_checkpoint",
 ]
 
@@ -109,13 +115,14 @@ _HOME = {
     "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
     "DistributedType": "raw.process:DistributedType",
     "Duration": "core.duration:Duration",
-    "GeneralTracker": "raw.tracking:GeneralTracker",
+    "GeneralTracker": "raw.trackers:GeneralTracker",
     "GradScalerKwargs": "raw.options:GradScalerKwargs",
     "GradientAccumulationPlugin": "raw.options:GradientAccumulationPlugin",
     "InitProcessGroupKwargs": "raw.options:InitProcessGroupKwargs",
     "LightningDataModule": "core.datamodule:DataModule",
     "LightningModule": "core.module:TrainModule",
     "LocalSGD": "raw.local_sgd:LocalSGD",
+    "LoggerType": "raw.trackers:LoggerType",
     "PartialState": "accelerator:PartialState",
     "ProfileKwargs": "raw.options:ProfileKwargs",
     "Progress": "core.progress:Progress",
@@ -127,17 +134,21 @@ _HOME = {
     "broadcast_object_list": "accelerator:broadcast_object_list",
     "checkpoints": "checkpoint.store:checkpoints",
     "cli": "commands.cli:cli",
-    "debug_launcher": "accelerator:debug_launcher",
+    "debug_launcher": "raw.launchers:debug_launcher",
     "find_executable_batch_size": "raw.batch_size:find_executable_batch_size",
     "gather": "accelerator:gather",
     "gather_object": "accelerator:gather_object",
-    "notebook_launcher": "accelerator:notebook_launcher",
+    "get_logger": "raw.logs:get_logger",
+    "notebook_launcher": "raw.launchers:notebook_launcher",
+    "on_main_process": "raw.trackers:on_main_process",
     "pad_across_processes": "accelerator:pad_across_processes",
     "reduce": "accelerator:reduce",
+    "register_tracker_class": "raw.trackers:register_tracker_class",
     "seed_everything": "core.seed:seed_everything",
     "send_to_device": "data:move_to_device",
-    "set_seed": "core.seed:seed_everything",
+    "set_seed": "raw.generators:set_seed",
     "skip_first_batches": "raw.loader:skip_first_batches",
+    "synchronize_rng_states": "accelerator:synchronize_rng_states",
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")

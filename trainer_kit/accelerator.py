@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -17,7 +18,10 @@ from trainer_kit.core.protocols import Group, Strategy
 from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy
 from trainer_kit.raw import collectives
+from trainer_kit.raw.answers import Answers
+from trainer_kit.raw.generators import synchronize
 from trainer_kit.raw.options import (
+    AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -30,22 +34,23 @@ from trainer_kit.raw.options import (
     by_kind,
 )
 from trainer_kit.raw.process import Processes
-from trainer_kit.raw.tracking import Tracking
+from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.window import Window
+from trainer_kit.raw.wrapping import without_exchange
 
 __all__ = [
     "Accelerator",
     "PartialState",
     "broadcast",
     "broadcast_object_list",
-    "debug_launcher",
     "gather",
     "gather_object",
-    "notebook_launcher",
     "pad_across_processes",
     "reduce",
+    "synchronize_rng_states",
 ]
 
+_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" means
 _NOT_HERE: Final = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
@@ -87,7 +92,7 @@ class PartialState(Processes):
 
 
 @final
-class Accelerator(Tracking):
+class Accelerator(Answers):
     """Everything of a Trainer but the loop, under Hugging Face Accelerate's names.
 
     A script written for Accelerate runs after ``from accelerate import`` became ``from trainer_kit import``. Two
@@ -159,7 +164,8 @@ class Accelerator(Tracking):
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
-        self.window = Window(self.accumulation.num_steps, self.world, self.accumulation.sync_with_dataloader)
+        quiet = without_exchange if self.world.size > 1 and not self.accumulation.sync_each_batch else None
+        self.window = Window(self.accumulation.num_steps, self.world, self.accumulation.sync_with_dataloader, quiet)
         self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
@@ -168,36 +174,27 @@ class Accelerator(Tracking):
             self.project_configuration.set_directories(project_dir)
         self.log_with = _several(log_with)
         self.profile_handler = options.get(ProfileKwargs) or ProfileKwargs()
+        self.autocast_handler, self.scaler_handler = options.get(AutocastKwargs), options.get(GradScalerKwargs)
+        self.ddp_handler, self.init_handler = (
+            options.get(DistributedDataParallelKwargs),
+            options.get(InitProcessGroupKwargs),
+        )
+        self.rng_types = rng_types
         given = next((s for s in (seed, self.dataloader_config.data_seed, last_seed()) if s is not None), None)
         drawn = int.from_bytes(os.urandom(4), "little") if given is None else given
         self.data_seed = int(self.world.broadcast(drawn))
-        self.step = self._logged = 0
+        self.step = 0
         self.trackers, self._models, self._optimizers, self._schedulers = [], [], [], []
         self._dataloaders, self._objects = [], []
+        self._watch = self._first_steps = Watch(self.world, self.print, self._models)
         self._before_save, self._before_load = OrderedDict(), OrderedDict()
         self._triggered, self.flag_tensor = False, None
         self.debug = _flag("DEBUG") if debug is None else debug
-        if self.debug:
-            print(f"[process {self.process_index}] {self.explain()}", flush=True)
 
     @property
     def state(self) -> Accelerator:
         """Identity and turn-taking, for scripts that ask for it separately."""
         return self
-
-    @property
-    def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
-        return self.dataloader_config.split_batches
-
-    @property
-    def even_batches(self) -> bool:
-        """Whether last batches are filled up from the start of the data."""
-        return self.dataloader_config.even_batches
-
-    @even_batches.setter
-    def even_batches(self, even: bool) -> None:
-        self.dataloader_config.even_batches = even
 
     def explain(self) -> str:
         """Group, device, wrapping, loaders, accumulation and precision of this process, one line each."""
@@ -297,9 +294,10 @@ def _several(given: Any) -> list[Any]:
     if given is None:
         return []
     several = list(given) if isinstance(given, (list, tuple)) else [given]
-    words = [str(getattr(one, "value", one)) if not hasattr(one, "log") else one for one in several]
+    words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in several]
     if "all" in words:
-        words = ["tensorboard", "csv", "jsonl"]
+        objects = [one for one in words if not isinstance(one, str)]
+        return [*objects, *dict.fromkeys([*(w for w in words if isinstance(w, str) and w != "all"), *_EVERYWHERE])]
     return words
 
 
@@ -333,25 +331,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     return collectives.pad_across_processes(PartialState().world, tensor, dim, pad_index, pad_first)
 
 
-def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int | None = None) -> Any:
-    """Call ``function(*args)`` on several forked processes of this machine, from a notebook or a REPL.
-
-    Returns:
-        What the main process returned.
-    """
-    from trainer_kit.core.environment import available_devices
-    from trainer_kit.launch import run_forked
-
-    wanted = num_processes or available_devices("auto")
-    return function(*args) if wanted == 1 else run_forked(lambda rank: function(*args), wanted)
-
-
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Call ``function(*args)`` on several processes of this machine's CPU."""
-    from trainer_kit.launch import run_forked
-
-    os.environ["TRAINER_KIT_USE_CPU"] = "1"
-    try:
-        run_forked(lambda rank: function(*args) and None, num_processes)
-    finally:
-        del os.environ["TRAINER_KIT_USE_CPU"]
+def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
+    """Give every process the main process's generators: "torch", "cuda", "python", "numpy", "generator"."""
+    state = PartialState()
+    synchronize(state.world, rng_types, generator, state.device)

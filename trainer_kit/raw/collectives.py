@@ -8,13 +8,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
 
 __all__ = [
     "broadcast",
     "broadcast_object_list",
-    "check_shapes",
     "each_tensor",
     "gather",
     "gather_object",
@@ -141,20 +140,3 @@ def pad_across_processes(group: Group, data: Any, dim: int = 0, pad_index: float
         return torch.cat([rest, tensor] if pad_first else [tensor, rest], dim)
 
     return each_tensor(data, one, strict=True)
-
-
-def check_shapes(group: Group, data: Any, call: str) -> None:
-    """In debug mode, ahead of a collective: what differs between processes would hang it, or mix values up.
-
-    Raises:
-        RankError: naming who has what.
-    """
-    mine: list[str] = []
-    each_tensor(data, lambda tensor: mine.append(f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")))
-    everyone = group.all_gather_object((call, mine))
-    if any(other != everyone[0] for other in everyone):
-        raise RankError(
-            f"the processes do not make the same call: {call}",
-            found="; ".join(f"process {i}: {name}({', '.join(shapes)})" for i, (name, shapes) in enumerate(everyone)),
-            fix="make the same calls on every process; pad_across_processes(...) makes lengths equal",
-        )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.raw import collectives
+from trainer_kit.raw.meet import meet
 from trainer_kit.raw.process import Processes
 from trainer_kit.raw.window import Window
 
@@ -34,6 +35,7 @@ class Gathering(Processes):
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Nested tensors made as long along ``dim`` as the longest of all processes."""
+        self._check(None, "pad_across_processes")
         return collectives.pad_across_processes(self.world, tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -44,30 +46,32 @@ class Gathering(Processes):
                 gathered from each process.
             use_gather_object: also for tensors: they may then differ in shape.
         """
-        counts = None if self.window.batches is None else getattr(self.window.batches, "counts", None)
+        batches: Any = self.window.batches
+        counts: list[int] | None = None if batches is None else batches.counts
+        self._check(None, "gather_for_metrics")
         if use_gather_object or not _all_tensors(input_data):
-            return self._gather_objects(input_data, counts)
+            mine = input_data
+            if counts is not None and isinstance(mine, (list, tuple)) and len(mine) == batches.size:
+                mine = mine[: counts[self.process_index]]
+            return collectives.gather_object(self.world, mine)
         if counts is None:
             return self.gather(input_data)
 
         def one(tensor: Tensor) -> Tensor:
             if tensor.ndim == 0:
                 return self.gather(tensor)  # type: ignore[no-any-return]
+            rows = self.world.agree([len(tensor), batches.size])
+            # What does not have an entry a sample is not divided like the samples: all of it is kept.
+            keep = counts if all(row[0] == row[1] for row in rows) else [int(row[0]) for row in rows]
             padded = collectives.pad_across_processes(self.world, tensor)
             parts = collectives.gather(self.world, padded).unflatten(0, (self.num_processes, -1))
-            return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+            return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
         return collectives.each_tensor(input_data, one)
 
-    def _gather_objects(self, data: Any, counts: list[int] | None) -> list[Any]:
-        mine = data
-        if counts is not None and isinstance(data, (list, tuple)):
-            mine = data[: counts[self.process_index]]
-        return collectives.gather_object(self.world, mine)
-
     def _check(self, data: Any, call: str) -> None:
         if self.debug and self.use_distributed:
-            collectives.check_shapes(self.world, data, call)
+            meet(self.world, data, call)
 
     def set_trigger(self) -> None:
         """Tell every process that asks `check_trigger` next."""
@@ -75,6 +79,7 @@ class Gathering(Processes):
 
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since; every process asks at the same place."""
+        self._check(None, "check_trigger")
         found = any(row[0] for row in self.world.agree([float(self._triggered)]))
         if found:
             self._triggered = False

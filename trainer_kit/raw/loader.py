@@ -39,7 +39,9 @@ class PreparedLoader:
     Attributes:
         iteration: epochs begun so far; it decides the order of the next one.
         size: samples of the current batch on this process.
-        total: of all processes; None when only asking would tell.
+        weight: what the current batch weighs on this process.
+        total: what it weighs over all processes; None when only asking would tell.
+        nominal: what a whole batch weighs on a process, the same on every one.
         counts: samples of the current batch on each process that are not there twice; None when all of them are.
         end_of_dataloader: whether the current batch is the last.
     """
@@ -61,13 +63,15 @@ class PreparedLoader:
         self._make_feed, self.feed = make_feed, make_feed(even)
         self.iteration = 0
         self.size = 1
-        self.total: int | None = None
+        self.weight = self.nominal = 1.0
+        self.total: float | None = None
         self.counts: list[int] | None = None
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
         self._resume: tuple[int, int] | None = None
         self._read: Callable[[Any], int] | None = None
-        self._turns: deque[list[Any]] = deque()  # read by the main process, and not handed out yet
+        # Read by the main process, and not handed out yet; how many of each turn are not there twice.
+        self._turns: deque[tuple[list[Any], int]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":
@@ -99,6 +103,8 @@ class PreparedLoader:
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch ``epoch``; by default it is one more than the last."""
         self.iteration = epoch
+        if self._resume is not None and self._resume[0] != epoch:
+            self._resume = None
 
     def __iter__(self) -> Iterator[Any]:
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
@@ -125,6 +131,10 @@ class PreparedLoader:
         window.batches = self
         known = len(self) if self.feed.indexed else None
         first, at, after = None, start, _NOT_READ
+        device = self.device
+        if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
+            device = None  # there is no other place where a batch could be
+        self.nominal = float(self.feed.per_rank_batch_size or 1)
         try:
             while (batch := next(source, _END) if after is _NOT_READ else after) is not _END:
                 if known is None:
@@ -139,8 +149,10 @@ class PreparedLoader:
                 self._note(at, batch, missing, after is _END if known is None else at + 1 == known)
                 at += 1
                 self._position = (epoch, at)
+                if self.feed.stateful:
+                    self.feed.track.forget(at * self.group.size if self.dispatch else at)
                 window.batches = self
-                yield batch if self.device is None else move_to_device(batch, self.device, self.non_blocking)
+                yield batch if device is None else move_to_device(batch, device, self.non_blocking)
         finally:
             self._position = None
             window.batches = outer
@@ -152,48 +164,55 @@ class PreparedLoader:
         """What is to be known about a batch ahead of its turn; ``missing``: it stands for one that is not there."""
         if self._read is None:
             self._read = size_reader(batch)
-        self.size, self.end_of_dataloader, size = self._read(batch), last, self.group.size
-        self.counts, self.total = None, self.size
+        mine, size = self._read(batch), self.group.size
+        self.size, self.end_of_dataloader, self.counts = mine, last, None
+        self.weight = self.total = mine
         if size == 1:
             return
         if self.dispatch:
-            sizes = [self._read(part) for part in self._turns.popleft()]
-            self.total = sum(sizes) + self.size * missing
-            self.counts = sizes + [0] * (size - len(sizes))
+            turn, real = self._turns.popleft()
+            sizes = [self._read(part) for part in turn]
+            self.total, self.counts = float(sum(sizes)), sizes[:real] + [0] * (size - real)
             return
-        self.total, each = self.feed.samples(at), self.feed.per_rank_batch_size
-        if self.total is None or each is None:
+        total, each = self.feed.samples(at), self.feed.per_rank_batch_size
+        self.total = total
+        if total is None or each is None:
             self._ask(missing, last)
-        elif self.total < each * size:
+        elif total < each * size:
             if self.even:  # filled up: the samples that are not there twice come first, in the order of the processes
-                self.counts = [min(each, max(0, self.total - rank * each)) for rank in range(size)]
+                self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
                 self.total = each * size
             else:
-                share, more = divmod(self.total, size)
+                share, more = divmod(total, size)
                 self.counts = [share + (rank < more) for rank in range(size)]
 
     def _ask(self, missing: bool, last: bool) -> None:
-        if not last or not self.even:  # where processes may have left, nobody is asked
-            return
-        rows = self.group.agree([self.size, 0 if missing else self.size])
-        self.total, self.counts = int(sum(row[0] for row in rows)), [int(row[1]) for row in rows]
+        if not self.even:  # processes may have left: nobody is asked, and batches weigh the same
+            self.weight, self.total = 1.0, float(self.group.size)
+            self.nominal = 1.0
+        elif last:
+            rows = self.group.agree([self.size, 0 if missing else self.size])
+            self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
 
     def _dispatched(self, epoch: int, start: int) -> Iterator[Any]:
         """The main process reads as many batches as there are processes, and hands them round."""
-        group = self.group
+        group, first = self.group, None
         source = self.feed.epoch(epoch, start * group.size) if group.rank == 0 else iter(())
         while True:
             turn = group.broadcast(list(islice(source, group.size)))
             if not turn:
                 return
-            self._turns.append(turn)
+            first, real = first or turn[:1], len(turn)
+            turn += first * (group.size - real if self.even else 0)
+            self._turns.append((turn, real))
             yield turn[group.rank] if group.rank < len(turn) else EMPTY
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: epoch, batches handed out, and what the loader itself needs to go on."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
-        state = self.feed.track.state_dict(epoch if inside else None, batch)
+        at = batch * self.group.size if self.dispatch else batch
+        state = self.feed.track.state_dict(epoch if inside else None, at)
         return {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -19,7 +20,13 @@ from trainer_kit.engine.state import configured
 from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader, skip_first_batches
 from trainer_kit.raw.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from trainer_kit.raw.options import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from trainer_kit.raw.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.wrapping import apply_precision, unwrap, without_exchange
 
 __all__ = ["Loop"]
@@ -36,11 +43,14 @@ class Loop(Gathering):
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_steps_per_process: bool
+    autocast_handler: AutocastKwargs | None
     data_seed: int
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[AcceleratedScheduler]
     _dataloaders: list[PreparedLoader]
+    _watch: Watch | None  # until the first steps are over
+    _first_steps: Watch
 
     @property
     def world(self) -> Group:
@@ -86,6 +96,10 @@ class Loop(Gathering):
         """Whether an optimizer's last step was left out because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
+    @abstractmethod
+    def explain(self) -> str:
+        """What this process has, line by line."""
+
     # -- prepare ---------------------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
@@ -114,6 +128,8 @@ class Loop(Gathering):
                 if index not in done and (made := self._prepare_one(thing, place, kind)) is not None:
                     done[index] = made
         found = tuple(done.get(index, thing) for index, thing in enumerate(objects))
+        if self.debug:
+            self._tell(self.explain())
         return found[0] if len(found) == 1 else found
 
     def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
@@ -139,6 +155,8 @@ class Loop(Gathering):
         """
         if any(model is known for known in self._models):
             return model
+        if self._watch is not None and not evaluation_mode:
+            self._watch.model(model)
         apply_precision(model, self.precision)
         if evaluation_mode:
             made = model.to(self.device) if self._places(device_placement) else model
@@ -160,7 +178,7 @@ class Loop(Gathering):
         self.strategy.prepare_optimizer(optimizer)
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
             optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
-        made = AcceleratedOptimizer(optimizer, self.window, self.precision)
+        made = AcceleratedOptimizer(optimizer, self.window, self.precision, self._before_first_step)
         self._optimizers.append(made)
         return made
 
@@ -206,7 +224,8 @@ class Loop(Gathering):
         self._optimizers.clear()
         self._schedulers.clear()
         self._dataloaders.clear()
-        self.window.batches = None
+        self._watch = self._first_steps = Watch(self.world, self.print, self._models)
+        self.window.reset()
         gc.collect()
         if self.device.type != "cpu":
             torch.accelerator.empty_cache()
@@ -218,24 +237,14 @@ class Loop(Gathering):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch: gradients are exchanged, and optimizers step, at the end of a window only.
 
         Args:
             models: those that are trained in it.
         """
-        window = self.window
-        window.enter()
-        exchanges = window.sync or self.accumulation.sync_each_batch or not self.use_distributed
-        try:
-            if exchanges:
-                yield
-            else:
-                with without_exchange(*models):
-                    yield
-        finally:
-            window.leave()
+        self.window.models = models
+        return self.window
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Inside, gradients of ``model`` stay on their process."""
@@ -250,7 +259,28 @@ class Loop(Gathering):
                 over all tokens of the window and of all processes.
             options: of ``Tensor.backward``.
         """
+        if self._watch is not None:
+            self._look()
         self.precision.scale_loss(self.window.scale(loss, weight)).backward(**options)  # type: ignore[no-untyped-call]
+
+    def _look(self) -> None:
+        harm = None
+        if self.window.steps > 1:
+            harm = f"{self.window.steps} micro-batches make a step"
+        elif self.precision.scales:
+            harm = "gradients are scaled for float16"
+        assert self._watch is not None
+        if not self._watch.backward(harm, any_loader=bool(self._dataloaders)):
+            self._watch = None
+
+    def _before_first_step(self, optimizer: Optimizer) -> None:
+        if self.precision.scales and not self.window.began and _has_gradients(optimizer):
+            raise ConfigurationError(
+                "gradients are stepped with that were never scaled for float16",
+                found="loss.backward()",
+                fix="accelerator.backward(loss)",
+            )
+        self._first_steps.step(optimizer)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Gradients as they are without fp16's scale, and weighed for their window; by default of all optimizers."""
@@ -289,8 +319,12 @@ class Loop(Gathering):
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
         """Inside, whatever is computed outside of a prepared model is in the precision too."""
-        enabled = autocast_handler is None or autocast_handler.enabled
-        context = self.precision.forward_context() if enabled else None
+        chosen = autocast_handler or self.autocast_handler
+        context: Any = self.precision.forward_context()
+        if chosen is not None and isinstance(context, torch.autocast):
+            context = torch.autocast(
+                self.device.type, context.fast_dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+            )
         with context or nullcontext():
             yield
 
@@ -304,7 +338,7 @@ class Loop(Gathering):
         """
         from torch.distributed.algorithms.join import Join, Joinable
 
-        before = [(loader, loader.even) for loader in self._dataloaders]
+        before, self.window.joining = [(loader, loader.even) for loader in self._dataloaders], self.use_distributed
         if even_batches is not None:
             for loader in self._dataloaders:
                 loader.set_even(even_batches)
@@ -315,12 +349,17 @@ class Loop(Gathering):
             try:
                 yield
             finally:
+                self.window.joining = False
                 for loader, even in before:
                     loader.set_even(even)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader whose iterations begin with batch ``num_batches``."""
         return skip_first_batches(dataloader, num_batches)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:

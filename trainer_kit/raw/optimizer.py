@@ -23,13 +23,20 @@ class AcceleratedOptimizer(Optimizer):
         optimizer: the user's.
         window: says when gradients are complete, and makes them right.
         precision: steps it, or skips a step whose gradients overflowed.
+        before_first_step: called once, when gradients are complete for the first time.
     """
 
-    def __init__(self, optimizer: Optimizer, window: Window, precision: Precision) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        precision: Precision,
+        before_first_step: Callable[[Optimizer], None] | None = None,
+    ) -> None:
         # Optimizer.__init__ would make groups and state of its own.
         self.optimizer, self._window, self._precision = optimizer, window, precision
+        self._before_first_step = before_first_step
         self._skipped = False
-        self._number = 0
 
     @property
     def step_was_skipped(self) -> bool:
@@ -67,23 +74,42 @@ class AcceleratedOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it."""
-        if not self._window.sync:
+        window, optimizer = self._window, self.optimizer
+        if not window.sync:
             return None
-        self._window.correct(self.optimizer)
-        found = None
+        if self._before_first_step is not None:
+            self._before_first_step(optimizer)
+            self._before_first_step = None
+        if closure is not None:
+            return self._step_with(closure)
+        window.correct(optimizer)
+        self._skipped = not self._precision.optimizer_step(optimizer, optimizer.step)
+        window.corrected.discard(optimizer)
+        return None
 
-        def step() -> Any:
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """The closure makes the gradients, maybe several times: they are made right behind each of them."""
+        window, optimizer, found = self._window, self.optimizer, None
+
+        def right() -> Any:
+            loss = closure()
+            window.corrected.discard(optimizer)
+            window.correct(optimizer)
+            return loss
+
+        def step() -> None:
             nonlocal found
-            found = self.optimizer.step() if closure is None else self.optimizer.step(closure)
+            found = optimizer.step(right)
 
-        self._skipped = not self._precision.optimizer_step(self.optimizer, step)
-        self._number += 1
+        self._skipped = not self._precision.optimizer_step(optimizer, step)
+        window.corrected.discard(optimizer)
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, unless a window is under way."""
         if self._window.sync:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            self._window.corrected.discard(self.optimizer)
+            self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let it step further parameters."""

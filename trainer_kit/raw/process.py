@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
@@ -49,6 +50,9 @@ class Processes(ABC):
     """Identity and turn-taking, for `PartialState` and `Accelerator`."""
 
     environment: Environment
+    initialized, fork_launched, is_fsdp2 = True, False, False
+    deepspeed_plugin = deepspeed_plugins = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = None
+    parallelism_config = device_mesh = None
 
     @property
     @abstractmethod
@@ -102,14 +106,40 @@ class Processes(ABC):
             return DistributedType.NO
         return DistributedType(f"MULTI_{_BY_DEVICE.get(self.device.type, 'GPU')}")
 
+    @property
+    def backend(self) -> str | None:
+        """What processes talk through: "gloo", "nccl", …; None for one alone."""
+        return str(dist.get_backend()) if self.use_distributed else None
+
+    @property
+    def default_device(self) -> torch.device:
+        """Where this process computes."""
+        return self.device
+
+    def set_device(self) -> None:
+        """Nothing: the device was chosen when the process began."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a group of processes; by default all of them."""
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here."""
+        self._check(None, "wait_for_everyone")
         self.world.barrier()
+
+    def _check(self, data: Any, call: str) -> None:
+        """In debug mode, ahead of a collective."""
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print once on each machine."""
         if self.is_local_main_process:
             print(*values, **options)
+
+    def _tell(self, text: str) -> None:
+        """Print on every process."""
+        print(f"[process {self.process_index}] {text}", flush=True)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:

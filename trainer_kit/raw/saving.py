@@ -132,7 +132,8 @@ class Saving(Loop):
         The directory is complete or absent, at every instant; one that is there is replaced.
 
         Args:
-            output_dir: where; with automatic naming it is ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+            output_dir: where; without it, and with automatic naming,
+                ``<project_dir>/checkpoints/checkpoint_<iteration>``.
             safe_serialization: False is refused: nothing is pickled.
 
         Returns:
@@ -143,9 +144,9 @@ class Saving(Loop):
         """
         if not safe_serialization:
             raise ConfigurationError("states are saved without pickle", found="safe_serialization=False")
-        path = self._next_path() if self.project_configuration.automatic_checkpoint_naming else output_dir
-        if path is None:
-            raise ConfigurationError("save_state needs a directory", fix="pass it, or use automatic_checkpoint_naming")
+        self._check(None, "save_state")
+        automatic = self.project_configuration.automatic_checkpoint_naming
+        path = self._next_path() if automatic or output_dir is None else output_dir
         target = Path(os.path.abspath(os.path.expanduser(path)))
         weights = [dict(unwrap(model).state_dict()) for model in self._models]
         if self._before_save:
@@ -175,18 +176,20 @@ class Saving(Loop):
         """Go on where `save_state` was called: prepare everything first, in the same order; every process calls it.
 
         Args:
-            input_dir: what `save_state` wrote; with automatic naming, by default the newest one that is whole.
+            input_dir: what `save_state` wrote; by default the project's newest one that is whole.
             load_kwargs: accepted for Accelerate's sake.
 
         Raises:
             CheckpointError: there is none, it is damaged, or does not fit what was prepared.
         """
+        self._check(None, "load_state")
         path = self._find(input_dir)
         state = read_checkpoint(path)
         models = list(self._models)
         for hook in list(self._before_load.values()):
             hook(models, str(_beside(path)))
         self._refuse_others(path, state)
+        self._first_steps.forget()
         for i, model in enumerate(self._models):
             if any(model is left for left in models):
                 unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"])
@@ -228,8 +231,10 @@ class Saving(Loop):
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
             return Path(os.path.abspath(os.path.expanduser(input_dir)))
-        if not self.project_configuration.automatic_checkpoint_naming or self.project_dir is None:
-            raise ConfigurationError("load_state needs a directory", fix="pass it, or use automatic_checkpoint_naming")
+        if self.project_dir is None:
+            raise ConfigurationError(
+                "load_state needs a directory", fix="pass it, or the project's: Accelerator(project_dir=...)"
+            )
         root = Path(self.project_dir) / "checkpoints"
         found: str | None = None
         if self.is_main_process:
@@ -247,7 +252,7 @@ class Saving(Loop):
     def _next_path(self) -> Path:
         if self.project_dir is None:
             raise ConfigurationError(
-                "automatic_checkpoint_naming needs a project directory", fix="Accelerator(project_dir=...)"
+                "save_state needs a directory", fix="pass it, or let Accelerator(project_dir=...) name it"
             )
         root = Path(self.project_dir) / "checkpoints"
         taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]

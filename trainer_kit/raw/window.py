@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
@@ -17,17 +19,19 @@ __all__ = ["Batches", "Window"]
 class Batches(Protocol):
     """A prepared loader, as far as weights go."""
 
-    size: int
-    """Samples of the current batch on this process."""
-    total: int | None
-    """Samples of it over all processes; None when only asking would tell."""
+    weight: float
+    """What the current batch weighs on this process: its samples."""
+    total: float | None
+    """What it weighs over all processes; None when only asking would tell."""
+    nominal: float
+    """What a whole batch weighs on a process, the same on every one of them."""
     end_of_dataloader: bool
     """Whether the current batch is the last."""
 
 
 @final
 class Window:
-    """The micro-batches of one optimizer step.
+    """The micro-batches of one optimizer step; as a context, one of them.
 
     The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over its micro-batches and all processes. Weights are known
     one after the other here, so each loss is divided by what a whole window would weigh, ``steps`` times the first
@@ -38,45 +42,72 @@ class Window:
         steps: micro-batches of a window.
         world: the processes that share gradients.
         sync_with_dataloader: whether the last batch of a loader ends a window.
+        quiet: the context in which the gradients of some models stay on their process.
 
     Attributes:
         sync: whether this micro-batch ends its window.
         batches: the loader that is read, or None.
+        joining: processes may have left, so nobody is asked.
     """
 
-    def __init__(self, steps: int, world: Group, sync_with_dataloader: bool = True) -> None:
+    def __init__(
+        self,
+        steps: int,
+        world: Group,
+        sync_with_dataloader: bool = True,
+        quiet: Callable[..., AbstractContextManager[None]] | None = None,
+    ) -> None:
         self.steps, self.world, self.sync_with_dataloader = steps, world, sync_with_dataloader
         self.sync = True
         self.batches: Batches | None = None
+        self.joining = False
+        self.models: tuple[nn.Module, ...] = ()  # of the next micro-batch
+        self._quiet = quiet
+        self._silence: AbstractContextManager[None] | None = None
         self._count = 0  # micro-batches since a window began
         self._inside = False  # an `accumulate` context
         self._reference: float | None = None  # what losses were divided by
         self._expected = 0.0  # what a correction compares with
-        self._weight = self._given = 0.0  # of this micro-batch; of the ones before it in this window
+        self._known = self._mine = 0.0  # of the micro-batches before: over all processes, and of this one alone
+        self._weight, self._shared = 0.0, True  # of this micro-batch; whether over all processes
+        self._counts = False  # weights are those of batches: a correction means something
         self._explicit = False
         self._asks = False  # the weights of other processes are not known
         self._done = False  # an optimizer was stepped with it
-        self._corrected: set[int] = set()
+        self.corrected: set[Optimizer] = set()
+        """Whose gradients have been made right, and not used yet."""
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         """A micro-batch begins."""
         if self.sync:
             self._begin()
-        self._count += 1
-        last = self.sync_with_dataloader and self.batches is not None and self.batches.end_of_dataloader
-        self.sync = last or self._count >= self.steps
-        self._given += self._weight
+            self._count = 0
+            self.corrected.clear()
+        elif self._shared:
+            self._known += self._weight
+        else:
+            self._mine += self._weight
         self._weight = 0.0
+        self._count += 1
+        batches = self.batches
+        last = batches is not None and self.sync_with_dataloader and batches.end_of_dataloader
+        self.sync = last or self._count >= self.steps
         self._inside = True
+        if self._quiet is not None and not self.sync:
+            self._silence = self._quiet(*self.models)
+            self._silence.__enter__()
 
-    def leave(self) -> None:
+    def __exit__(self, *error: Any) -> None:
         """The micro-batch is over."""
         self._inside = False
+        if self._silence is not None:
+            silence, self._silence = self._silence, None
+            silence.__exit__(*error)
 
     def _begin(self) -> None:
-        self._count, self._given, self._weight = 0, 0.0, 0.0
-        self._reference, self._explicit, self._asks, self._done = None, False, False, False
-        self._corrected.clear()
+        self._known = self._mine = self._weight = 0.0
+        self._reference = None
+        self._explicit = self._asks = self._done = self._counts = False
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
         """The loss as its backward is called, and what it weighs remembered.
@@ -88,45 +119,65 @@ class Window:
         Raises:
             ConfigurationError: two losses of one batch weigh differently, or only some are given a weight.
         """
-        if not self._inside and (self._done or self.steps == 1):
-            self._begin()
+        inside = self._inside
         if weight is not None:
             return self._scale_sum(loss, float(weight))
-        if self._explicit:
+        if self._explicit and (inside or not self._done):
             raise ConfigurationError(
                 "some losses of this step are given a weight, and this one is not",
                 found="backward(loss) after backward(loss, weight=...)",
                 fix="give every loss of the step its weight, or none",
             )
-        size, total = 1.0, float(self.world.size)
-        batches = self.batches
-        if batches is not None and (self._inside or self.steps == 1):
-            size = float(batches.size)
-            self._asks = self._asks or batches.total is None
-            total = size * self.world.size if batches.total is None else float(batches.total)
+        if not inside and (self._done or self.steps == 1):
+            self._begin()
+        batches, size = self.batches, self.world.size
+        if batches is None or not (inside or self.steps == 1):
+            # A loop that counts micro-batches by itself: each has the same part.
+            mine, total = 1.0, float(size)
+        elif batches.total is None:
+            mine, total, self._asks = batches.weight, batches.nominal * size, True
+        else:
+            mine, total = batches.weight, batches.total
         if self._reference is None:
             self._reference = self._expected = self.steps * total
-        self._weight = size if self._asks else total
-        factor = size * self.world.size / self._reference
+            self._counts = inside or self.steps == 1
+        self._shared = batches is None or batches.total is not None
+        self._weight = total if self._shared else mine
+        factor = mine * size / self._reference
         return loss if factor == 1.0 else loss * factor
 
     def _scale_sum(self, loss: Tensor, weight: float) -> Tensor:
+        if not self._inside and self._done:
+            self._begin()
         if self._reference is not None and not self._explicit:
             raise ConfigurationError(
                 "some losses of this step are given a weight, and some are not",
                 found="backward(loss, weight=...) after backward(loss)",
                 fix="give every loss of the step its weight, or none",
             )
-        if self._weight not in (0.0, weight) and self._inside:
+        if self._weight not in (0.0, weight):
             raise ConfigurationError(
                 "two losses of one batch weigh differently",
                 found=f"weight={self._weight:g} and weight={weight:g}",
-                fix="one weight a batch: put a factor between losses into the losses",
+                fix="one weight a batch: put a factor between losses into the losses"
+                if self._inside
+                else "read each micro-batch of the step inside `with accelerator.accumulate(model):`",
             )
-        self._explicit = self._asks = True
+        if self.joining:
+            raise ConfigurationError(
+                "weights are summed over the processes, and some may have no batch left",
+                found="backward(loss, weight=...) inside join_uneven_inputs",
+                fix="leave join_uneven_inputs out: loaders give every process equally many batches",
+            )
+        self._explicit = self._asks = self._counts = True
         self._reference, self._expected = 1.0, float(self.world.size)
-        self._weight = weight
+        self._weight, self._shared = weight, False
         return loss
+
+    @property
+    def began(self) -> bool:
+        """Whether a loss came through `scale` since the window, or everything, began."""
+        return self._reference is not None
 
     def correct(self, optimizer: Optimizer) -> None:
         """Make an optimizer's complete gradients those of the window as it turned out; once a window.
@@ -134,20 +185,30 @@ class Window:
         With several processes and weights that only they know this is a small exchange on the CPU.
         """
         self._done = True
-        if self._reference is None or id(optimizer) in self._corrected or not (self._inside or self.steps == 1):
+        if not self._counts or optimizer in self.corrected:
             return
-        self._corrected.add(id(optimizer))
-        found = self._given + self._weight
-        if self._asks and self.world.size > 1:
-            found = sum(row[0] for row in self.world.agree([found]))
+        found, mine = self._known, self._mine
+        if self._shared:
+            found += self._weight
+        else:
+            mine += self._weight
+        if self._asks:
+            found += sum(row[0] for row in self.world.agree([mine]))
+            self.corrected.add(optimizer)
         if found == self._expected:
             return
         if found <= 0:
             raise ConfigurationError("a step weighs nothing", found=f"sum of weights {found:g}")
-        factor = self._expected / found
+        self.corrected.add(optimizer)
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if gradients:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_(gradients, self._expected / found)
+
+    def reset(self) -> None:
+        """A step that was begun is given up."""
+        self._begin()
+        self._count, self.sync, self.batches, self.models = 0, True, None, ()
+        self.corrected.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the window stands; gradients are the user's business."""
@@ -155,4 +216,6 @@ class Window:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken."""
+        self._begin()
+        self.corrected.clear()
         self.sync, self._count = bool(state["sync"]), int(state["count"])

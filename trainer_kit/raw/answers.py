@@ -1,0 +1,164 @@
+"""What scripts for Hugging Face Accelerate ask for, and what is already decided here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.raw.loader import PreparedLoader
+from trainer_kit.raw.tracking import Tracking
+
+__all__ = ["Answers", "GradientState"]
+
+
+@final
+class GradientState:
+    """Where accumulation stands, under Accelerate's names; a view.
+
+    Args:
+        accelerator: the Accelerator.
+    """
+
+    def __init__(self, accelerator: Answers) -> None:
+        self._accelerator = accelerator
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends its window."""
+        return self._accelerator.window.sync
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self._accelerator.window.steps
+
+    @property
+    def active_dataloader(self) -> PreparedLoader | None:
+        """The prepared loader that is read."""
+        found = self._accelerator.window.batches
+        return found if isinstance(found, PreparedLoader) else None
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is read."""
+        return self._accelerator.window.batches is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of its loader."""
+        batches = self._accelerator.window.batches
+        return batches is not None and batches.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the current batch, over all processes, that are not there twice; -1: all of them."""
+        counts = getattr(self._accelerator.window.batches, "counts", None)
+        return -1 if counts is None else sum(counts)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends a window."""
+        return self._accelerator.window.sync_with_dataloader
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count the calls inside a window."""
+        return self._accelerator.accumulation.adjust_scheduler
+
+
+class Answers(Tracking):
+    """Attributes that have one answer on this strategy."""
+
+    is_composable_parallelism_enabled = False
+    multi_device = property(lambda self: self.use_distributed)
+    fp8_enabled = has_fp8_handler = has_lomo_optimizer = False
+    fp8_backend = "NO"
+    torch_device_mesh = None
+    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
+    should_save_model = True
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data is read here."""
+        return self.process_index
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Where accumulation stands."""
+        return GradientState(self)
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards run under torch's autocast."""
+        return self.mixed_precision in ("fp16", "bf16")
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads, and hands batches round."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether last batches are filled up from the start of the data."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self.dataloader_config.even_batches = even
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to an accelerator do not wait."""
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """The order of the data is always a function of seed and epoch."""
+        return True
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Positions of loaders are always part of a saved state."""
+        return True
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the layers of a model were spread over several devices; such a model is not trained here."""
+        maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+        return any(found is not None and len(set(found.values())) > 1 for found in maps)
+
+    @contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """Inside, the next backward exchanges gradients, also where its forward ran under `no_sync`."""
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            yield
+            return
+        before = model.require_backward_grad_sync, model.require_forward_param_sync
+        model.require_backward_grad_sync = model.require_forward_param_sync = True
+        model.reducer.prepare_for_backward([])
+        try:
+            yield
+        finally:
+            model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    def maybe_context_parallel(self, *buffers: Any, **options: Any) -> AbstractContextManager[None]:
+        """Nothing: sequences are whole on each process."""
+        return nullcontext()
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "LOMO optimizers are not supported", fix="accelerator.backward(loss), optimizer.step()"
+        )

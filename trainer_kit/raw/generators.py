@@ -1,0 +1,63 @@
+"""Random generators of several processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import torch
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.protocols import Group
+from trainer_kit.core.seed import restore_rng, rng_state, seed_everything
+
+__all__ = ["set_seed", "synchronize"]
+
+_KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, NumPy and torch, and the order of the data of what is made afterwards.
+
+    Args:
+        seed: 0 to 2**32 - 1.
+        device_specific: seed each process differently; the order of the data stays one for all.
+        deterministic: also let torch refuse operations whose result is not reproducible.
+
+    Example:
+        >>> set_seed(3)
+        >>> first = torch.rand(1)
+        >>> set_seed(3)
+        >>> bool(first == torch.rand(1))
+        True
+    """
+    seed_everything((seed + (Environment.detect().rank if device_specific else 0)) % 2**32)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize(
+    world: Group, kinds: Iterable[Any] | None, generator: torch.Generator | None, device: torch.device
+) -> None:
+    """Give every process the main process's generators.
+
+    Args:
+        world: the processes; every one calls it.
+        kinds: of "torch", "cuda", "generator", "python", "numpy".
+        generator: for the kind "generator".
+        device: whose generator is meant by "cuda".
+
+    Raises:
+        ConfigurationError: an unknown kind.
+    """
+    words = [str(getattr(kind, "value", kind)) for kind in kinds or ()]
+    for word in words:
+        if word not in _KINDS:
+            raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))
+    mine = rng_state(device)
+    wanted = {"device" if word == "cuda" else word for word in words}
+    theirs = world.broadcast({key: value for key, value in mine.items() if key in wanted})
+    restore_rng(theirs, device)
+    if "generator" in words and generator is not None:
+        generator.set_state(world.broadcast(generator.get_state()))

@@ -1,0 +1,76 @@
+"""Several processes from a notebook or a REPL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trainer_kit.core.environment import available_devices
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.launch import run_forked
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: int | str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    **elastic: Any,
+) -> Any:
+    """Call ``function(*args)`` on several forked processes of this machine, from a notebook or a REPL.
+
+    Args:
+        function: what they call.
+        args: its arguments.
+        num_processes: by default one for each device.
+        mixed_precision: of Accelerators in it that are not given one: "no", "fp16", "bf16".
+        use_port: accepted; a free port is found.
+        master_addr: accepted.
+        node_rank: accepted.
+        num_nodes: only 1: further machines are started by ``torchrun``.
+        elastic: Accelerate's options of restarting and of rendezvous: accepted.
+
+    Returns:
+        What the main process returned.
+
+    Raises:
+        ConfigurationError: several machines.
+    """
+    if num_nodes != 1:
+        raise ConfigurationError(
+            "a notebook starts processes on its own machine only",
+            found=f"num_nodes={num_nodes}",
+            fix="put the code into a script, and start it with torchrun on each machine",
+        )
+    wanted = num_processes or available_devices("auto")
+    settings = {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
+    with _environment(settings):
+        return function(*args) if wanted == 1 else run_forked(lambda rank: function(*args), wanted)
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Call ``function(*args)`` on several processes of this machine's CPU."""
+    with _environment({"TRAINER_KIT_USE_CPU": "1"}):
+        run_forked(lambda rank: function(*args) and None, num_processes)
+
+
+@contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

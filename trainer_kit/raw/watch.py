@@ -1,0 +1,138 @@
+"""Usual mistakes of a loop of the user's own, looked for in its first steps only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import ConfigurationError, RankError
+from trainer_kit.core.protocols import Group
+
+__all__ = ["Watch"]
+
+_LOOKS: Final = 3  # backwards that are looked at
+
+
+@final
+class Watch:
+    """Looks at the first forward of each model, the first backwards, and each optimizer's first step.
+
+    Args:
+        world: the processes.
+        say: prints one line, once on each machine.
+        models: that are prepared.
+    """
+
+    def __init__(self, world: Group, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
+        self._world, self._say, self._models = world, say, models
+        self._versions: dict[nn.Parameter, int] = {}
+        self._stepped: set[int] = set()
+        self._looks = 0
+        self._sample: float | None = None
+
+    def model(self, model: nn.Module) -> None:
+        """Look at what the model is called with first."""
+
+        def look(called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            self._compare_devices(called, (arguments, options))
+            if torch.is_grad_enabled():
+                handle.remove()
+                if self._world.size > 1 and self._sample is None:
+                    self._sample = _fingerprint((arguments, options))
+
+        handle = model.register_forward_pre_hook(look, with_kwargs=True)
+
+    @staticmethod
+    def _compare_devices(model: nn.Module, given: Any) -> None:
+        places = {parameter.device for parameter in model.parameters()}
+        found = {tensor.device for tensor in _tensors(given) if tensor.ndim}
+        # Lengths of sequences belong on the CPU: only a call with nothing in the right place is a mistake.
+        if len(places) == 1 and found and not places & found:
+            raise ConfigurationError(
+                "the batch is on another device than the model",
+                found=f"a batch on {', '.join(map(str, found))}, {type(model).__name__} on {places.pop()}",
+                fix="prepare the loader, or move the batch: batch.to(accelerator.device)",
+            )
+
+    def backward(self, harm: str | None, any_loader: bool) -> bool:
+        """A backward begins.
+
+        Args:
+            harm: what goes wrong when an optimizer steps that is not prepared, or None.
+            any_loader: whether a prepared loader is there.
+
+        Returns:
+            Whether to be called at the next one too.
+
+        Raises:
+            ConfigurationError: weights were changed by somebody else than a prepared optimizer.
+        """
+        if harm is not None:
+            self._look_for_steps(harm)
+        if self._looks == 0 and self._world.size > 1 and not any_loader and self._sample is not None:
+            rows = self._world.agree([self._sample])
+            if all(row == rows[0] for row in rows):
+                self._say(
+                    "every process trains on the same batch: prepare the loader too, "
+                    "accelerator.prepare(model, optimizer, loader)"
+                )
+        self._looks += 1
+        if self._looks < _LOOKS:
+            return True
+        self._versions.clear()
+        return False
+
+    def forget(self) -> None:
+        """Weights are changed on purpose."""
+        self._versions.clear()
+
+    def _look_for_steps(self, harm: str) -> None:
+        for model in self._models:
+            for name, parameter in model.named_parameters():
+                version = parameter._version
+                if parameter.requires_grad and self._versions.setdefault(parameter, version) != version:
+                    if id(parameter) in self._stepped:
+                        self._versions[parameter] = version
+                        continue
+                    raise ConfigurationError(
+                        "an optimizer that is not prepared steps a prepared model",
+                        found=f"{type(model).__name__}.{name} has changed, and {harm}",
+                        fix="optimizer = accelerator.prepare(optimizer), and step what that returns",
+                    )
+
+    def step(self, optimizer: Optimizer) -> None:
+        """A prepared optimizer steps for the first time.
+
+        Raises:
+            RankError: none of its parameters belongs to a prepared model, so each process would train on its own.
+        """
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._stepped |= mine
+        if self._world.size == 1:
+            return
+        if not any(id(parameter) in mine for model in self._models for parameter in model.parameters()):
+            raise RankError(
+                "an optimizer was prepared, and its model was not: every process would train its own",
+                found=f"{type(optimizer).__name__} on {self._world.size} processes",
+                fix="model, optimizer = accelerator.prepare(model, optimizer)",
+            )
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, Mapping):
+        for part in data.values():
+            yield from _tensors(part)
+    elif isinstance(data, (list, tuple)):
+        for part in data:
+            yield from _tensors(part)
+
+
+def _fingerprint(data: Any) -> float | None:
+    numbers = [tensor.detach().double().sum() for tensor in _tensors(data) if tensor.ndim and not tensor.is_complex()]
+    return float(torch.stack(numbers).sum()) if numbers else None  # sync point: before the first step, once
