@@ -7,6 +7,7 @@ from typing import Any, final
 import click
 
 from trainer_kit.commands.checkpoint import checkpoint
+from trainer_kit.commands.launch import explain, launch
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
 __all__ = ["main"]
@@ -27,7 +28,8 @@ class _Commands(click.Group):
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Look after runs of trainer_kit."""
+    """Start runs of trainer_kit, and look after them."""
 
 
-main.add_command(checkpoint)
+for _command in (checkpoint, explain, launch):
+    main.add_command(_command)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.launch.bootstrap import report_errors
 
 if TYPE_CHECKING:
-    from trainer_kit.launch.agent import run_agent
+    from trainer_kit.launch.agent import run_agent, run_ranks
     from trainer_kit.launch.command import rerun_command
     from trainer_kit.launch.notebook import run_forked
 
-__all__ = ["report_errors", "rerun_command", "run_agent", "run_forked"]
+__all__ = ["report_errors", "rerun_command", "run_agent", "run_forked", "run_ranks"]
 
-_LAZY = {"rerun_command": "command", "run_agent": "agent", "run_forked": "notebook"}
+_LAZY = {"rerun_command": "command", "run_agent": "agent", "run_forked": "notebook", "run_ranks": "agent"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
-import uuid
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,13 +19,16 @@ from trainer_kit.core.environment import START_DIRECTORY, Environment
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.command import rerun_command
 from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
+from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
 from trainer_kit.launch.watch import Watch
 
-__all__ = ["run_agent"]
+__all__ = ["run_agent", "run_ranks"]
 
 _BOOTSTRAP: Final = Path(__file__).with_name("bootstrap.py")
 _STOP: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _FORWARD: Final = ("SIGUSR1", "SIGUSR2")
+_ANSWER_TIME: Final = 60.0
+"""Seconds in which other machines tell how they ended, once one has failed: their ranks may need half of it to end."""
 
 
 def run_agent(
@@ -60,29 +63,75 @@ def run_agent(
     here = Environment.detect()
     if here.launched:
         raise LaunchError("a rank does not start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
-    if nproc < 1:
-        raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
     options, words = rerun_command()
     os.chdir(START_DIRECTORY)
-    os.environ.update(_environment(nproc, extra_env or {}))
+    run_ranks(
+        words,
+        nproc,
+        options=options,
+        extra_env=extra_env,
+        max_restarts=max_restarts,
+        peer_grace=peer_grace,
+        signal_grace=signal_grace,
+    )
+
+
+def run_ranks(
+    words: Sequence[str],
+    nproc: int,
+    *,
+    options: Sequence[str] = (),
+    machines: Machines | None = None,
+    extra_env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    peer_grace: float = 3.0,
+    signal_grace: float = 25.0,
+) -> NoReturn:
+    """Run a script as ``nproc`` ranks on this machine, beside as many on every other, and exit with their code.
+
+    Args:
+        words: ``[script, *arguments]`` or ``["-m", module, *arguments]``.
+        nproc: number of ranks on this machine.
+        options: of the interpreter.
+        machines: all machines of the run; by default this one alone, on its loopback interface.
+        extra_env: as for `run_agent`, like the arguments below.
+        max_restarts: the same on every machine.
+        peer_grace: see `run_agent`.
+        signal_grace: see `run_agent`.
+
+    Raises:
+        LaunchError: where machines do not meet.
+        SystemExit: always, in the end.
+    """
+    if nproc < 1:
+        raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
+    together = machines or Machines()
+    os.environ.update(_environment(nproc, together, extra_env or {}))
     sys.stdout.flush()
+    together.meet({"num_machines": together.count, "processes": nproc, "max_restarts": max_restarts})
+    arguments = [*options, str(_BOOTSTRAP), *words]
     status = 1
     for attempt in range(max_restarts + 1):
         os.environ["TRAINER_KIT_RESTART_COUNT"] = str(attempt)
-        status, said = _Attempt(nproc, [*options, str(_BOOTSTRAP), *words], peer_grace, signal_grace).run()
+        status, said = _Attempt(nproc, arguments, together, attempt, peer_grace, signal_grace).run()
         if said:
             print(said, file=sys.stderr, flush=True)
         if status == 0 or status >= 128 or attempt == max_restarts:
             break
         print(f"restart {attempt + 1} of {max_restarts}", file=sys.stderr, flush=True)
+    together.leave(attempt)
     raise SystemExit(status)
 
 
-def _environment(nproc: int, extra: Mapping[str, str]) -> dict[str, str]:
+def _environment(nproc: int, machines: Machines, extra: Mapping[str, str]) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     chosen = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
-    if sys.platform == "linux":
-        chosen["GLOO_SOCKET_IFNAME"] = "lo"  # all ranks are on this machine: nothing listens to the outside
+    # The ranks listen where machine 0 is reached, and nowhere else: on one machine alone, to nobody outside.
+    interface = interface_of(machines.address)
+    if interface is not None:
+        chosen["GLOO_SOCKET_IFNAME"] = interface
+        if machines.count > 1:
+            chosen["NCCL_SOCKET_IFNAME"] = interface
     return {
         **{name: value for name, value in chosen.items() if name not in os.environ},
         **extra,
@@ -95,9 +144,18 @@ def _environment(nproc: int, extra: Mapping[str, str]) -> dict[str, str]:
 class _Attempt:
     """One start of all ranks."""
 
-    def __init__(self, nproc: int, arguments: Sequence[str], peer_grace: float, signal_grace: float) -> None:
-        self.nproc, self.arguments = nproc, arguments
+    def __init__(
+        self,
+        nproc: int,
+        arguments: Sequence[str],
+        machines: Machines,
+        number: int,
+        peer_grace: float,
+        signal_grace: float,
+    ) -> None:
+        self.nproc, self.arguments, self.machines, self.number = nproc, arguments, machines, number
         self.peer_grace, self.signal_grace = peer_grace, signal_grace
+        self.world_size = nproc * machines.count
 
     def run(self) -> tuple[int, str]:
         """The exit status, and what to tell the user."""
@@ -116,35 +174,53 @@ class _Attempt:
                 failed = result.is_failed()
             except SignalException:
                 return self._stopped(watch, Path(directory), watch.stop_signal or signal.SIGTERM)
+            except PeerFailed as error:
+                return self._ended(self._followers(pids()), 1, str(error))
             finally:
                 watch.stop(sweep=failed)
-            if not failed:
-                return 0, ""
-            failures = self._failures(result.failures, watch, read_reports(Path(directory)))
-            status = root_first(failures)[0].exit_status
+            failures = self._failures(result.failures, watch, read_reports(Path(directory))) if failed else []
+            status = root_first(failures)[0].exit_status if failures else 0
             if status - 128 in watch.forwarded:  # they obeyed
                 return self._stopped(watch, Path(directory), status - 128)
-            return status, describe(failures, self.nproc)
+            return self._ended(failures, status, "")
+
+    def _followers(self, pids: Mapping[int, int]) -> list[RankFailure]:
+        """The ranks of this machine, which ended because another machine failed."""
+        host, now = socket.gethostname(), time.time_ns()
+        return [RankFailure(rank, None, now, host=host, pid=pid, stopped=True) for rank, pid in pids.items()]
+
+    def _ended(self, mine: list[RankFailure], status: int, why: str) -> tuple[int, str]:
+        """The same on every machine; the traceback is told where it happened."""
+        failures, worst = self.machines.outcome(self.number, mine, status, _ANSWER_TIME)
+        causes = [failure for failure in failures if not failure.stopped]
+        if not causes:
+            return worst, why or ("" if worst == 0 else "another machine was told to stop, or is gone")
+        told = describe(failures, self.world_size)
+        return root_first(causes)[0].exit_status, told if root_first(causes)[0] in mine else told.splitlines()[0]
 
     def _agent(self, directory: str) -> Any:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-        from trainer_kit.launch.rendezvous import LoopbackRendezvous
+        from trainer_kit.launch.rendezvous import Rendezvous
 
         spec = WorkerSpec(
             role="rank",
             local_world_size=self.nproc,
             entrypoint=sys.executable,
             args=tuple(self.arguments),
-            rdzv_handler=LoopbackRendezvous(uuid.uuid4().hex),
+            rdzv_handler=Rendezvous(self.machines, self.number),
             max_restarts=0,  # restarts are ours: with a fresh store, and never after a signal
             monitor_interval=0.1,
-            master_addr="127.0.0.1",
-            local_addr="127.0.0.1",
+            master_addr=self.machines.address,
+            local_addr=self.machines.address,
         )
-        return LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=directory))
+        agent: Any = LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=directory))
+        if self.machines.count > 1:
+            # torch would wait 300 s for a machine that has failed: how the others end is asked in `_ended`.
+            agent._exit_barrier = lambda: None
+        return agent
 
     def _stopped(self, watch: Watch, directory: Path, number: int) -> tuple[int, str]:
         """After a signal. Exceptions are worth a word, the ranks' own ways to obey are not."""
@@ -153,11 +229,12 @@ class _Attempt:
             for report in read_reports(directory).values()
             if report["type"] not in ("SystemExit", "KeyboardInterrupt")
         ]
-        lines = [describe(told, self.nproc)] if told else []
+        lines = [describe(told, self.world_size)] if told else []
         if watch.killed:
             ranks = ", ".join(map(str, sorted(watch.killed)))
             lines.append(f"ranks {ranks} did not end by themselves and were killed")
         lines.append(f"{signal.Signals(number).name}: {self.nproc} ranks ended")
+        self.machines.outcome(self.number, [], 128 + number, 0)
         return 128 + number, "\n".join(lines)
 
     def _failures(self, failures: Mapping[int, Any], watch: Watch, reports: Mapping[int, Any]) -> list[RankFailure]:

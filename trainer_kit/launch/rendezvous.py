@@ -1,28 +1,30 @@
-"""How the agent and the ranks of one machine meet: on a free port of the loopback interface."""
+"""How the agents and the ranks meet: in a store of machine 0 that listens at one address."""
 
 from __future__ import annotations
 
-import socket
-from datetime import timedelta
+import uuid
 from typing import final
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-__all__ = ["LoopbackRendezvous"]
+from trainer_kit.launch.machines import Machines
+
+__all__ = ["Rendezvous"]
 
 
 @final
-class LoopbackRendezvous(RendezvousHandler):
-    """One agent, one store. Unlike torch's own, it listens to this machine only, and no port can be taken meanwhile.
+class Rendezvous(RendezvousHandler):
+    """One attempt of all machines. Unlike torch's own it does not listen on every interface.
 
     Args:
-        run_id: names the run.
+        machines: which meet.
+        attempt: how often they have met before.
     """
 
-    def __init__(self, run_id: str) -> None:
-        self._run_id = run_id
-        self._store: TCPStore | None = None
+    def __init__(self, machines: Machines, attempt: int) -> None:
+        self._machines, self._attempt = machines, attempt
+        self._run_id = uuid.uuid4().hex if machines.count == 1 else f"attempt-{attempt}"
 
     @property
     def use_agent_store(self) -> bool:
@@ -31,20 +33,13 @@ class LoopbackRendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """The name of this way to meet."""
-        return "loopback"
+        return "trainer_kit"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store."""
-        if self._store is None:
-            listener = socket.socket()
-            listener.bind(("127.0.0.1", 0))
-            listener.listen()
-            port = listener.getsockname()[1]
-            self._store = TCPStore(
-                "127.0.0.1", port, 1, True, timedelta(seconds=60), master_listen_fd=listener.detach()
-            )
-        info = RendezvousStoreInfo("127.0.0.1", self._store.port)
-        return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, info)
+        """Open or join the store."""
+        store, port = self._machines.store(self._attempt)
+        info = RendezvousStoreInfo(self._machines.address, port)
+        return RendezvousInfo(PrefixStore(self._run_id, store), self._machines.rank, self._machines.count, info)
 
     def is_closed(self) -> bool:
         """Nobody closes it."""
@@ -54,7 +49,8 @@ class LoopbackRendezvous(RendezvousHandler):
         """Nothing to tell anybody."""
 
     def num_nodes_waiting(self) -> int:
-        """No other machine ever joins."""
+        """No other machine ever joins; torch's agent asks so often that this is where it hears of a failed one."""
+        self._machines.check(self._attempt)
         return 0
 
     def get_run_id(self) -> str:
@@ -62,6 +58,5 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Let go of the store."""
-        self._store = None
+        """The store goes with the attempt."""
         return True

@@ -1,0 +1,294 @@
+"""``trainer-kit launch`` and ``explain``: real processes, on one machine and on two agents of one."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests.launch.configurations import SAMPLES
+from trainer_kit.commands.main import main
+
+ROOT = Path(__file__).parents[2]
+
+RAW = """
+import os, signal, sys, time
+import torch
+from torch import nn
+from trainer_kit import Accelerator
+
+accelerator = Accelerator()
+rank = accelerator.process_index
+model, data = nn.Linear(2, 1), [(torch.full((2,), float(i)), torch.ones(1)) for i in range(8)]
+model, optimizer, loader = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.01), torch.utils.data.DataLoader(data, batch_size=2)
+)
+for inputs, target in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(nn.functional.mse_loss(model(inputs), target))
+        optimizer.step()
+        optimizer.zero_grad()
+seen = accelerator.gather(torch.tensor([rank])).tolist()
+print(f"rank {rank} of {accelerator.num_processes} saw {seen} {accelerator.precision.name} "
+      f"steps={accelerator.gradient_accumulation_steps} machine={accelerator.environment.node_rank} "
+      f"attempt={os.environ.get('TRAINER_KIT_RESTART_COUNT')} {sys.argv[1:]}", flush=True)
+mode = sys.argv[1] if len(sys.argv) > 1 else ""
+if mode == "kill" and rank == int(sys.argv[2]):
+    os.kill(os.getpid(), signal.SIGKILL)
+if mode == "once" and rank == int(sys.argv[2]) and os.environ["TRAINER_KIT_RESTART_COUNT"] == "0":
+    raise ValueError("only at first")
+if mode == "wait":
+    open(f"ready-{rank}", "w").close()
+if mode in ("kill", "wait"):
+    time.sleep(600)
+accelerator.wait_for_everyone()
+"""
+
+TRAINER = """
+import torch
+import trainer_kit as tk
+from trainer_kit.testing import TinyModule
+
+trainer = tk.Trainer(max_epochs=1, barebones=True, devices="auto")
+trainer.fit(TinyModule(), [torch.randn(4, 32)] * 4)
+print(f"rank {trainer.global_rank} of {trainer.world_size} step {trainer.global_step}", flush=True)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _scripts(tmp_path: Path) -> None:
+    Path("raw.py").write_text(RAW)
+    Path("fit.py").write_text(TRAINER)
+
+
+def environ() -> dict[str, str]:
+    here = os.getcwd()
+    own = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "HF_HOME")}
+    return {**own, "PYTHONPATH": str(ROOT), "TMPDIR": here, "XDG_CONFIG_HOME": here, "XDG_CACHE_HOME": here}
+
+
+def start(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainer_kit", "launch", *words],
+        env=environ(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def launch(*words: str) -> tuple[int, str, str]:
+    with start(*words) as process:
+        out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def on_two_machines(*words: str) -> list[tuple[int, str, str]]:
+    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
+    agents = [start(*shared, "--machine_rank", rank, *words) for rank in "10"]
+    ended = []
+    for agent in reversed(agents):
+        with agent:
+            out, err = agent.communicate(timeout=100)
+        ended.append((agent.returncode, out, err))
+    return ended
+
+
+def call(*words: str) -> tuple[int, str]:
+    result = CliRunner(env={"XDG_CONFIG_HOME": os.getcwd(), "XDG_CACHE_HOME": os.getcwd()}).invoke(main, words)
+    return result.exit_code, result.output
+
+
+def test_one_process_and_the_scripts_own_words() -> None:
+    code, out, err = launch("--cpu", "--mixed-precision", "bf16", "raw.py", "--cpu", "--", "-x")
+    assert (code, err) == (0, "")
+    assert out == "rank 0 of 1 saw [0] bf16-mixed steps=1 machine=0 attempt=None ['--cpu', '--', '-x']\n"
+
+
+def test_two_processes_with_a_configuration() -> None:
+    Path("two.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\ngradient_accumulation_steps: 4\n")
+    code, out, err = launch("--config_file", "two.yaml", "raw.py")
+    assert (code, err) == (0, "trainer-kit: configuration from two.yaml\n")
+    assert sorted(out.splitlines()) == [
+        f"rank {rank} of 2 saw [0, 1] 32-true steps=4 machine=0 attempt=0 []" for rank in range(2)
+    ]
+
+
+@pytest.mark.slow
+def test_a_trainer_on_two_processes_as_a_module() -> None:
+    code, out, err = launch("--cpu", "--num_processes=2", "-q", "-m", "fit")
+    assert (code, err) == (0, "")
+    assert sorted(out.splitlines()) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
+
+
+@pytest.mark.slow
+def test_accelerates_default_file_is_read_and_named() -> None:
+    file = Path("huggingface/accelerate/default_config.yaml")
+    file.parent.mkdir(parents=True)
+    file.write_text("use_cpu: true\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
+    code, out, err = launch("raw.py")
+    assert (code, err) == (0, f"trainer-kit: configuration from {file.absolute()}\n")
+    assert len(out.splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_one_rank_killed() -> None:
+    code, _, err = launch("--cpu", "--num_processes", "2", "raw.py", "kill", "1")
+    assert code == 128 + signal.SIGKILL
+    assert re.search(r"^rank 1 of 2 failed \(.*\): killed by SIGKILL", err, re.M)
+    assert "after it: rank 0 stopped" in err
+
+
+@pytest.mark.slow
+def test_two_machines() -> None:
+    (code, out, err), (other_code, other_out, other_err) = on_two_machines("--num_processes", "4", "raw.py")
+    assert (code, other_code, err, other_err) == (0, 0, "", "")
+    said = [f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []" for rank in range(4)]
+    assert (sorted(out.splitlines()), sorted(other_out.splitlines())) == (said[:2], said[2:])
+
+
+@pytest.mark.slow
+def test_one_rank_killed_on_one_of_two_machines() -> None:
+    (code, _, err), (other_code, _, other_err) = on_two_machines("--num_processes", "2", "raw.py", "kill", "1")
+    assert code == other_code == 128 + signal.SIGKILL
+    for told in (err, other_err):
+        assert re.search(r"^rank 1 of 2 failed \(.*\): killed by SIGKILL", told, re.M)
+    assert "after it: rank 0" in other_err
+
+
+@pytest.mark.slow
+def test_two_machines_restart_together() -> None:
+    (code, out, err), (other_code, other_out, other_err) = on_two_machines(
+        "--num_processes", "2", "--max_restarts", "1", "raw.py", "once", "1"
+    )
+    assert (code, other_code) == (0, 0)
+    assert "restart 1 of 1" in err
+    assert "restart 1 of 1" in other_err
+    assert "Traceback" not in err
+    assert other_err.count("ValueError: only at first") == 2
+    assert "attempt=1" in out
+    assert "attempt=1" in other_out
+
+
+def listening(pids: set[int]) -> set[str]:
+    """The addresses at which these processes listen, in the kernel's own words."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+            except OSError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def children(pid: int) -> set[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    below = {int(child) for task in tasks for child in task.read_text().split()}
+    return below.union(*(children(child) for child in below))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("machines", [1, 2])
+def test_nothing_listens_to_the_outside(machines: int) -> None:
+    shared = ["--cpu", "--num_processes", "2"]
+    if machines == 2:
+        shared += ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
+    agents = [start(*shared, "--machine_rank", str(rank), "raw.py", "wait") for rank in range(machines)]
+    try:
+        deadline = time.monotonic() + 60
+        while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        pids = {agent.pid for agent in agents}.union(*(children(agent.pid) for agent in agents))
+        addresses = listening(pids)
+    finally:
+        for agent in agents:
+            agent.terminate()
+        for agent in agents:
+            agent.communicate(timeout=60)
+    assert len(pids) == machines + 2
+    assert addresses
+    # 127.0.0.1, ::ffff:127.0.0.1 and ::1
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert addresses <= loopback
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Missing argument 'SCRIPT'"),
+        (["none.py"], "there is no such script"),
+        (["--num_proceses", "2", "raw.py"], "No such option '--num_proceses'"),
+        (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
+        (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
+        (["--use_fsdp", "raw.py"], "FSDP is not here yet"),
+        (["--use-deepspeed", "--zero-stage", "2", "raw.py"], "DeepSpeed is not here yet"),
+        (["--use_megatron_lm", "raw.py"], "Megatron-LM is not here yet"),
+        (["--tpu", "raw.py"], "TPU is not here yet"),
+        (["--cpu", "--multi_gpu", "raw.py"], "one kind of run at a time"),
+        (
+            ["--config_file", "bad.yaml", "raw.py"],
+            "bad.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",
+        ),
+        (["--config_file", "fsdp.yaml", "raw.py"], "fsdp.yaml:1"),
+        (["--config_file", "none.yaml", "raw.py"], "there is no configuration file none.yaml"),
+        (["--config_file", "fsdp.yaml", "--cpu", "none.py"], "there is no such script"),
+    ],
+)
+def test_wrong_calls_leave_with_2(words: list[str], said: str) -> None:
+    Path("bad.yaml").write_text("debug: no\nnum_proceses: 2\n")
+    Path("fsdp.yaml").write_text(SAMPLES["fsdp.yaml"])
+    code, output = call("launch", *words)
+    assert code == 2
+    assert said in output
+    assert "Traceback" not in output
+
+
+def test_a_wrong_file_is_one_line() -> None:
+    Path("bad.yaml").write_text("debug: no\nnum_proceses: 2\n")
+    assert call("launch", "--config_file", "bad.yaml", "raw.py")[1] == (
+        "Error: bad.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["launch", "explain"])
+def test_help_is_a_screen(command: str) -> None:
+    code, output = call(command, "--help")
+    assert code == 0
+    assert len(output.splitlines()) <= 50
+    assert "--fsdp_version" not in output
+
+
+def test_explain_shows_values_and_origins() -> None:
+    Path("two.yaml").write_text("mixed_precision: bf16\nnum_processes: 4\n")
+    code, output = call("explain", "--cpu", "--num-processes", "2", "--config_file", "two.yaml", "raw.py", "-x")
+    assert code == 0
+    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in output.splitlines() if len(line.split()) > 2}
+    assert rows["num_processes"] == ["2", "flag --num_processes"]
+    assert rows["mixed_precision"] == ["bf16", "two.yaml:1"]
+    assert rows["num_machines"] == ["1", "default"]
+    assert "processes here: 2, by an agent" in output
+    assert "the script is given TRAINER_KIT_MIXED_PRECISION=bf16" in output
+    assert output.endswith("runs: raw.py -x\n")

@@ -1,0 +1,181 @@
+"""Which value counts, where it comes from, and what a launch makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch.configurations import SAMPLES
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.origins import ORIGINS, Chosen, choose, variable
+from trainer_kit.launch.plan import plan
+from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
+
+ALONE = Environment()
+
+
+@pytest.fixture(autouse=True)
+def _no_files_of_mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("HF_HOME", raising=False)
+
+
+def flags(**given) -> dict[str, Chosen]:
+    return {name: Chosen(value, f"flag --{name}") for name, value in given.items()}
+
+
+def cpu(**given) -> dict[str, Chosen]:
+    return flags(distributed_type="MULTI_CPU", use_cpu=True, **given)
+
+
+def options(text: str = "", given: dict[str, Chosen] | None = None, environ: dict[str, str] | None = None) -> Resolved:
+    path = Path("config.yaml")
+    path.write_text(text)
+    return resolve(given or {}, path, environ or {})
+
+
+def test_each_level_wins_over_the_ones_below() -> None:
+    both = {"TRAINER_KIT_MIXED_PRECISION": "fp16", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    found = options("", None, {})
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == ("no", "default")
+    found = options("", None, {"ACCELERATE_MIXED_PRECISION": "bf16"})
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == (
+        "bf16",
+        "environment ACCELERATE_MIXED_PRECISION",
+    )
+    assert options("", None, both)["mixed_precision"] == "fp16"
+    found = options("\nmixed_precision: bf16\n", None, both)
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == ("bf16", "config.yaml:2")
+    found = options("mixed_precision: bf16\n", flags(mixed_precision="no"), both)
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == ("no", "flag --mixed_precision")
+    assert choose("mixed_precision", "fp16", "no", both) == Chosen("fp16", "argument")
+
+
+def test_the_script_hears_values_and_origins() -> None:
+    found = plan(options("mixed_precision: bf16\n", cpu(num_processes=2, gradient_accumulation_steps=4)), ALONE)
+    told = dict(found.environ)
+    origins = json.loads(told.pop(ORIGINS))
+    assert told == {
+        "TRAINER_KIT_MIXED_PRECISION": "bf16",
+        "TRAINER_KIT_GRADIENT_ACCUMULATION_STEPS": "4",
+        "TRAINER_KIT_USE_CPU": "1",
+    }
+    assert origins["mixed_precision"] == "config.yaml:1"
+    assert variable("mixed_precision", found.environ) == Chosen("bf16", "config.yaml:1")
+    assert variable("gradient_accumulation_steps", found.environ) == Chosen("4", "flag --gradient_accumulation_steps")
+    assert variable("mixed_precision", {**found.environ, ORIGINS: "[{"}) == Chosen(
+        "bf16", "environment TRAINER_KIT_MIXED_PRECISION"
+    )
+
+
+def test_variables_are_checked() -> None:
+    with pytest.raises(ConfigurationError, match="TRAINER_KIT_NUM_PROCESSES: num_processes is a whole"):
+        options("", None, {"TRAINER_KIT_NUM_PROCESSES": "many"})
+
+
+def test_default_files() -> None:
+    assert default_file() is None
+    accelerates_default().parent.mkdir(parents=True)
+    old = accelerates_default().with_suffix(".json")
+    old.write_text('{"distributed_type": "NO"}')
+    assert default_file() == old
+    accelerates_default().with_suffix(".yaml").write_text(SAMPLES["multi_node.yaml"])
+    assert default_file() == accelerates_default() != old
+    found = resolve({}, None, {})
+    assert found.file is not None
+    assert found["num_machines"] == 4
+    # On the CPU a configuration of something else is none: its processes were counted in devices.
+    assert resolve(cpu(), None, {}).file is None
+    our_default().parent.mkdir(parents=True)
+    our_default().write_text(SAMPLES["multi_cpu.yaml"])
+    found = resolve(cpu(), None, {})
+    assert found.file is not None
+    assert (found.file.path, found["num_processes"]) == (our_default(), 2)
+
+
+def test_one_process_by_default() -> None:
+    found = plan(options("", cpu()), ALONE)
+    assert (found.processes, found.machines.count, found.in_place, found.max_restarts) == (1, 1, False, 0)
+
+
+def test_several_machines() -> None:
+    given = cpu(num_processes=4, num_machines=2, machine_rank=1, main_process_ip="10.0.0.7")
+    found = plan(options("", given), ALONE)
+    machines = found.machines
+    assert (found.processes, machines.count, machines.rank, machines.address, machines.port) == (
+        2,
+        2,
+        1,
+        "10.0.0.7",
+        29500,
+    )
+    found = plan(options(SAMPLES["multi_node.yaml"], cpu()), ALONE)
+    assert (found.processes, found.machines.rank, found.machines.port) == (4, 1, 8888)
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "problem"),
+    [
+        ("distributed_type: NO\nnum_processes: 2\n", {}, "one process is not several"),
+        (SAMPLES["open.yaml"], cpu(), "leaves the number of processes open"),
+        ("", cpu(num_processes=3, num_machines=2, main_process_ip="10.0.0.7"), "equally many processes"),
+        ("", cpu(num_processes=0), "equally many processes"),
+        ("", cpu(num_machines=2, machine_rank=2), "this machine is none of them"),
+        ("", cpu(num_processes=2, num_machines=2), "need the address of the first"),
+    ],
+)
+def test_contradictions(text: str, given: dict[str, Chosen], problem: str) -> None:
+    with pytest.raises(ConfigurationError, match=problem):
+        plan(options(text, given), ALONE)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("fsdp.yaml", "FSDP"),
+        ("fsdp2.yaml", "FSDP"),
+        ("deepspeed.yaml", "DeepSpeed"),
+        ("megatron.yaml", "Megatron-LM"),
+        ("tpu.yaml", "TPU"),
+        ("fp8.yaml", "fp8"),
+        ("sagemaker.yaml", "SageMaker"),
+    ],
+)
+def test_what_is_not_here_yet_says_so(name: str, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{what} is not here yet") as caught:
+        plan(options(SAMPLES[name]), ALONE)
+    assert "config.yaml:" in str(caught.value.found)
+    assert caught.value.fix
+
+
+def test_what_has_no_effect_is_named() -> None:
+    found = plan(options(SAMPLES["multi_cpu.yaml"] + "enable_cpu_affinity: true\n"), ALONE)
+    assert found.left_out == ("enable_cpu_affinity", "mpirun_hostfile", "mpirun_ccl")
+
+
+def test_under_slurm_one_task_for_each_process() -> None:
+    here = Environment(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm")
+    found = plan(options("", cpu()), here)
+    assert (found.in_place, found.processes) == (True, 2)
+    with pytest.raises(ConfigurationError, match="starts another number of processes"):
+        plan(options("", cpu(num_processes=8)), here)
+
+
+def test_under_slurm_one_task_on_each_machine() -> None:
+    here = Environment(
+        rank=1, world_size=2, local_world_size=1, node_rank=1, master_addr="node1", master_port=15001, source="slurm"
+    )
+    assert plan(options("", cpu()), here).in_place
+    found = plan(options("", cpu(num_processes=4)), here)
+    assert (found.in_place, found.processes) == (False, 2)
+    machines = found.machines
+    assert (machines.count, machines.rank, machines.address, machines.port) == (2, 1, "node1", 15001)
+
+
+def test_a_launcher_of_one_process_is_none() -> None:
+    found = plan(options("", cpu(num_processes=2)), Environment(source="slurm"))
+    assert (found.in_place, found.processes, found.machines.count) == (False, 2, 1)

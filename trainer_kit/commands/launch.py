@@ -1,0 +1,186 @@
+"""``trainer-kit launch`` and ``explain``: a script on processes and machines, and what that will be."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, NoReturn, final
+
+import click
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.origins import Chosen, describe_origins
+from trainer_kit.launch.options import Option, all_options
+
+__all__ = ["explain", "launch"]
+
+_KINDS: Final = {
+    "cpu": "MULTI_CPU",
+    "multi_gpu": "MULTI_GPU",
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DEEPSPEED",
+    "use_megatron_lm": "MEGATRON_LM",
+    "tpu": "XLA",
+}
+_SHOWN: Final = {
+    "num_processes": "Processes, on all machines together.",
+    "mixed_precision": "no, fp16 or bf16.",
+    "gradient_accumulation_steps": "Micro-batches of an optimizer step.",
+    "gpu_ids": 'Devices of this machine: "0,1", or "all".',
+    "num_machines": "Machines; start this command on each.",
+    "machine_rank": "This machine among them, from 0.",
+    "main_process_ip": "Address of machine 0.",
+    "main_process_port": "Port there, where the machines meet.",
+    "num_cpu_threads_per_process": "OMP_NUM_THREADS.",
+    "dynamo_backend": "Of torch.compile.",
+    "max_restarts": "Start all processes again after a failure, so often.",
+}
+_FILE_ONLY: Final = ("compute_environment", "distributed_type", "use_cpu", "debug", "fp16")
+_SWITCHES: Final = ("same_network", "enable_cpu_affinity", "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo")
+_CONTEXT: Final = {
+    "allow_interspersed_args": False,
+    # --num-processes is --num_processes.
+    "token_normalize_func": lambda token: token.replace("-", "_"),
+}
+
+
+@final
+class _Value(click.ParamType[Any]):
+    """What an option may be, on the command line as in a file."""
+
+    def __init__(self, option: Option) -> None:
+        self.option = option
+        self.name = "integer" if option.read.__name__ in ("_integer", "_port") else "text"
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        try:
+            return self.option.value(str(value))
+        except ValueError as error:
+            self.fail(f"{error}, not {value!r}", parameter, context)
+
+
+def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Every option of a configuration; the ones that few need are not in ``--help``."""
+    known = all_options()
+    for name in sorted(known.keys() - _SHOWN.keys() - set(_FILE_ONLY)):
+        switch = name in _SWITCHES
+        kind = None if switch else _Value(known[name])
+        command = click.option(f"--{name}", is_flag=switch, default=None, type=kind, hidden=True)(command)
+    for name, text in reversed(_SHOWN.items()):
+        command = click.option(f"--{name}", type=_Value(known[name]), help=text)(command)
+    for word, text in reversed(
+        {
+            "cpu": "On the CPU.",
+            "multi_gpu": "On several devices, data parallel.",
+            "use_fsdp": "With FSDP (not here yet).",
+            "use_deepspeed": "With DeepSpeed (not here yet).",
+            "use_megatron_lm": "With Megatron-LM (not here yet).",
+            "tpu": "",
+            "debug": "Each process says what it has; collectives are checked first.",
+        }.items()
+    ):
+        command = click.option(f"--{word}", is_flag=True, default=None, help=text, hidden=not text)(command)
+    file = click.Path(path_type=Path)
+    return click.option("--config_file", type=file, help="YAML or JSON; by default what `config` wrote.")(command)
+
+
+def _flags(given: Mapping[str, Any]) -> dict[str, Chosen]:
+    """The flags by option, each with its name as the origin."""
+    flags = {name: Chosen(value, f"flag --{name}") for name, value in given.items() if value is not None}
+    kinds = [word for word in _KINDS if flags.pop(word, None) is not None]
+    if len(kinds) > 1:
+        raise ConfigurationError("one kind of run at a time", found=" ".join(f"--{word}" for word in kinds))
+    for word in kinds:
+        origin = f"flag --{word}"
+        flags["distributed_type"] = Chosen(_KINDS[word], origin)
+        flags["use_cpu"] = Chosen(word == "cpu", origin)
+    return flags
+
+
+def _words(script: str, arguments: tuple[str, ...], module: bool) -> list[str]:
+    if module:
+        return ["-m", script, *arguments]
+    if not Path(script).is_file():
+        raise ConfigurationError("there is no such script", found=script, fix="--module for a module's name")
+    return [script, *arguments]
+
+
+@click.command("launch", context_settings=_CONTEXT)
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_launch_options
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("-q", "--quiet", is_flag=True, help="Do not say which configuration is used.")
+def launch(
+    script: str, arguments: tuple[str, ...], config_file: Path | None, module: bool, quiet: bool, **given: Any
+) -> NoReturn:
+    """Run SCRIPT with its ARGUMENTS on processes and machines.
+
+    Flags count before the configuration file, that before the environment. Under SLURM or MPI no options are needed.
+    Options that few need (--fsdp_..., --megatron_lm_..., ...) are those of a configuration file.
+    """
+    from trainer_kit.core.environment import Environment
+    from trainer_kit.launch.plan import plan
+    from trainer_kit.launch.resolve import resolve
+
+    options = resolve(_flags(given), config_file)
+    found = plan(options, Environment.detect())
+    words = _words(script, arguments, module)
+    if not quiet:
+        if options.file is not None:
+            click.echo(f"trainer-kit: configuration from {options.file.path}", err=True)
+        for name in found.left_out:
+            click.echo(f"trainer-kit: has no effect yet: {options.said(name)}", err=True)
+    _run(words, found)
+
+
+def _run(words: list[str], found: Any) -> NoReturn:
+    from trainer_kit.launch.command import split_command
+
+    interpreter, _ = split_command(sys.orig_argv)
+    if found.in_place or (found.processes == found.machines.count == 1 and not found.max_restarts):
+        # Nobody to supervise: this process becomes the script.
+        sys.stdout.flush()
+        os.execve(sys.executable, [sys.executable, *interpreter, *words], {**os.environ, **found.environ})
+    from trainer_kit.launch import run_ranks
+
+    run_ranks(
+        words,
+        found.processes,
+        options=interpreter,
+        machines=found.machines,
+        extra_env=found.environ,
+        max_restarts=found.max_restarts,
+    )
+
+
+@click.command("explain", context_settings=_CONTEXT)
+@click.argument("script", required=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_launch_options
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
+def explain(
+    script: str | None, arguments: tuple[str, ...], config_file: Path | None, module: bool, **given: Any
+) -> None:
+    """Show what `launch` with the same words would do: each value, and where it comes from."""
+    from trainer_kit.core.environment import Environment
+    from trainer_kit.launch.plan import plan
+    from trainer_kit.launch.resolve import resolve
+
+    options = resolve(_flags(given), config_file)
+    click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
+    for line in describe_origins(options.chosen.items()):
+        click.echo(line)
+    here = Environment.detect()
+    found = plan(options, here)
+    by = f"as rank {here.rank} of {here.world_size} ({here.source})" if found.in_place else "by an agent"
+    alone = found.processes == found.machines.count == 1
+    click.echo(f"\nprocesses here: {found.processes}{'' if alone else f', {by}'}")
+    click.echo(f"machines: {found.machines.count}, this is {found.machines.rank}")
+    for name, value in found.environ.items():
+        if name != "TRAINER_KIT_ORIGINS":
+            click.echo(f"the script is given {name}={value}")
+    if script is not None:
+        click.echo(f"runs: {' '.join(_words(script, arguments, module))}")

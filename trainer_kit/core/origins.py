@@ -1,0 +1,104 @@
+"""A value and where it comes from: an argument, a flag, a configuration file, the environment, or the default.
+
+The launcher resolves flags and files, and passes what it found to the ranks in variables; `ORIGINS` beside them says
+where each came from, for ``explain()``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+__all__ = ["ORIGINS", "Chosen", "choose", "describe_origins", "variable"]
+
+ORIGINS: Final = "TRAINER_KIT_ORIGINS"
+"""Names this variable: JSON of what the launcher knows about the others, by option."""
+
+_PREFIXES: Final = ("TRAINER_KIT_", "ACCELERATE_")
+_OTHER_NAMES: Final = {
+    "debug": ("ACCELERATE_DEBUG_MODE",),
+    "main_process_ip": ("MASTER_ADDR",),
+    "main_process_port": ("MASTER_PORT",),
+    "num_cpu_threads_per_process": ("OMP_NUM_THREADS",),
+}
+
+
+@final
+@dataclass(frozen=True)
+class Chosen:
+    """A value and its origin.
+
+    Attributes:
+        value: the value; the text of it where it stands in a variable.
+        origin: in words, such as ``"argument"`` or ``"config.yaml:3"``.
+    """
+
+    value: Any
+    origin: str
+
+
+def variable(name: str, environ: Mapping[str, str] = os.environ) -> Chosen | None:
+    """What the environment says about an option: ``TRAINER_KIT_NAME``, or ``ACCELERATE_NAME``.
+
+    Args:
+        name: the option.
+        environ: the variables.
+
+    Example:
+        >>> variable("mixed_precision", {"ACCELERATE_MIXED_PRECISION": "bf16"})
+        Chosen(value='bf16', origin='environment ACCELERATE_MIXED_PRECISION')
+    """
+    for key in (*(f"{prefix}{name.upper()}" for prefix in _PREFIXES), *_OTHER_NAMES.get(name, ())):
+        if environ.get(key):
+            told = _launchers(environ).get(name) if key.startswith(_PREFIXES[0]) else None
+            return Chosen(environ[key], told if isinstance(told, str) else f"environment {key}")
+    return None
+
+
+def _launchers(environ: Mapping[str, str]) -> Mapping[str, Any]:
+    try:
+        told = json.loads(environ.get(ORIGINS) or "{}")
+    except ValueError:
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
+def choose(name: str, argument: Any, default: Any, environ: Mapping[str, str] = os.environ) -> Chosen:
+    """An argument, else what the environment says, else the default.
+
+    Args:
+        name: the option.
+        argument: None where it was not given.
+        default: the value then.
+        environ: the variables.
+
+    Example:
+        >>> choose("mixed_precision", "fp16", "no", {"TRAINER_KIT_MIXED_PRECISION": "bf16"})
+        Chosen(value='fp16', origin='argument')
+        >>> choose("mixed_precision", None, "no", {})
+        Chosen(value='no', origin='default')
+    """
+    if argument is not None:
+        return Chosen(argument, "argument")
+    return variable(name, environ) or Chosen(default, "default")
+
+
+def describe_origins(chosen: Iterable[tuple[str, Chosen]]) -> list[str]:
+    """Name, value and origin, a line each, in columns.
+
+    Example:
+        >>> describe_origins([("debug", Chosen(True, "argument")), ("mixed_precision", Chosen("no", "default"))])
+        ['debug            true  argument', 'mixed_precision  no    default']
+    """
+    rows = [(name, _words(value.value), value.origin) for name, value in chosen]
+    first, second = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    return [f"{name:<{first}}  {value:<{second}}  {origin}" for name, value, origin in rows]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(_words, value))
+    return "-" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,261 @@
+"""The agents of several machines: they meet at an address of machine 0, and fail, restart and end together."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, Final, final
+
+from trainer_kit.core.errors import LaunchError
+from trainer_kit.launch.failure import RankFailure
+
+__all__ = ["Machines", "PeerFailed", "interface_of"]
+
+_LOOPBACK: Final = "127.0.0.1"
+_PERIOD: Final = 0.05
+_STORE_TIME: Final = timedelta(seconds=60)
+
+
+class PeerFailed(Exception):
+    """Another machine has failed: the ranks of this one end too."""
+
+
+@final
+class Machines:
+    """All machines of a run, seen from one of them.
+
+    Machine 0 listens at ``address`` only, never on its other interfaces. One machine alone meets nobody.
+
+    Args:
+        count: number of machines.
+        rank: this one among them, from 0.
+        address: machine 0's name or address, as the others reach it.
+        port: where the agents meet there; 0 for any, on one machine alone.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        LaunchError: for numbers that contradict each other.
+
+    Example:
+        >>> Machines().count
+        1
+    """
+
+    def __init__(
+        self, count: int = 1, rank: int = 0, address: str = _LOOPBACK, port: int = 0, timeout: float = 600.0
+    ) -> None:
+        if not 0 <= rank < count:
+            raise LaunchError(
+                "this machine is none of them", found=f"machine_rank={rank}, num_machines={count}", fix="count from 0"
+            )
+        self.count, self.rank, self.address, self.port, self.timeout = count, rank, address, port, timeout
+        self._control: Any = None
+        self._served: Any = None
+
+    def meet(self, about: Mapping[str, Any]) -> None:
+        """Wait until every machine is here.
+
+        Args:
+            about: what all must have been told alike.
+
+        Raises:
+            LaunchError: somebody does not come, comes twice, or was told something else.
+        """
+        if self.count == 1:
+            return
+        if self.rank == 0:
+            self._control = _serve(self.address, self.port)
+        else:
+            self._until(self._can_connect, lambda: f"machine 0 at {self.address}:{self.port}")
+            self._control = _join(self.address, self.port)
+        if self._control.add(f"places/{self.rank}", 1) > 1:
+            raise LaunchError("two machines have the same place", found=f"machine_rank={self.rank} twice")
+        self._control.set(f"here/{self.rank}", json.dumps(dict(about)))
+        for other in range(self.count) if self.rank == 0 else (0,):
+            self._until(
+                lambda key=f"here/{other}": self._control.check([key]),  # type: ignore[misc]
+                lambda other=other: f"machine {other}, to come to {self.address}:{self.port}",  # type: ignore[misc]
+            )
+            theirs = json.loads(self._control.get(f"here/{other}"))
+            differing = [name for name in about if theirs.get(name) != about[name]]
+            if differing:
+                raise LaunchError(
+                    "the machines were not started alike",
+                    found="; ".join(
+                        f"{name}={about[name]} on machine {self.rank}, {theirs.get(name)} on machine {other}"
+                        for name in differing
+                    ),
+                )
+
+    def store(self, attempt: int) -> tuple[Any, int]:
+        """The store in which the ranks of one attempt meet, and its port: a fresh one, as its keys are."""
+        if self.rank == 0:
+            self._served = _serve(self.address, self.port if self.count == 1 else 0)
+            if self._control is not None:
+                self._control.set(f"port/{attempt}", str(self._served.port))
+            return self._served, self._served.port
+        self._until(lambda: self._control.check([f"port/{attempt}"]), lambda: "machine 0, to start its ranks")
+        port = int(self._control.get(f"port/{attempt}"))
+        return _join(self.address, port), port
+
+    def check(self, attempt: int) -> None:
+        """Look whether all goes well elsewhere.
+
+        Raises:
+            PeerFailed: it does not.
+        """
+        if self._control is None:
+            return
+        try:
+            failed = self._control.check([f"failed/{attempt}"])
+        except RuntimeError as error:
+            raise PeerFailed("machine 0 is gone") from error
+        if failed:
+            raise PeerFailed
+
+    def outcome(
+        self, attempt: int, failures: Iterable[RankFailure], status: int, grace: float
+    ) -> tuple[list[RankFailure], int]:
+        """Tell how an attempt ended here, and learn how it ended everywhere.
+
+        Args:
+            attempt: the attempt.
+            failures: of the ranks of this machine.
+            status: the exit status of this machine's ranks; decides where no rank of any machine failed.
+            grace: seconds in which machines must answer once one has failed.
+
+        Returns:
+            The failures of all ranks of all machines, and the largest status.
+        """
+        mine = list(failures)
+        if self._control is None:
+            return mine, status
+        everyone, statuses = list(mine), [status]
+        try:
+            told = json.dumps({"status": status, "failures": [asdict(failure) for failure in mine]})
+            self._control.set(f"told/{attempt}/{self.rank}", told)
+            if status:
+                self._control.set(f"failed/{attempt}", str(self.rank))
+            for other in set(range(self.count)) - {self.rank}:
+                if not self._told(attempt, other, grace):
+                    statuses.append(1)
+                    continue
+                theirs = json.loads(self._control.get(f"told/{attempt}/{other}"))
+                statuses.append(theirs["status"])
+                everyone += [RankFailure(**failure) for failure in theirs["failures"]]
+            self._control.set(f"heard/{attempt}/{self.rank}", "")
+        except RuntimeError:
+            statuses.append(1)  # machine 0 is gone, and with it what it knew
+        return everyone, max(statuses)
+
+    def _told(self, attempt: int, other: int, grace: float) -> bool:
+        deadline: float | None = None
+        while not self._control.check([f"told/{attempt}/{other}"]):
+            if deadline is None and self._control.check([f"failed/{attempt}"]):
+                deadline = time.monotonic() + grace
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            time.sleep(_PERIOD)
+        return True
+
+    def leave(self, attempt: int, grace: float = 5.0) -> None:
+        """Part. Machine 0 stays until the others have heard how it ended, at most ``grace`` seconds."""
+        deadline = time.monotonic() + grace
+        if self._control is not None and self.rank == 0:
+            keys = [f"heard/{attempt}/{other}" for other in range(1, self.count)]
+            while not self._control.check(keys) and time.monotonic() < deadline:
+                time.sleep(_PERIOD)
+        self._control = self._served = None
+
+    def _can_connect(self) -> bool:
+        try:
+            socket.create_connection((self.address, self.port), timeout=2).close()
+        except OSError:
+            return False
+        return True
+
+    def _until(self, true: Callable[[], bool], whom: Callable[[], str]) -> None:
+        begun, said = time.monotonic(), False
+        while not true():
+            waited = time.monotonic() - begun
+            if waited > self.timeout:
+                raise LaunchError(
+                    "not all machines came",
+                    found=f"waited {self.timeout:.0f} s for {whom()}",
+                    fix="start every machine with the same address and port and its own machine_rank",
+                )
+            if waited > 5 and not said:
+                said = True
+                print(f"machine {self.rank} of {self.count} waits for {whom()}", file=sys.stderr, flush=True)
+            time.sleep(_PERIOD)
+
+
+def _serve(address: str, port: int) -> Any:
+    """A store that listens at ``address`` and nowhere else."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise LaunchError("the address of machine 0 is unknown", found=f"{address}: {error.strerror}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            raise LaunchError(
+                f"this machine cannot listen at {address}:{port}",
+                found=error.strerror,
+                fix="choose another --main_process_port"
+                if taken
+                else "give --main_process_ip an address of this machine, or --machine_rank the place of this one",
+            ) from None
+        listener.listen()
+        bound = listener.getsockname()[1]
+        return TCPStore(address, bound, None, True, _STORE_TIME, False, master_listen_fd=listener.detach())
+
+
+def _join(address: str, port: int) -> Any:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(address, port, None, False, _STORE_TIME, False)
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface through which this machine reaches ``address``, or None where that cannot be told.
+
+    Args:
+        address: a name or an address.
+
+    Example:
+        >>> interface_of("127.0.0.1") in ("lo", None)
+        True
+    """
+    if sys.platform != "linux":
+        return None
+    import fcntl
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, 9))  # sends nothing, but chooses the way
+            own = probe.getsockname()[0]
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", os.fsencode(name)[:15])
+                try:
+                    found = fcntl.ioctl(probe.fileno(), 0x8915, request)[20:24]  # SIOCGIFADDR
+                except OSError:
+                    continue  # has no IPv4 address
+                if socket.inet_ntoa(found) == own or (own.startswith("127.") and name == "lo"):
+                    return name
+    except OSError:
+        return None
+    return None
