@@ -158,7 +158,7 @@ def test_a_wrong_call_leaves_with_2(arguments, tmp_path):
 
 
 COMMANDS = {
-    (): ["checkpoint"],
+    (): ["checkpoint", "explain", "launch"],
     ("checkpoint",): ["diff", "export", "ls", "repair", "verify"],
 }
 
