@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.files import read_tensors
-from trainer_kit.checkpoint.manifest import read_manifest
+from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_header, read_weight_files
+from trainer_kit.checkpoint.layout import read_layout
+from trainer_kit.checkpoint.manifest import is_sharded, read_manifest, shards_of
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, locate
 
-__all__ = ["read_module", "read_weights"]
+__all__ = ["read_module", "read_weights", "weight_shapes"]
 
 _ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
 _UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
@@ -30,8 +32,9 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     """A module's tensors by name, for ``module.load_state_dict``.
 
     Args:
-        path: a checkpoint directory of ours (its part ``model``); a safetensors file; a ``torch.save`` file that holds
-            a state_dict; or a Lightning ``.ckpt`` (its ``state_dict``). The content decides, not the suffix.
+        path: a checkpoint directory of ours (its part ``model``); a safetensors file, or a directory of them as Hugging
+            Face writes it; a ``torch.save`` file that holds a state_dict; or a Lightning ``.ckpt`` (its
+            ``state_dict``). The content decides, not the suffix.
         device: where the tensors go.
 
     Raises:
@@ -46,6 +49,8 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         {'w': tensor([1., 1.])}
     """
     file = locate(path)
+    if isinstance(file, Path) and holds_weight_files(file):
+        return read_weight_files(find_weight_files(file), device)
     if file.is_dir():
         return _tensors(file, read_checkpoint(file, parts=["model"], device=device)["model"])
     if isinstance(file, RemotePath):
@@ -62,6 +67,36 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         "this is neither a checkpoint directory, nor safetensors, nor a torch.save file",
         fix="check how it was written, and whether it was copied in full",
     )
+
+
+def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """As `read_weights`, on torch's ``meta`` device: only headers are read, whatever the size.
+
+    Raises:
+        CheckpointError: for anything but a checkpoint directory of ours, a safetensors file, or a directory of them.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     weight_shapes(write_checkpoint(f"{directory}/step-3", {"model": {"w": torch.ones(2, 3)}}))
+        {'w': tensor(..., device='meta', size=(2, 3))}
+    """
+    file = locate(path)
+    if isinstance(file, RemotePath):
+        raise CheckpointError(file, None, "headers are read on this machine", fix="copy it here first")
+    if holds_weight_files(file):
+        return {name: tensor for one in find_weight_files(file) for name, tensor in read_header(one).items()}
+    if not file.is_dir():
+        return read_header(file)
+    manifest = read_manifest(file)
+    if "model" not in manifest["parts"]:
+        raise CheckpointError(file, "model", "this checkpoint holds no weights")
+    if not is_sharded(manifest):
+        files = [file / name for name in shards_of(manifest, "model")]
+        return {name: tensor for one in files for name, tensor in read_header(one).items()}
+    layout = read_layout(file, manifest)["model"]
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in layout.items()}
 
 
 def _start(file: Path) -> bytes:
@@ -114,6 +149,8 @@ def _tensors(file: Location, content: Any, most: float = math.inf) -> dict[str, 
 def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and the hyperparameters beside them (none where there are none), for ``load_from_checkpoint``."""
     file = locate(path)
+    if isinstance(file, Path) and holds_weight_files(file):
+        return read_weights(file), {}
     if file.is_dir():
         weights = read_weights(file)
         parts = ["hyper_parameters"] if _has_hparams(file) else []

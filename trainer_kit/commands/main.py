@@ -7,7 +7,9 @@ from typing import Any, final
 import click
 
 from trainer_kit.commands.checkpoint import checkpoint
+from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
+from trainer_kit.commands.merge_weights import merge_weights
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
 __all__ = ["main"]
@@ -31,5 +33,5 @@ def main() -> None:
     """Start runs of trainer_kit, and look after them."""
 
 
-for _command in (checkpoint, explain, launch):
+for _command in (checkpoint, estimate_memory, explain, launch, merge_weights):
     main.add_command(_command)

@@ -1,0 +1,124 @@
+"""Directories of safetensors: read whole, and refused where index and files disagree or a pickle stands there."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer_kit.checkpoint import export, read_weights, write_checkpoint, write_sharded
+from trainer_kit.checkpoint.weights import weight_shapes
+from trainer_kit.core.errors import CheckpointError
+
+WEIGHTS = {"a.w": torch.arange(6.0).view(2, 3), "a.b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor([3, 4])}
+
+
+def same(one, two):
+    return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return export(WEIGHTS, tmp_path / "hub", max_shard_size=20)
+
+
+def test_with_and_without_an_index(sharded, tmp_path):
+    assert len(list(sharded.iterdir())) > 2
+    assert same(read_weights(sharded), WEIGHTS)
+    (sharded / "model.safetensors.index.json").unlink()
+    assert same(read_weights(sharded), WEIGHTS)
+    assert same(read_weights(export(WEIGHTS, tmp_path / "one")), WEIGHTS)
+
+
+def test_shapes_are_those_of_the_weights(sharded, tmp_path):
+    state = {"model": WEIGHTS, "progress": {"step": 1}}
+    places = [
+        sharded,
+        write_checkpoint(tmp_path / "whole", state),
+        write_sharded(tmp_path / "ranks", state),
+        export(WEIGHTS, tmp_path / "w.safetensors"),
+    ]
+    for place in places:
+        told = weight_shapes(place)
+        assert {name: (t.shape, t.dtype, t.device.type) for name, t in told.items()} == {
+            name: (t.shape, t.dtype, "meta") for name, t in WEIGHTS.items()
+        }
+
+
+def index_of(directory, change):
+    path = directory / "model.safetensors.index.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def elsewhere(content):
+    content["weight_map"]["n"] = "../outside.safetensors"
+
+
+def missing(content):
+    content["weight_map"]["n"] = "model-00009-of-00009.safetensors"
+
+
+def wrong_file(content):
+    places = content["weight_map"]
+    places["n"], places["a.w"] = places["a.w"], places["n"]
+
+
+def no_map(content):
+    del content["weight_map"]
+
+
+def one_more(content):
+    content["weight_map"]["ghost"] = content["weight_map"]["n"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (elsewhere, "not one of this directory"),
+        (missing, "it is not there"),
+        (wrong_file, "says it is here, and it is not"),
+        (no_map, "no index of weights"),
+        (one_more, "says it is here, and it is not"),
+    ],
+)
+def test_an_index_that_lies_is_refused(sharded, tmp_path, change, reason):
+    save_file({"n": torch.zeros(2)}, tmp_path / "outside.safetensors")
+    index_of(sharded, change)
+    with pytest.raises(CheckpointError, match=reason):
+        read_weights(sharded)
+
+
+def test_two_files_with_the_same_name_are_refused(tmp_path):
+    for name in ("a", "b"):
+        save_file({"w": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="another file of this directory holds it too"):
+        read_weights(tmp_path)
+
+
+@pytest.mark.parametrize("inside", ["", "pytorch_model_fsdp_0"])
+def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, inside):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    directory = tmp_path / "dcp" / inside
+    directory.mkdir(parents=True)
+    import pickle
+
+    (directory / ".metadata").write_bytes(pickle.dumps(Evil()))
+    (directory / "__0_0.distcp").write_bytes(b"PK")
+    with pytest.raises(CheckpointError, match="is a pickle, which can run any code"):
+        read_weights(tmp_path / "dcp")
+    assert not (tmp_path / "made").exists()
+
+
+def test_what_is_left_of_a_checkpoint_is_not_taken_for_loose_files(tmp_path):
+    path = write_checkpoint(tmp_path / "step-1", {"model": {"w": torch.ones(2)}})
+    (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="manifest"):
+        read_weights(path)

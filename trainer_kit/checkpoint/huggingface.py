@@ -1,0 +1,109 @@
+"""Directories of safetensors in Hugging Face's layout: one file, or several with an index that says what is where."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, read_file, read_tensors
+from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, load_json
+from trainer_kit.core.errors import CheckpointError
+
+__all__ = ["find_weight_files", "holds_weight_files", "read_header", "read_weight_files"]
+
+_INDEX: Final = ".safetensors.index.json"
+_MOST: Final = 64 << 20
+_DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
+
+
+def holds_weight_files(path: Path) -> bool:
+    """Whether this is a directory for `find_weight_files`: of weights, and no checkpoint of ours, whole or not."""
+    if not path.is_dir() or any(os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)):
+        return False
+    signs = ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata")
+    return any(True for sign in signs for _ in path.glob(sign))
+
+
+def find_weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of ``directory``, which an index must name, where there is one.
+
+    Raises:
+        CheckpointError: there are none; the index lacks a file or names one elsewhere; or torch's distributed
+            checkpoint stands there, whose ``.metadata`` is a pickle and is not read.
+    """
+    for metadata in (directory / ".metadata", *sorted(directory.glob("*/.metadata"))):
+        if os.path.lexists(metadata):
+            raise CheckpointError(
+                metadata.parent,
+                None,
+                "torch's distributed checkpoint: its .metadata is a pickle, which can run any code when it is read",
+                fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
+                "dcp_to_torch DIRECTORY FILE.pt, and merge FILE.pt",
+            )
+    indices = sorted(directory.glob(f"*{_INDEX}"))
+    if len(indices) > 1:
+        raise CheckpointError(directory, None, f"several indices: {', '.join(index.name for index in indices)}")
+    if not indices:
+        found = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("."))
+        if not found:
+            raise CheckpointError(directory, None, "neither a checkpoint, nor safetensors files")
+        return found
+    index = indices[0]
+    try:
+        places = load_json(index, read_file(index, _MOST))["weight_map"]
+        names = sorted(set(places.values()))
+        if not all(
+            isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..") for name in names
+        ):
+            raise CheckpointError(index, "weight_map", "a file that is not one of this directory")
+    except OSError as error:
+        raise CheckpointError(index, None, f"it cannot be read: {error.strerror}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(index, "weight_map", "this is no index of weights") from error
+    files = [directory / name for name in names]
+    for file in files:
+        if not file.is_file():
+            raise CheckpointError(file, None, f"{index.name} names it, and it is not there")
+    held = {name: file.name for file in files for name in read_header(file)}
+    for name, file_name in places.items():
+        if held.get(name) != file_name:
+            raise CheckpointError(directory / file_name, name, f"{index.name} says it is here, and it is not")
+    return files
+
+
+def read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """All tensors of several files.
+
+    Raises:
+        CheckpointError: one cannot be read, or two hold the same name.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_tensors(file, device).items():
+            if name in weights:
+                raise CheckpointError(file, name, "another file of this directory holds it too")
+            weights[name] = tensor
+    return weights
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file without their content, on torch's ``meta`` device; only the header is read.
+
+    Raises:
+        CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
+    """
+    try:
+        with safe_open(str(file), framework="pt") as content:
+            entries = {name: content.get_slice(name) for name in list(content.keys())}
+            found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
+    except Exception as error:  # the header is data: whatever it provokes
+        raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
+    for name, (word, _) in found.items():
+        if word not in _DTYPES:
+            raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
+    return {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}

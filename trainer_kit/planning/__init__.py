@@ -1,0 +1,5 @@
+"""What a run will need, told before it starts."""
+
+from trainer_kit.planning.memory import MemoryEstimate, describe_module, estimate_memory
+
+__all__ = ["MemoryEstimate", "describe_module", "estimate_memory"]

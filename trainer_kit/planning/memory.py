@@ -1,0 +1,115 @@
+"""How much memory weights, gradients and an optimizer take, from shapes alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, final
+
+from torch import Tensor, nn
+
+__all__ = ["MemoryEstimate", "Shapes", "describe_module", "estimate_memory"]
+
+_BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
+_TRAINABLE: Final = ("float32", "bfloat16", "float16")
+_ADAM_STATES: Final = 2
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """What is to be held.
+
+    Attributes:
+        parameters: elements of all parameters that are numbers of floating point, each tensor once.
+        trainable: of these, the elements that are trained.
+        fixed_bytes: of everything that no conversion touches: indices, masks and the like.
+        layers: elements by the name of the module that holds them itself.
+    """
+
+    parameters: int
+    trainable: int
+    fixed_bytes: int
+    layers: Mapping[str, int]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of a model in one dtype, on one device, without activations.
+
+    Attributes:
+        dtype: of weights, gradients and optimizer state alike.
+        weights: also what a forward pass without gradients needs.
+        gradients: of what is trained; None in a dtype that is not trained in.
+        optimizer: both of Adam's states; None as before.
+        largest_layer: the most that a single module holds itself, which offloading moves at once.
+    """
+
+    dtype: str
+    weights: int
+    gradients: int | None
+    optimizer: int | None
+    largest_layer: int
+
+    @property
+    def training(self) -> int | None:
+        """Weights, gradients and optimizer state together."""
+        if self.gradients is None or self.optimizer is None:
+            return None
+        return self.weights + self.gradients + self.optimizer
+
+
+def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
+    """Count a module's elements, or those of weights by name; they may be on the ``meta`` device.
+
+    Weights by name are all taken for trainable: a file does not say.
+
+    Example:
+        >>> shapes = describe_module(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
+        >>> shapes.parameters, shapes.trainable, shapes.fixed_bytes, dict(shapes.layers)
+        (32, 24, 8, {'0': 16, '1': 16})
+    """
+    if isinstance(module, nn.Module):
+        trained = {id(tensor) for tensor in module.parameters() if tensor.requires_grad}
+        named = dict([*module.named_parameters(), *module.named_buffers()])
+    else:
+        trained = {id(tensor) for tensor in module.values() if tensor.is_floating_point()}
+        named = dict(module)
+    layers: Counter[str] = Counter()
+    for name, tensor in named.items():
+        if tensor.is_floating_point():
+            layers[name.rpartition(".")[0]] += tensor.numel()
+    floats = [tensor for tensor in named.values() if tensor.is_floating_point()]
+    return Shapes(
+        parameters=sum(tensor.numel() for tensor in floats),
+        trainable=sum(tensor.numel() for tensor in floats if id(tensor) in trained),
+        fixed_bytes=sum(t.numel() * t.element_size() for t in named.values() if not t.is_floating_point()),
+        layers=layers,
+    )
+
+
+def estimate_memory(shapes: Shapes) -> list[MemoryEstimate]:
+    """What ``shapes`` take in each dtype, from wide to narrow.
+
+    Example:
+        >>> for each in estimate_memory(describe_module(nn.Linear(10, 10)))[:2]:
+        ...     print(each.dtype, each.weights, each.gradients, each.optimizer, each.training, each.largest_layer)
+        float32 440 440 880 1760 440
+        bfloat16 220 220 440 880 220
+    """
+    largest = max(shapes.layers.values(), default=0)
+
+    def one(dtype: str) -> MemoryEstimate:
+        bits = _BITS[dtype]
+        trained = -(-shapes.trainable * bits // 8) if dtype in _TRAINABLE else None
+        return MemoryEstimate(
+            dtype=dtype,
+            weights=-(-shapes.parameters * bits // 8) + shapes.fixed_bytes,
+            gradients=trained,
+            optimizer=None if trained is None else _ADAM_STATES * trained,
+            largest_layer=-(-largest * bits // 8),
+        )
+
+    return [one(dtype) for dtype in _BITS]
