@@ -14,6 +14,7 @@ import torch
 
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, steps_of, variable
 from trainer_kit.core.protocols import Group, Strategy
 from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy
@@ -157,16 +158,17 @@ class Accelerator(Answers):
         _refuse(engines)
         options = by_kind(kwargs_handlers)
         self.environment = Environment.detect()
-        cpu = cpu or _flag("USE_CPU")
-        self.strategy = choose_strategy(_strategy(options), "cpu" if cpu else "auto", "auto", 1, self.environment)[0]
+        self.origins = _origins(cpu, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, debug)
+        on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
+        self.strategy = choose_strategy(_strategy(options), "cpu" if on_cpu else "auto", "auto", 1, self.environment)[0]
         self.strategy.start()
-        self.precision = _precision(mixed_precision, self.strategy.device.type, options.get(GradScalerKwargs))
+        self.precision = _precision(word, self.strategy.device.type, options.get(GradScalerKwargs))
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps)
+        self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
         quiet = without_exchange if self.world.size > 1 and not self.accumulation.sync_each_batch else None
         self.window = Window(self.accumulation.num_steps, self.world, self.accumulation.sync_with_dataloader, quiet)
-        self.dynamo_plugin = dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend or "no")
+        self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
@@ -189,7 +191,7 @@ class Accelerator(Answers):
         self._watch = self._first_steps = Watch(self.world, self.print, self._models)
         self._before_save, self._before_load = OrderedDict(), OrderedDict()
         self._triggered, self.flag_tensor = False, None
-        self.debug = _flag("DEBUG") if debug is None else debug
+        self.debug = debugging
 
     @property
     def state(self) -> Accelerator:
@@ -197,7 +199,7 @@ class Accelerator(Answers):
         return self
 
     def explain(self) -> str:
-        """Group, device, wrapping, loaders, accumulation and precision of this process, one line each."""
+        """What this process has, a line each: group, device, wrapping, loaders; and where its options come from."""
         lines = [
             f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
             f"strategy: {self.strategy.describe()}",
@@ -205,6 +207,7 @@ class Accelerator(Answers):
             f"accumulation: {self.window.steps} micro-batches a step",
             *(f"model: {type(model).__name__}" for model in self._models),
             *(f"loader: {loader.feed.describe()}" for loader in self._dataloaders),
+            *describe_origins(self.origins.items()),
         ]
         return "\n".join(lines)
 
@@ -240,12 +243,31 @@ def _refuse(engines: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"{_NOT_HERE[name]} is not here yet", found=f"{name}={value!r}")
 
 
-def _variable(name: str) -> str | None:
-    return os.environ.get(f"TRAINER_KIT_{name}", os.environ.get(f"ACCELERATE_{name}"))
+def _origins(
+    cpu: bool, precision: Any, steps: int | None, plugin: GradientAccumulationPlugin | None, debug: bool | None
+) -> dict[str, Chosen]:
+    on_cpu, debugging = choose("use_cpu", cpu or None, False), choose("debug", debug, False)
+    micro_batches = choose("gradient_accumulation_steps", steps if plugin is None else plugin.num_steps, 1)
+    return {
+        "use_cpu": Chosen(is_true(on_cpu.value), on_cpu.origin),
+        "mixed_precision": choose("mixed_precision", precision, "no"),
+        "gradient_accumulation_steps": Chosen(steps_of(micro_batches), micro_batches.origin),
+        "debug": Chosen(is_true(debugging.value), debugging.origin),
+    }
 
 
-def _flag(name: str) -> bool:
-    return (_variable(name) or "").strip().lower() in ("1", "true", "yes", "on")
+def _dynamo(backend: str | None) -> TorchDynamoPlugin:
+    """What was asked for, else what the launcher says of torch.compile."""
+    if backend is not None:
+        return TorchDynamoPlugin(backend=backend)
+    said = {name: variable(f"dynamo_{name}") for name in ("backend", "mode", "use_fullgraph", "use_dynamic")}
+    found = {name: chosen.value for name, chosen in said.items() if chosen is not None}
+    return TorchDynamoPlugin(
+        backend=str(found.get("backend", "no")).lower(),
+        mode=found.get("mode"),
+        fullgraph=is_true(found.get("use_fullgraph")),
+        dynamic=is_true(found["use_dynamic"]) if "use_dynamic" in found else None,
+    )
 
 
 def _strategy(options: Mapping[type, Any]) -> Any:
@@ -268,15 +290,16 @@ def _strategy(options: Mapping[type, Any]) -> Any:
     return STRATEGIES.get("ddp")(**chosen)
 
 
-def _precision(word: str | None, device_type: str, scaler: GradScalerKwargs | None) -> Any:
-    chosen = word or _variable("MIXED_PRECISION") or "no"
-    made = choose_precision(str(getattr(chosen, "value", chosen)), None, device_type)
+def _precision(word: Any, device_type: str, scaler: GradScalerKwargs | None) -> Any:
+    made = choose_precision(str(getattr(word, "value", word)), None, device_type)
     if scaler is not None and made.scales:
         made.scaler = torch.amp.GradScaler(device_type, **scaler.to_kwargs())  # type: ignore[attr-defined]
     return made
 
 
-def _accumulation(plugin: GradientAccumulationPlugin | None, steps: int | None) -> GradientAccumulationPlugin:
+def _accumulation(
+    plugin: GradientAccumulationPlugin | None, steps: int | None, chosen: int
+) -> GradientAccumulationPlugin:
     if plugin is not None:
         if steps not in (None, 1, plugin.num_steps):
             raise ConfigurationError(
@@ -284,7 +307,6 @@ def _accumulation(plugin: GradientAccumulationPlugin | None, steps: int | None) 
                 found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
             )
         return plugin
-    chosen = int(_variable("GRADIENT_ACCUMULATION_STEPS") or 1) if steps is None else steps
     if chosen < 1:
         raise ConfigurationError("a step takes at least one batch", found=f"gradient_accumulation_steps={chosen}")
     return GradientAccumulationPlugin(num_steps=chosen)

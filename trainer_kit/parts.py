@@ -8,12 +8,13 @@ from typing import Any
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.location import is_url
+from trainer_kit.core.origins import Chosen, choose, is_true, steps_of
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, STRATEGIES
 from trainer_kit.precision import make_precision
 from trainer_kit.precision.native import NAMES
 
-__all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy"]
+__all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy", "with_launchers"]
 
 _DDP = "trainer_kit.strategies.ddp:DDPStrategy"
 for _word in ("ddp", "ddp_notebook", "ddp_fork"):
@@ -38,6 +39,37 @@ READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
 
 _FORKED = ("ddp_notebook", "ddp_fork")
 _LAUNCHED = ("ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "ddp_static_graph")
+
+
+def with_launchers(
+    accelerator: str, precision: Any, accumulation: Any, callbacks: Any
+) -> tuple[str, Any, Any, dict[str, Chosen]]:
+    """Three arguments of the Trainer, filled in with what the launcher or the environment says, and their origins.
+
+    Args:
+        accelerator: ``"auto"`` where it was not given.
+        precision: None where it was not given.
+        accumulation: None where it was not given.
+        callbacks: one or several; a callback for accumulation is an argument for it.
+    """
+    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+    own = next((callback for callback in given if hasattr(callback, "get_accumulate_grad_batches")), None)
+    on_cpu = choose("use_cpu", None, False)
+    origins = {
+        "accelerator": Chosen("cpu", on_cpu.origin) if is_true(on_cpu.value) else Chosen("auto", "default"),
+        "precision": choose("mixed_precision", precision, None),
+        "accumulate_grad_batches": choose(
+            "gradient_accumulation_steps", own if accumulation is None else accumulation, 1
+        ),
+    }
+    if accelerator != "auto":
+        origins["accelerator"] = Chosen(accelerator, "argument")
+    steps = origins["accumulate_grad_batches"]
+    if steps.origin != "argument":
+        accumulation = steps_of(steps)
+    elif accumulation is None:
+        accumulation = 1
+    return str(origins["accelerator"].value), origins["precision"].value, accumulation, origins
 
 
 def choose_strategy(

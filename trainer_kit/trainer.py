@@ -21,7 +21,7 @@ from trainer_kit.engine.requests import listening
 from trainer_kit.engine.session import Session
 from trainer_kit.engine.settings import check_switches, make_settings
 from trainer_kit.engine.verb import Verb
-from trainer_kit.parts import added_callbacks, choose_loggers, choose_precision, choose_strategy
+from trainer_kit.parts import added_callbacks, choose_loggers, choose_precision, choose_strategy, with_launchers
 
 __all__ = ["Trainer"]
 
@@ -61,7 +61,8 @@ class Trainer(Session):
         enable_checkpointing: whether a `ModelCheckpoint` is added where none is given.
         enable_progress_bar: whether to show one.
         enable_model_summary: whether to print one.
-        accumulate_grad_batches: micro-batches an optimizer step, or what `GradientAccumulation` takes.
+        accumulate_grad_batches: micro-batches an optimizer step, or what `GradientAccumulation` takes; None: what the
+            launcher says, else 1.
         gradient_clip_val: the largest gradient norm or value.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: True, or ``"warn"``.
@@ -128,7 +129,7 @@ class Trainer(Session):
         enable_checkpointing: bool | None = None,
         enable_progress_bar: bool | None = None,
         enable_model_summary: bool | None = None,
-        accumulate_grad_batches: Any = 1,
+        accumulate_grad_batches: Any = None,
         gradient_clip_val: int | float | None = None,
         gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = None,
@@ -182,6 +183,9 @@ class Trainer(Session):
         )
         check_switches(deterministic, compile, seed, num_nodes)
         environment = Environment.detect()
+        accelerator, precision, accumulation, self.origins = with_launchers(
+            accelerator, precision, accumulate_grad_batches, callbacks
+        )
         chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
         quiet = bool(barebones or self.settings.fast)
         root = os.fspath(default_root_dir or os.getcwd())
@@ -212,7 +216,7 @@ class Trainer(Session):
                 *given,
                 *added_callbacks(
                     given,
-                    accumulation=accumulate_grad_batches,
+                    accumulation=accumulation,
                     time=max_time,
                     bar=_wanted("enable_progress_bar", enable_progress_bar, barebones),
                     summary=_wanted("enable_model_summary", enable_model_summary, quiet),

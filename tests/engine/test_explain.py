@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit import Callback, DataModule, Trainer, TrainModule
+from trainer_kit.callbacks import GradientAccumulation
 from trainer_kit.core.errors import ConfigurationError
 
 
@@ -59,6 +60,31 @@ def test_it_returns_and_prints_the_parts(capsys):
     assert found["precision"] == "bf16-mixed"
     assert (found["loggers"], found["callbacks"], found["ends"]) == ("none", "none", "after 2 epochs")
     assert "cpu" in found["strategy"]
+
+
+def window(chosen):
+    counting = chosen.first_callback("get_accumulate_grad_batches")
+    return 1 if counting is None else counting.get_accumulate_grad_batches(0)
+
+
+def test_it_says_where_options_come_from(monkeypatch):
+    found = lines(trainer(precision="bf16-mixed").explain())
+    assert found["chosen"] == "by accelerator: argument, precision: argument, accumulate_grad_batches: default"
+    monkeypatch.setenv("TRAINER_KIT_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("TRAINER_KIT_ORIGINS", '{"mixed_precision": "config.yaml:3"}')
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    chosen = trainer()
+    assert window(chosen) == 4
+    found = lines(chosen.explain())
+    assert found["precision"] == "bf16-mixed"
+    assert "precision: config.yaml:3" in found["chosen"]
+    assert "environment ACCELERATE_GRADIENT_ACCUMULATION_STEPS" in found["chosen"]
+    # An argument counts before all of that, a callback too.
+    assert window(trainer(precision="16-mixed", accumulate_grad_batches=1)) == 1
+    assert window(trainer(callbacks=GradientAccumulation(3))) == 3
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many")
+    with pytest.raises(ConfigurationError, match="whole number"):
+        trainer()
 
 
 @pytest.mark.parametrize(

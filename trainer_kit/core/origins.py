@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-__all__ = ["ORIGINS", "Chosen", "choose", "describe_origins", "variable"]
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["ORIGINS", "Chosen", "choose", "describe_origins", "is_true", "steps_of", "variable"]
 
 ORIGINS: Final = "TRAINER_KIT_ORIGINS"
 """Names this variable: JSON of what the launcher knows about the others, by option."""
@@ -84,6 +86,34 @@ def choose(name: str, argument: Any, default: Any, environ: Mapping[str, str] = 
     if argument is not None:
         return Chosen(argument, "argument")
     return variable(name, environ) or Chosen(default, "default")
+
+
+def is_true(value: Any) -> bool:
+    """A truth value, or the word of a variable for one.
+
+    Example:
+        >>> is_true("yes"), is_true("0"), is_true(True)
+        (True, False, True)
+    """
+    return str(value).strip().lower() in ("1", "true", "yes", "on")
+
+
+def steps_of(chosen: Chosen) -> int:
+    """A number of micro-batches that may be the text of a variable.
+
+    Raises:
+        ConfigurationError: for another text.
+
+    Example:
+        >>> steps_of(Chosen("4", "environment ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))
+        4
+    """
+    try:
+        return int(chosen.value)
+    except ValueError:
+        raise ConfigurationError(
+            "gradient_accumulation_steps is a whole number", found=f"{chosen.value!r} ({chosen.origin})"
+        ) from None
 
 
 def describe_origins(chosen: Iterable[tuple[str, Chosen]]) -> list[str]:

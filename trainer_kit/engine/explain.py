@@ -79,6 +79,7 @@ def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
         f"strategy     {strategy.describe()}",
         f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
         f"precision    {trainer.precision_plugin.name}",
+        f"chosen by    {', '.join(f'{name}: {chosen.origin}' for name, chosen in trainer.origins.items())}",
         f"loggers      {', '.join(type(logger).__name__ for logger in trainer.loggers) or 'none'}",
         f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
         f"ends         {_limits(trainer)}",
