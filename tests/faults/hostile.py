@@ -481,7 +481,8 @@ def instead(draw: random.Random, file: Path, root: Path) -> None:
 def fit(kept: Path, ckpt_path: Any, **options: Any) -> None:
     """Everything up to the first step, of which there is none left."""
     keeper = ModelCheckpoint(kept, every_n_train_steps=1, save_top_k=-1)
-    trainer = tk.Trainer(max_steps=2, callbacks=[keeper, Keeps()], **QUIET)
+    root = os.path.dirname(str(keeper.dirpath))  # a run leaves its record there
+    trainer = tk.Trainer(max_steps=2, default_root_dir=root, callbacks=[keeper, Keeps()], **QUIET)
     trainer.fit(TinyModule(), BATCHES, ckpt_path=ckpt_path, **options)
 
 
@@ -561,7 +562,8 @@ def main() -> None:
     keeper = ModelCheckpoint(
         scratch / "kept", every_n_train_steps=1, save_top_k=-1, filename="step-{step}", auto_insert_metric_name=False
     )
-    tk.Trainer(max_steps=2, callbacks=[keeper, Keeps()], **QUIET).fit(TinyModule(), BATCHES)
+    options = {"max_steps": 2, "default_root_dir": scratch, **QUIET}
+    tk.Trainer(callbacks=[keeper, Keeps()], **options).fit(TinyModule(), BATCHES)
     shutil.copytree(scratch / "kept", root / "valid")
     shutil.copytree(scratch / "kept" / "step-2", outside / "step-2")
     (outside / "secret").write_text("{}")

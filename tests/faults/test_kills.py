@@ -73,8 +73,8 @@ if "KILLS" in os.environ:
     KILLS = [pytest.param(int(os.environ["KILLS"]) // 2, marks=pytest.mark.timeout(0), id="soak")]
     MOMENTS = [pytest.param(1, marks=pytest.mark.timeout(0), id="soak")]
 else:
-    KILLS = [5, pytest.param(20, marks=pytest.mark.slow)]
-    MOMENTS = [17, pytest.param(3, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
+    KILLS = [3, pytest.param(15, marks=pytest.mark.slow)]
+    MOMENTS = [17, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
 
 
 class Server:

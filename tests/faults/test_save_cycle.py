@@ -108,7 +108,9 @@ def test_the_order_of_one_save(server, by):
         assert work.parent == kept, "beside the target"
         made = [at for at, e in enumerate(inside) if e == ["mkdir", str(work)]]
         assert len(made) == 1
-        files = [(at, e[1]) for at, e in enumerate(inside) if e[0] == "create" and e[1].startswith(f"{work}/")]
+        # Python tells of a file that is opened through an opener twice.
+        creates = {e[1]: at for at, e in reversed(list(enumerate(inside))) if e[0] == "create"}
+        files = sorted((at, file) for file, at in creates.items() if file.startswith(f"{work}/"))
         assert Path(files[-1][1]).name == "manifest.json", "the manifest is the last"
         assert {Path(file).name for _, file in files} == set(os.listdir(kept / "step-00000004"))
         synced = {file: [at for at, e in enumerate(inside) if e == ["fsync", file]] for _, file in files}
@@ -145,7 +147,10 @@ def check(server, ended, case):
         assert found.name == "step-00000004", case
     again = server.run(5)
     assert again["ended"] == SAVED, f"{case}: {again['said']}"
-    assert sorted(os.listdir(server.directory)) == ["index.json", "step-00000004", "step-00000005"], case
+    names = sorted(os.listdir(server.directory))
+    if case.startswith("EIO at open"):  # a checkpoint that could not be read may have been set aside
+        names = [name for name in names if not name.endswith(".damaged")]
+    assert names == ["index.json", "step-00000004", "step-00000005"], case
     verify_checkpoint(server.directory / "step-00000005")
 
 
