@@ -5,12 +5,14 @@ from datetime import timedelta
 import pytest
 import torch
 
+from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import ConfigurationError, DurationError, NonFiniteError
 from trainer_kit.core.progress import Progress
+from trainer_kit.testing import TinyModule
 
 
 def on_disk(trainer):
@@ -596,3 +598,17 @@ def test_bad_arguments(options, message):
 def test_a_bad_interval_is_a_duration_error():
     with pytest.raises(DurationError):
         ModelCheckpoint(every_n_train_steps=2.5)
+
+
+def test_a_second_fit_keeps_its_own_newest(tmp_path):
+    keeper = ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = Trainer(max_steps=8, callbacks=keeper, default_root_dir=tmp_path / "root", **options)
+    trainer.fit(TinyModule(), [torch.ones(2, 32)] * 8)
+    assert keeper.best_model_path == str(tmp_path / "step-00000008")
+    second = TinyModule()
+    trainer.fit(second, [torch.ones(2, 32)] * 8)
+    steps = [record.step for record in checkpoints(tmp_path)]
+    assert steps == [6, 8], "the newest, and the one before it"
+    weights = read_checkpoint(keeper.best_model_path)["model"]
+    assert all(torch.equal(weights[name], value) for name, value in second.state_dict().items())

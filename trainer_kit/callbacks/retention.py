@@ -101,6 +101,11 @@ class Retention:
         """Names in use: kept, newest, the spare, and what gives way to the newest."""
         return {*self.kept, *self.yielding, *filter(None, [self.newest, self.spare])}
 
+    def age(self) -> None:
+        """Scores count anew from 0, upwards: what is kept is older than all that is asked for from now on."""
+        highest = max(self.kept.values(), default=0.0)
+        self.kept = {path: score - highest - 1.0 for path, score in self.kept.items()}
+
     def ask(self, path: str, score: float | None) -> None:
         """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
         with _LOCK:

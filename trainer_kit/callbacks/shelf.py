@@ -130,6 +130,9 @@ class Shelf:
                 self.retention.spare = ""
         if before in gone:
             self._before = ("", None)
+        if not restored and not self.ranked:
+            self.retention.age()  # steps begin anew with this fit
+            kept = self.retention.kept
         if not restored:
             mine = {os.path.basename(path) for path in self.retention.live}
             self._taken = [name for name in there if name not in mine]
