@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -81,9 +82,11 @@ class Server:
     """`killing` as a child process."""
 
     def __init__(self, directory: Path) -> None:
-        # Nothing of what is killed stays in the machine's own temporary directory.
-        (directory / "tmp").mkdir()
-        environment = {**os.environ, "TMPDIR": str(directory / "tmp"), "PYTHONPATH": str(Path(__file__).parents[2])}
+        # On another file system than the checkpoints, where there is one: a rename from there would be a copy.
+        other = Path("/dev/shm")
+        elsewhere = other.is_dir() and other.stat().st_dev != directory.stat().st_dev and os.access(other, os.W_OK)
+        self.temporary = tempfile.mkdtemp(dir=other if elsewhere else directory)
+        environment = {**os.environ, "TMPDIR": self.temporary, "PYTHONPATH": str(Path(__file__).parents[2])}
         command = [sys.executable, str(Path(__file__).with_name("killing.py"))]
         self.process = subprocess.Popen(
             command,
@@ -115,6 +118,7 @@ class Server:
         self.process.stdin.close()
         self.process.stdout.close()
         self.process.wait(60)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture(scope="module")
@@ -239,8 +243,10 @@ def test_it_ends_as_if_nobody_had_killed_it(
 
 
 def test_what_gave_way_to_the_last_checkpoint_goes_at_the_next_start(tmp_path: Path, monkeypatch: Any) -> None:
+    kept = tmp_path / "kept"
+
     def fit() -> None:
-        keeper = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1)
+        keeper = tk.callbacks.ModelCheckpoint(kept, every_n_train_steps=1)
         options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = tk.Trainer(max_steps=3, accelerator="cpu", callbacks=keeper, **options)
         trainer.fit(TinyModule(), [torch.ones(2, 32)] * 3, ckpt_path="last")
@@ -252,9 +258,9 @@ def test_what_gave_way_to_the_last_checkpoint_goes_at_the_next_start(tmp_path: P
         patch.setattr("trainer_kit.checkpoint.commit.remove_checkpoint", die)
         with pytest.raises(SystemExit):
             fit()
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(os.listdir(kept)) == ["index.json", "step-00000001", "step-00000002", "step-00000003"]
     fit()
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "step-00000002", "step-00000003"]
+    assert sorted(os.listdir(kept)) == ["index.json", "step-00000002", "step-00000003"]
 
 
 @pytest.mark.parametrize("every", MOMENTS)
