@@ -158,7 +158,7 @@ def test_a_wrong_call_leaves_with_2(arguments, tmp_path):
 
 
 COMMANDS = {
-    (): ["checkpoint", "estimate-memory", "explain", "launch", "merge-weights"],
+    (): ["checkpoint", "config", "env", "estimate-memory", "explain", "launch", "merge-weights"],
     ("checkpoint",): ["diff", "export", "ls", "repair", "verify"],
 }
 

@@ -7,6 +7,8 @@ from typing import Any, final
 import click
 
 from trainer_kit.commands.checkpoint import checkpoint
+from trainer_kit.commands.config import config
+from trainer_kit.commands.env import env
 from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
 from trainer_kit.commands.merge_weights import merge_weights
@@ -33,5 +35,5 @@ def main() -> None:
     """Start runs of trainer_kit, and look after them."""
 
 
-for _command in (checkpoint, estimate_memory, explain, launch, merge_weights):
+for _command in (checkpoint, config, env, estimate_memory, explain, launch, merge_weights):
     main.add_command(_command)

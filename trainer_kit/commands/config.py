@@ -1,0 +1,232 @@
+"""``trainer-kit config``: a configuration by questions, a plain one, and the one that is used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from trainer_kit.commands.questions import ask, choose
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.secrets import mask_secrets
+from trainer_kit.launch.options import SECTIONS, TOP, Option
+
+__all__ = ["config"]
+
+_LATER: Final = "(written; cannot be launched yet)"
+_PLACES: Final = (("LOCAL_MACHINE", "this machine, or several"), ("AMAZON_SAGEMAKER", f"Amazon SageMaker {_LATER}"))
+_SAGEMAKER: Final = (("ec2_instance_type", "ml.p3.2xlarge"), ("iam_role_name", None), ("region", "us-east-1"))
+_HOLDS: Final = (
+    ("DDP", "every process holds all of it"),
+    ("FSDP", f"in shards, by FSDP {_LATER}"),
+    ("DEEPSPEED", f"in shards, by DeepSpeed {_LATER}"),
+    ("MEGATRON_LM", f"in pieces, by Megatron-LM {_LATER}"),
+)
+_ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
+    "FSDP": (
+        "fsdp_config",
+        {
+            "fsdp_version": "2",
+            "fsdp_reshard_after_forward": "true",
+            "fsdp_offload_params": "false",
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_cpu_ram_efficient_loading": "true",
+            "fsdp_activation_checkpointing": "false",
+        },
+    ),
+    "DEEPSPEED": (
+        "deepspeed_config",
+        {
+            "zero_stage": "2",
+            "offload_optimizer_device": "none",
+            "offload_param_device": "none",
+            "gradient_accumulation_steps": "1",
+            "gradient_clipping": "1.0",
+        },
+    ),
+    "MEGATRON_LM": (
+        "megatron_lm_config",
+        {
+            "megatron_lm_tp_degree": "1",
+            "megatron_lm_pp_degree": "1",
+            "megatron_lm_num_micro_batches": "1",
+            "megatron_lm_sequence_parallelism": "false",
+            "megatron_lm_use_distributed_optimizer": "true",
+        },
+    ),
+}
+_KINDS: Final = {"xpu": "MULTI_XPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "hpu": "MULTI_HPU", "musa": "MULTI_MUSA"}
+_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+
+def _accelerator() -> tuple[str | None, int]:
+    """What torch drives here, and how many."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return (None, 0) if found is None else (found.type, torch.accelerator.device_count())
+
+
+def _about(option: Option, question: str, default: str | None) -> Any:
+    if option.words:
+        return choose(question, [(word, word) for word in option.words], default or option.words[0])
+    return ask(question, default, option.value)
+
+
+def _processes(answers: dict[str, Any], kind: str) -> None:
+    """Machines, processes, and how a model is held."""
+    device, count = _accelerator()
+    machines = ask("How many machines?", "1", _positive)
+    answers["num_machines"] = machines
+    if machines > 1:
+        answers["machine_rank"] = ask("Which of them is this, from 0?", "0", TOP["machine_rank"].value)
+        answers["main_process_ip"] = ask("Address of machine 0?", None, str)
+        answers["main_process_port"] = ask("Port there?", "29500", TOP["main_process_port"].value)
+    if kind == "NO":
+        each = 1
+    elif kind == "MULTI_CPU":
+        each = max(2, os.cpu_count() or 1)
+    else:
+        each = max(count, 1)
+    found = f" ({count} of type {device} here)" if device is not None and kind.startswith("MULTI_") else ""
+    answers["num_processes"] = ask(
+        f"How many processes, on all machines together?{found}", str(each * machines), _positive
+    )
+    if kind.startswith("MULTI_") and kind != "MULTI_CPU":
+        held = choose("How is the model held?", _HOLDS, "DDP")
+        if held in _ENGINES:
+            section, asked = _ENGINES[held]
+            answers["distributed_type"] = held
+            options = SECTIONS[section]
+            answers[section] = {name: _about(options[name], f"{name}?", default) for name, default in asked.items()}
+        answers["gpu_ids"] = "all"
+
+
+def _positive(text: str) -> int:
+    value = int(TOP["num_processes"].value(text))
+    if value < 1:
+        raise ValueError("is at least 1")
+    return value
+
+
+def _answers() -> dict[str, Any]:
+    """The wizard: what it asks depends on the answers, the defaults on this machine."""
+    device, count = _accelerator()
+    answers: dict[str, Any] = {"compute_environment": choose("Where will it run?", _PLACES, "LOCAL_MACHINE")}
+    if answers["compute_environment"] == "AMAZON_SAGEMAKER":
+        answers.update({name: ask(f"{name}?", default, str) for name, default in _SAGEMAKER})
+        answers["distributed_type"] = "NO"
+    else:
+        several = _KINDS.get(device or "", "MULTI_GPU")
+        kinds = (
+            ("NO", "one process"),
+            ("MULTI_CPU", "several processes on the CPU"),
+            (several, f"several accelerators{f', {count} here' if count else ' (none here)'}"),
+            ("XLA", f"TPU {_LATER}"),
+        )
+        kind = choose("On what?", kinds, several if count > 1 else "NO")
+        answers["distributed_type"] = kind
+        answers["use_cpu"] = kind == "MULTI_CPU" or (kind == "NO" and device is None)
+        if kind == "NO":
+            answers.update(num_machines=1, num_processes=1)
+        else:
+            _processes(answers, kind)
+    words = [(word, word) for word in ("no", "bf16", "fp16")]
+    answers["mixed_precision"] = choose("Mixed precision?", words, "no" if device is None else "bf16")
+    compiled = choose("Compile models with torch.compile?", [("NO", "no"), ("INDUCTOR", "yes, with inductor")], "NO")
+    answers["dynamo_config"] = {"dynamo_backend": compiled} if compiled != "NO" else {}
+    answers["debug"] = (
+        choose("Check what is exchanged between processes first?", [("no", "no"), ("yes", "yes")], "no") == "yes"
+    )
+    return answers
+
+
+def _write(path: Path, answers: Mapping[str, Any]) -> None:
+    """All of it, or nothing."""
+    import yaml
+
+    from trainer_kit.launch.file import read_configuration
+
+    filled = {name: value for name, value in sorted(answers.items()) if value not in (None, {})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(yaml.safe_dump(filled, sort_keys=True), encoding="utf-8")
+        read_configuration(part)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+@click.group("config", invoke_without_command=True)
+@click.option("--config_file", "--config-file", type=_FILE, help="Where to write; by default where `launch` looks.")
+@click.pass_context
+def config(context: click.Context, config_file: Path | None) -> None:
+    """Write a configuration for `launch`: alone by questions, with `default` without any."""
+    context.obj = config_file
+    if context.invoked_subcommand is not None:
+        return
+    from trainer_kit.launch.resolve import our_default
+
+    path = config_file or our_default()
+    answers = _answers()
+    if path.exists() and choose(f"Replace {path}?", [("yes", "yes"), ("no", "no")], "yes") == "no":
+        click.echo("nothing was written")
+        return
+    _write(path, answers)
+    click.echo(f"written: {path}")
+    click.echo(f"use it:  trainer-kit launch {'' if config_file is None else f'--config_file {path} '}train.py")
+
+
+@config.command("default")
+@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no")
+@click.option("--config_file", "--config-file", type=_FILE, help="Where to write.")
+@click.option("--force", is_flag=True, help="Also over a file that is there.")
+@click.pass_context
+def _default(context: click.Context, mixed_precision: str, config_file: Path | None, force: bool) -> None:
+    """Write a configuration for this machine's devices, without questions."""
+    from trainer_kit.launch.resolve import our_default
+
+    path = config_file or context.obj or our_default()
+    if path.exists() and not force:
+        raise click.ClickException(f"{path} is there and stays as it is; --force replaces it")
+    device, count = _accelerator()
+    several = count > 1
+    _write(
+        path,
+        {
+            "compute_environment": "LOCAL_MACHINE",
+            "distributed_type": _KINDS.get(device or "", "MULTI_GPU") if several else "NO",
+            "num_processes": count if several else 1,
+            "num_machines": 1,
+            "use_cpu": device is None,
+            "mixed_precision": mixed_precision,
+            "debug": False,
+        },
+    )
+    click.echo(f"written: {path}")
+
+
+@config.command("show")
+@click.option("--config_file", "--config-file", type=_FILE, help="Which; by default the one that `launch` uses.")
+@click.pass_context
+def _show(context: click.Context, config_file: Path | None) -> None:
+    """Show the configuration that `launch` uses."""
+    from trainer_kit.launch.file import read_configuration
+    from trainer_kit.launch.resolve import accelerates_default, default_file, our_default
+
+    path = config_file or context.obj or default_file()
+    if path is None:
+        raise ConfigurationError(
+            "there is no configuration",
+            found=f"neither {our_default()} nor {accelerates_default()}",
+            fix="trainer-kit config, or trainer-kit config default",
+        )
+    found = read_configuration(path)
+    click.echo(path)
+    for name, value in mask_secrets(dict(found.values)).items():
+        click.echo(f"{found.lines[name]:>4}  {name}: {value}")

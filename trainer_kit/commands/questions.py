@@ -1,0 +1,114 @@
+"""Questions on a terminal: lists to walk with arrow keys; numbered lists where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import click
+
+__all__ = ["ask", "choose"]
+
+_KEY: Final = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
+_UP: Final = ("\x1b[A", "\x1bOA", "k")
+_DOWN: Final = ("\x1b[B", "\x1bOB", "j")
+
+
+def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
+    """Ask for a text until it can be read.
+
+    Args:
+        question: without a colon.
+        default: taken for an empty answer; None for none.
+        read: turns the answer into a value, or raises a ValueError that says what it is.
+    """
+
+    def convert(text: Any) -> Any:
+        try:
+            return read(str(text).strip())
+        except ValueError as error:
+            raise click.UsageError(f"it {error}") from None
+
+    return click.prompt(question, default=default, value_proc=convert)
+
+
+def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> str:
+    """Ask which of several.
+
+    Args:
+        question: without a colon.
+        choices: value and text of each.
+        default: the value that is chosen by Return alone.
+
+    Returns:
+        The value.
+    """
+    at = max((number for number, (value, _) in enumerate(choices) if value == default), default=0)
+    if not _on_terminal():
+        return choices[_by_number(question, choices, at)][0]
+    with _keys() as keys:
+        click.echo(f"{question}  (arrow keys, Return)")
+        _draw(choices, at)
+        for key in keys:
+            if key in ("\r", "\n"):
+                break
+            if key in _UP + _DOWN:
+                at = (at + (1 if key in _DOWN else -1)) % len(choices)
+            elif key.isdigit() and 0 < int(key) <= len(choices):
+                at = int(key) - 1
+            click.echo(f"\x1b[{len(choices)}A", nl=False)
+            _draw(choices, at)
+        click.echo(f"\x1b[{len(choices) + 1}A\x1b[J{question}: {choices[at][1]}")
+    return choices[at][0]
+
+
+def _draw(choices: Sequence[tuple[str, str]], at: int) -> None:
+    for number, (_, text) in enumerate(choices):
+        click.echo(f"\x1b[2K{' ➔ ' if number == at else '   '}{text}")
+
+
+def _by_number(question: str, choices: Sequence[tuple[str, str]], at: int) -> int:
+    click.echo(question)
+    for number, (_, text) in enumerate(choices, start=1):
+        click.echo(f"  {number}  {text}")
+    return int(click.prompt("number", type=click.IntRange(1, len(choices)), default=at + 1)) - 1
+
+
+def _on_terminal() -> bool:
+    if os.environ.get("TERM", "dumb") == "dumb" or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    try:
+        import termios  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def _keys() -> Iterator[Iterator[str]]:
+    """The keys as they are pressed, not echoed; what is typed ahead stays."""
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal, termios.TCSANOW)
+    try:
+        yield _pressed(terminal)
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+
+
+def _pressed(terminal: int) -> Iterator[str]:
+    while True:
+        typed = os.read(terminal, 64)
+        if not typed:
+            raise click.Abort
+        for match in _KEY.finditer(typed.decode(errors="replace")):
+            if match[0] == "\x04":
+                raise click.Abort
+            yield match[0]
