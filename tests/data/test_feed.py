@@ -441,3 +441,20 @@ def test_a_rank_outside_is_refused() -> None:
 
 def test_a_pickled_empty_is_the_same_object() -> None:
     assert copy.deepcopy(EMPTY) is EMPTY
+
+
+@pytest.mark.parametrize(
+    ("loader", "draws"),
+    [
+        ([torch.ones(2)], False),
+        (DataLoader(range(4)), True),
+        (DataLoader(range(4), num_workers=1), False),
+        ({"a": [1, 2], "b": DataLoader(range(4), num_workers=1)}, False),
+        ({"a": [1, 2], "b": DataLoader(range(4))}, True),
+        (range(3), True),
+    ],
+)
+def test_what_draws_in_this_process_is_not_read_ahead(loader: Any, draws: bool) -> None:
+    """A checkpoint has the generators as they are after a step: a batch that was read by then draws again."""
+    assert Feed(loader).draws is draws
+    assert not Feed(loader, reproducible=True).draws

@@ -86,7 +86,7 @@ class Feed:
             ordered=ordered,
             pad=pad,
         )
-        self.loader = loader
+        self.loader, self.reproducible = loader, reproducible
         self._source = _open(loader, place)
         self.track = Track(self._source, size)
         """Where it is, for a checkpoint."""
@@ -130,6 +130,14 @@ class Feed:
         """How much of a loader's order a global micro-batch covers: (unit, number), one for each loader."""
         return self._source.stride
 
+    @property
+    def draws(self) -> bool:
+        """Whether reading may draw from this process's global generators: then nothing may be read ahead of its turn.
+
+        A checkpoint has the generators as they are after a step, and a batch that was read by then is read again.
+        """
+        return not self.reproducible and _draws(self.loader)
+
     def first_state(self) -> Any:
         """The loader's state before anything is read: whether it can be saved is asked before the first step."""
         return self._source.first_state()
@@ -150,6 +158,16 @@ class Feed:
             batches, or `EMPTY` where this rank has no share of a global micro-batch.
         """
         return self.track.epoch(epoch, start)
+
+
+def _draws(loader: Any) -> bool:
+    if is_tree(loader):
+        loader = CombinedLoader(loader)
+    if isinstance(loader, CombinedLoader):
+        return any(map(_draws, loader.flattened))
+    if isinstance(loader, DataLoader):
+        return loader.num_workers == 0
+    return type(loader) not in (list, tuple)
 
 
 def _open(loader: Any, place: Place) -> Source:

@@ -98,9 +98,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     _tell_of_one_pass(trainer, feed, limit)
     trainer.train_batch_samples = feed.samples(0)
     _check_tokens(settings, module)
-    manual = not module.automatic_optimization
-    if manual:
-        _check_manual(trainer)
+    manual = _is_manual(trainer, module)
     precision.convert_module(module)
     made, step = _wrap(trainer, module, manual)
     for optimizer in made.optimizers:
@@ -111,7 +109,9 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         if manual
         else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
     )
+    ahead = None if feed.draws else _ahead(module, datamodule, strategy, precision)
     micro = _micro(trainer, module, datamodule, bus, stepper, step, made, manual)
+    micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
     windows = Windows(
         feed,
         micro,
@@ -120,7 +120,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         loss_weight=module.loss_weight if is_overridden("loss_weight", module, TrainModule) else None,
         weighting=settings.loss_weighting,
         limit=limit,
-        ahead=_ahead(module, datamodule, strategy, precision),
+        ahead=ahead,
     )
     windows.length = trainer.accumulation
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
@@ -162,14 +162,15 @@ def _tell_of_one_pass(trainer: Any, feed: Feed, limit: int | None) -> None:
         )
 
 
-def _check_manual(trainer: Any) -> None:
-    clip = trainer.settings.clip
-    if clip is not None or trainer.accumulation != 1:
+def _is_manual(trainer: Any, module: Any) -> bool:
+    clip, manual = trainer.settings.clip, not module.automatic_optimization
+    if manual and (clip is not None or trainer.accumulation != 1):
         raise ConfigurationError(
             "manual optimization clips and accumulates by itself",
             found=f"gradient_clip_val={clip and clip[0]}, accumulate={trainer.accumulation}",
             fix="call self.clip_gradients(...) and step every n batches in training_step",
         )
+    return manual
 
 
 def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable[..., Any]]:
@@ -205,10 +206,13 @@ def _micro(
     stepper.window = micro
     if manual:
         micro.absent = stepper.absent
-    move, ahead = mover(module, datamodule, trainer.strategy, trainer.precision_plugin)
-    if move is not None and not ahead:
-        micro.move = lambda batch: move(batch, 0)
     return micro
+
+
+def _mover(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Callable[[Any], Any] | None:
+    """How a batch gets onto the device in its turn."""
+    move, _ = mover(module, datamodule, strategy, precision)
+    return None if move is None else lambda batch: move(batch, 0)
 
 
 def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
