@@ -8,10 +8,12 @@ import click
 
 from trainer_kit.commands.checkpoint import checkpoint
 from trainer_kit.commands.config import config
+from trainer_kit.commands.doctor import doctor
 from trainer_kit.commands.env import env
 from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
 from trainer_kit.commands.merge_weights import merge_weights
+from trainer_kit.commands.trial import trial
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
 __all__ = ["main"]
@@ -35,5 +37,5 @@ def main() -> None:
     """Start runs of trainer_kit, and look after them."""
 
 
-for _command in (checkpoint, config, env, estimate_memory, explain, launch, merge_weights):
+for _command in (checkpoint, config, doctor, env, estimate_memory, explain, launch, merge_weights, trial):
     main.add_command(_command)

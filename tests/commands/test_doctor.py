@@ -1,0 +1,120 @@
+"""`trainer-kit doctor`: each line, provoked where a test can."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import stat
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from trainer_kit.commands.main import main
+
+
+@pytest.fixture
+def doctor(monkeypatch, tmp_path):
+    for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as probe:  # one that is free, whatever else runs here
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+
+    def call(directory=tmp_path):
+        result = CliRunner().invoke(main, ["doctor", "--directory", str(directory)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.output
+        return result.exit_code, result.output
+
+    return call
+
+
+def test_every_matter_has_a_line(doctor):
+    code, said = doctor()
+    assert code == (1 if "\nfix" in said else 0)
+    for about in ("python", "torch", "cores", "ranks", "backends", "network", "ports", "disk", "open files", "clock"):
+        assert any(line[8:].startswith(about) for line in said.splitlines()), about
+    assert f"{torch.__version__}" in said
+    assert said.splitlines()[-1].startswith(f"{sum(line[:1] != ' ' for line in said.splitlines()) - 1} looked at: ")
+
+
+def test_variables_that_lead_nowhere(doctor, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
+    monkeypatch.setenv("MASTER_ADDR", "host.invalid")
+    monkeypatch.setenv("MASTER_PORT", "22x")
+    code, said = doctor()
+    assert code == 1
+    for line in (
+        "the rank environment lacks WORLD_SIZE: RANK=3",
+        "GLOO_SOCKET_IFNAME=nowhere9 names no interface",
+        "host.invalid does not resolve",
+        "MASTER_PORT=22x is no port",
+    ):
+        (found,) = [each for each in said.splitlines() if line in each]
+        assert found.startswith("fix ")
+    assert "→ unset GLOO_SOCKET_IFNAME" in said
+
+
+def test_a_port_that_is_taken(doctor, monkeypatch):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        code, said = doctor()
+    assert code == 1
+    assert "cannot be used: Address already in use" in said
+
+
+def test_few_open_files(doctor):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))
+    try:
+        code, said = doctor()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert code == 1
+    assert "fix     open files" in said
+    assert "→ ulimit -n" in said
+
+
+def test_a_directory_that_takes_no_files(doctor):
+    code, said = doctor("/proc")
+    assert code == 1
+    assert "/proc cannot be written to" in said
+    assert "clock" in said  # a check that fails does not end the others
+
+
+def test_a_device_that_torch_does_not_see(doctor, monkeypatch, tmp_path):
+    if torch.accelerator.is_available():
+        pytest.skip("torch sees an accelerator")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 550.54.14\n")
+    tool.chmod(tool.stat().st_mode | stat.S_IEXEC)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    code, said = doctor()
+    assert code == 1
+    assert "an NVIDIA device (driver 550.54.14), and torch" in said
+
+
+def test_versions_are_those_that_the_package_asks_for(doctor, monkeypatch, tmp_path):
+    info = tmp_path / "trainer_kit-0.1.0.dist-info"
+    info.mkdir()
+    needs = ["torch>=99", "numpy", "no-such-package>=2", 'rich>=999; extra == "rich"']
+    lines = ["Metadata-Version: 2.1", "Name: trainer-kit", "Version: 0.1.0", *(f"Requires-Dist: {n}" for n in needs)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, said = doctor()
+    assert code == 1
+    assert f"torch {torch.__version__}, where >=99 is supported" in said
+    assert "→ pip install 'no-such-package>=2'" in said
+    assert "numpy" not in said
+    assert "rich" not in said
+
+
+def test_a_clock_that_was_never_set(doctor, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 86400.0)
+    code, said = doctor()
+    assert code == 1
+    assert "set the clock" in said

@@ -1,0 +1,281 @@
+"""``trainer-kit doctor``: what of this machine may stand in the way of training, and what to do about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import click
+
+from trainer_kit.core.errors import TrainerKitError
+
+__all__ = ["Finding", "doctor"]
+
+_DISTRIBUTION: Final = "trainer-kit"
+_RELEASED: Final = 1_767_225_600  # 2026: a clock before that is wrong
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """One line.
+
+    Attributes:
+        about: a word.
+        text: what was found.
+        level: OK; a warning, where training works and may be slow or fail later; or a thing to fix, where it fails.
+        fix: what to do.
+    """
+
+    about: str
+    text: str
+    level: str = "OK"
+    fix: str = ""
+
+
+@click.command("doctor")
+@click.option(
+    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".", help="Of runs."
+)
+def doctor(directory: Path) -> None:
+    """Look for what stands in the way of training.
+
+    Looks at versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock. Each line is
+    OK, a warning, or something to fix. Leaves with 1 where anything is to be fixed, else with 0.
+    """
+    found: list[Finding] = []
+    checks: dict[str, Callable[[], Iterator[Finding]]] = {
+        "packages": _versions,
+        "devices": _devices,
+        "ranks": _processes,
+        "network": _network,
+        "ports": _ports,
+        "disk": lambda: _disk(directory),
+        "/dev/shm": _shared_memory,
+        "open files": _limits,
+        "clock": lambda: _clock(directory),
+    }
+    for about, check in checks.items():
+        try:
+            found += check()
+        except Exception as error:  # a machine may be odd in ways that nobody foresaw
+            found.append(Finding(about, f"could not be looked at: {type(error).__name__}: {error}", "warning"))
+    width = max(len(each.about) for each in found)
+    for each in found:
+        click.echo(f"{each.level:8}{each.about:{width}}  {each.text}")
+        if each.fix:
+            click.echo(f"{'':8}{'':{width}}  → {each.fix}")
+    wrong, warned = (sum(each.level == level for each in found) for level in ("fix", "warning"))
+    click.echo(f"{len(found)} looked at: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
+    sys.exit(1 if wrong else 0)
+
+
+def _versions() -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    try:
+        required = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "trainer_kit", "runs without being installed: versions are not compared", "warning", "pip install it"
+        )
+        return
+    needed = [Requirement(line) for line in required]
+    behind = []
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            behind.append(str(requirement))
+            yield Finding("packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            behind.append(str(requirement))
+            found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
+            yield Finding("packages", found, "fix", f"pip install '{requirement}'")
+    if not behind:
+        yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; all it needs is supported")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")
+    device = torch.accelerator.current_accelerator(check_available=True)
+    driver = _driver()
+    if device is not None:
+        count = torch.accelerator.device_count()
+        name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
+        yield Finding("devices", f"{count} x {name}" + (f", driver {driver}" if driver else ""))
+    elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
+        why = "torch is built without CUDA" if not built else "torch does not see it"
+        fix = "install a CUDA build of torch" if not built else "compare the driver's CUDA version with torch's"
+        yield Finding("devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix)
+    else:
+        yield Finding("devices", "no accelerator; training runs on the CPU")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    yield Finding("cores", f"{cores} for this process, {torch.get_num_threads()} threads")
+
+
+def _driver() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.split("\n")[0].strip()
+    return ""
+
+
+def _processes() -> Iterator[Finding]:
+    import torch.distributed
+
+    from trainer_kit.core.environment import Environment
+
+    try:
+        here = Environment.detect()
+    except TrainerKitError as error:
+        yield Finding("ranks", f"{error.problem}: {error.found}", "fix", error.fix or "")
+    else:
+        what = f"rank {here.rank} of {here.world_size} ({here.source})" if here.launched else "started by nobody"
+        yield Finding("ranks", f"this process is {what}")
+    if not torch.distributed.is_available():
+        yield Finding(
+            "backends", "torch is built without distributed training", "fix", "install another build of torch"
+        )
+        return
+    there = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
+    names = ", ".join(name for name, here in there.items() if here)
+    if torch.cuda.is_available() and not there["nccl"]:
+        yield Finding("backends", f"{names}; GPUs without nccl", "warning", "install a build of torch with NCCL")
+    else:
+        yield Finding("backends", names)
+
+
+def _network() -> Iterator[Finding]:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    yield Finding("network", f"interfaces {', '.join(interfaces)}")
+    for variable in _INTERFACES:
+        value = os.environ.get(variable, "")
+        for name in filter(None, value.lstrip("^=").split(",")):
+            if not any(interface.startswith(name) for interface in interfaces):
+                yield Finding("network", f"{variable}={value} names no interface", "fix", f"unset {variable}")
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+    except OSError as error:
+        yield Finding("network", f"loopback does not work: {error}", "fix", "bring up the interface lo")
+    for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
+        try:
+            began = time.monotonic()
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+            took = time.monotonic() - began
+        except OSError as error:
+            own = name == socket.gethostname()
+            fix = (
+                f"add a line for {name} to /etc/hosts" if own else "set MASTER_ADDR to a name or address that resolves"
+            )
+            yield Finding("network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix)
+            continue
+        text = f"{name} is {', '.join(sorted(addresses))}"
+        if took > 1:
+            yield Finding("network", f"{text}, told after {took:.1f} s", "warning", f"add {name} to /etc/hosts")
+        else:
+            yield Finding("network", text)
+
+
+def _ports() -> Iterator[Finding]:
+    from trainer_kit.core.environment import Environment
+
+    port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        yield Finding("ports", f"MASTER_PORT={port} is no port", "fix", "unset it, or set a number up to 65535")
+        return
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", int(port)))
+    except OSError as error:
+        given = "MASTER_PORT" in os.environ
+        text = f"{port}, where several machines meet, cannot be used: {error.strerror}"
+        yield Finding("ports", text, "fix" if given else "warning", "set MASTER_PORT to a port that is free")
+    else:
+        yield Finding("ports", f"{port} is free")
+
+
+def _disk(directory: Path) -> Iterator[Finding]:
+    for about, place in (("disk", directory.resolve()), ("temporary", Path(tempfile.gettempdir()))):
+        try:
+            with tempfile.NamedTemporaryFile(dir=place) as file:
+                file.write(b"\0" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            yield Finding(about, f"{place} cannot be written to: {error.strerror}", "fix", "use another directory")
+            continue
+        free = shutil.disk_usage(place).free
+        text = f"{_units(free)} free in {place}"
+        level = "OK" if free >= 10e9 else "warning" if free >= 1e9 else "fix"
+        yield Finding(about, text, level, "" if level == "OK" else "make room: a checkpoint may be gigabytes")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return
+    usage = shutil.disk_usage(place)
+    level = "OK" if usage.free >= 1e9 else "warning" if usage.free > 128e6 else "fix"
+    fix = "" if level == "OK" else "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
+    yield Finding("/dev/shm", f"{_units(usage.free)} free of {_units(usage.total)}, for loader workers", level, fix)
+
+
+def _limits() -> Iterator[Finding]:
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level = "OK" if soft == resource.RLIM_INFINITY or soft >= 4096 else "warning" if soft >= 1024 else "fix"
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    raised = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= 65536 else f"ulimit -n {hard}"
+    more = "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
+    fix = "" if level == "OK" else more if soft == hard else f"{raised} before training"
+    yield Finding("open files", f"at most {soft} (up to {most})", level, fix)
+
+
+def _clock(directory: Path) -> Iterator[Finding]:
+    now = time.time()
+    if now < _RELEASED:
+        yield Finding("clock", f"it is said to be {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd")
+        return
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        apart = os.stat(file.name).st_mtime - time.time()
+    if abs(apart) > 5:
+        text = f"the files' clock is {apart:+.0f} s from this machine's"
+        yield Finding("clock", text, "warning", "let both keep time by NTP; order is kept by steps all the same")
+    else:
+        yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
+
+
+def _units(size: int) -> Any:
+    from trainer_kit.checkpoint.files import in_units
+
+    return in_units(size)

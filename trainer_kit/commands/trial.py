@@ -1,0 +1,123 @@
+"""``trainer-kit test``: whether training works here, tried on a small module in real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+__all__ = ["trial"]
+
+
+@click.command("test")
+@click.option("--devices", default="auto", show_default=True, help="How many; on a CPU processes.")
+@click.option("--accelerator", default="auto", show_default=True, help="cpu, gpu, or what torch calls it.")
+@click.option("--strategy", default="auto", show_default=True, help="A word, as for the Trainer.")
+@click.option("--precision", default=None, help="A word, as for the Trainer.  [default: 32-true]")
+@click.option("--config_file", type=click.Path(exists=True), help="Start with `launch` and this file instead.")
+@click.option("--timeout", default=60.0, show_default=True, help="Seconds for everything.")
+def trial(
+    devices: str, accelerator: str, strategy: str, precision: str | None, config_file: str | None, timeout: float
+) -> None:
+    """Train a small module here, and check the result.
+
+    Its weights are compared with those of a plain loop, its checkpoints verified, and a run resumed in new processes.
+    Leaves with 0 for OK, and with 1 after saying what is wrong.
+    """
+    options = [f"--devices={devices}", f"--accelerator={accelerator}", f"--strategy={strategy}"]
+    launch = [] if config_file is None else ["launch", "--quiet", f"--config_file={config_file}"]
+    options = [*(options if config_file is None else []), *([f"--precision={precision}"] if precision else [])]
+    end = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="trainer_kit-test-") as place:
+        first, second = Path(place, "first"), Path(place, "second")
+        for directory, more in ((first, []), (second, [f"--resume={first}"])):
+            directory.mkdir()
+            starter = ["trainer_kit", *launch, "-m"] if launch else []
+            words = [sys.executable, "-m", *starter, "trainer_kit.testing.trial", str(directory), *options, *more]
+            began = time.monotonic()
+            _run(words, end, "resumed" if more else "started")
+            if not more:
+                about = json.loads((first / "about.json").read_text())
+                what = "{world_size} x {device}, {strategy}, {precision}".format(**about)
+                click.echo(f"OK  trained on {what} in {time.monotonic() - began:.1f} s")
+                _check_weights(first, about)
+        _check_resume(first, second, about)
+
+
+def _run(words: list[str], end: float, verb: str) -> None:
+    process = subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        _fail(f"the run that was {verb} did not end in time", _end(process))
+    except BaseException:
+        _end(process)
+        raise
+    if process.returncode:
+        _fail(f"the run that was {verb} left with {process.returncode}", said)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Stop it and all that it started; what it said."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=5)[0]
+    return ""
+
+
+def _check_weights(directory: Path, about: dict[str, Any]) -> None:
+    from trainer_kit.checkpoint import checkpoints, read_weights, verify_checkpoint
+    from trainer_kit.core.errors import CheckpointError
+    from trainer_kit.testing.trial import STEPS, plain_weights
+
+    found = checkpoints(directory / "checkpoints")
+    if [record.info.get("step") for record in found] != [STEPS // 2, STEPS]:
+        _fail(f"checkpoints of steps {STEPS // 2} and {STEPS} are missing", ", ".join(str(r.path.name) for r in found))
+    try:
+        for record in found:
+            verify_checkpoint(record.path)
+    except CheckpointError as error:
+        _fail("a checkpoint is damaged", str(error))
+    click.echo(f"OK  saved and verified {len(found)} checkpoints")
+    before, after = plain_weights(about["world_size"])
+    weights = read_weights(found[-1].path)
+    moved = max(float((after[name] - before[name]).abs().max()) for name in after)
+    apart = max(float((after[name] - weights[name].to(after[name].dtype)).abs().max()) for name in after)
+    allowed = 1e-4 if about["precision"].startswith(("32", "64")) else 0.1
+    line = f"weights moved by {moved:.2g}, and are {apart:.1g} from those of a plain loop in 32-true"
+    if not apart <= allowed * moved:
+        _fail("training comes out differently from a plain loop", line)
+    click.echo(f"OK  {line}")
+
+
+def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
+    import torch
+
+    from trainer_kit.checkpoint import checkpoints, read_weights
+
+    one, two = (read_weights(checkpoints(place / "checkpoints")[-1].path) for place in (first, second))
+    exact = all(torch.equal(one[name], two[name]) for name in one)
+    close = all(torch.allclose(one[name].float(), two[name].float(), atol=1e-4) for name in one)
+    if not (exact or (close and about["device"] != "cpu")):
+        _fail("a resumed run ends with other weights", f"resumed from step 3 on {about['device']}")
+    click.echo(f"OK  resumed in new processes, with {'the same bits' if exact else 'the same weights to 1e-4'}")
+
+
+def _fail(problem: str, details: str) -> NoReturn:
+    click.echo(f"WRONG  {problem}")
+    for line in details.strip().splitlines()[-30:]:
+        click.echo(f"    {line}")
+    sys.exit(1)

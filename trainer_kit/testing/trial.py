@@ -1,0 +1,108 @@
+"""The script that ``trainer-kit test`` runs: six steps of a small module, saved on the way, on every rank there is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
+from trainer_kit.trainer import Trainer
+
+__all__ = ["STEPS", "TrialModule", "main", "plain_weights", "trial_data"]
+
+STEPS = 6
+_BATCH, _LR = 8, 20.0
+
+
+class TrialModule(TrainModule):
+    """Two layers whose weights move far in a few steps, by gradients that no half precision overflows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """The loss of one batch, made small so that a scaled one fits into 16 bits."""
+        return self.loss(*batch)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        """A hundredth of the mean squared error, for ``x`` of shape (n, 32) and ``y`` of shape (n, 4)."""
+        return nn.functional.mse_loss(self.layers(x).float(), y.float()) / 100
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """With a state of its own, so that a resume has one to restore."""
+        return torch.optim.SGD(self.parameters(), lr=_LR, momentum=0.5)
+
+
+def trial_data(world_size: int) -> TensorDataset:
+    """As many samples as all ranks take in `STEPS` steps."""
+    made = torch.Generator().manual_seed(11)
+    samples = STEPS * _BATCH * world_size
+    return TensorDataset(torch.randn(samples, 32, generator=made), torch.randn(samples, 4, generator=made))
+
+
+def plain_weights(world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The weights before and after the same steps of a plain loop: one process, one batch of all ranks' samples."""
+    module = TrialModule()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    optimizer = module.configure_optimizers()
+    for x, y in DataLoader(trial_data(world_size), batch_size=_BATCH * world_size):
+        optimizer.zero_grad()
+        module.loss(x, y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    return before, module.state_dict()
+
+
+def main() -> None:
+    """Train, and leave checkpoints and ``about.json`` in a directory."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--devices", default="auto")
+    parser.add_argument("--accelerator", default="auto")
+    parser.add_argument("--strategy", default="auto")
+    parser.add_argument("--precision", default=os.environ.get("TRAINER_KIT_MIXED_PRECISION"))
+    parser.add_argument("--resume", type=Path, help="a directory of an earlier run, whose first checkpoint is taken up")
+    given = parser.parse_args()
+    try:
+        trainer = _make_trainer(given)
+    except ConfigurationError as error:
+        raise SystemExit(str(error)) from error
+    first = None if given.resume is None else checkpoints(given.resume / "checkpoints")[0].path
+    trainer.fit(TrialModule(), DataLoader(trial_data(trainer.world_size), batch_size=_BATCH), ckpt_path=first)
+    if trainer.is_global_zero:
+        about = {
+            "world_size": trainer.world_size,
+            "device": trainer.strategy.device.type,
+            "strategy": trainer.strategy.name,
+            "precision": trainer.precision,
+        }
+        (given.directory / "about.json").write_text(json.dumps(about))
+
+
+def _make_trainer(given: argparse.Namespace) -> Trainer:
+    return Trainer(
+        accelerator=given.accelerator,
+        devices=given.devices,
+        strategy=given.strategy,
+        precision=given.precision,
+        max_steps=STEPS,
+        logger=False,
+        default_root_dir=given.directory,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=ModelCheckpoint(given.directory / "checkpoints", every_n_train_steps=STEPS // 2, save_top_k=-1),
+    )
+
+
+if __name__ == "__main__":
+    main()
