@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from trainer_kit.checkpoint import write_checkpoint
 from trainer_kit.commands import trial as command
 from trainer_kit.commands.main import main
-from trainer_kit.testing.trial import STEPS, TrialModule, plain_weights
+from trainer_kit.commands.trial_run import STEPS, TrialModule, plain_weights
 
 ROOT = Path(__file__).resolve().parents[2]
 

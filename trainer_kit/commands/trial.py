@@ -42,7 +42,7 @@ def trial(
         for directory, more in ((first, []), (second, [f"--resume={first}"])):
             directory.mkdir()
             starter = ["trainer_kit", *launch, "-m"] if launch else []
-            words = [sys.executable, "-m", *starter, "trainer_kit.testing.trial", str(directory), *options, *more]
+            words = [sys.executable, "-m", *starter, "trainer_kit.commands.trial_run", str(directory), *options, *more]
             began = time.monotonic()
             _run(words, end, "resumed" if more else "started")
             if not more:
@@ -80,8 +80,8 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 def _check_weights(directory: Path, about: dict[str, Any]) -> None:
     from trainer_kit.checkpoint import checkpoints, read_weights, verify_checkpoint
+    from trainer_kit.commands.trial_run import STEPS, plain_weights
     from trainer_kit.core.errors import CheckpointError
-    from trainer_kit.testing.trial import STEPS, plain_weights
 
     found = checkpoints(directory / "checkpoints")
     if [record.info.get("step") for record in found] != [STEPS // 2, STEPS]:
