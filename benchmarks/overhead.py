@@ -43,6 +43,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 IMPORTS = {
     "trainer_kit": ("trainer_kit", ["Trainer", "TrainModule"]),
+    "raw": ("trainer_kit", ["Accelerator"]),
     "lightning": ("lightning.pytorch", ["Trainer", "LightningModule"]),
     "fabric": ("lightning.fabric", ["Fabric"]),
     "accelerate": ("accelerate", ["Accelerator"]),
@@ -64,6 +65,8 @@ CASES = {
 }
 # The case without what is measured: `over bare` and `extra` compare with it.
 BASE = {"usual": "bare", "eval_metric": "eval"}
+# For a loop of the user's own with trainer_kit's Accelerator, called "raw".
+RAW_BUDGETS = {"bare": ("ratio", 1.10), "accumulate": ("ratio", 1.10)}
 # For trainer_kit: the column, and its budget (docs/design.md, chapter 9).
 BUDGETS = {
     "bare": ("ratio", 1.05),
@@ -96,10 +99,14 @@ class Result:
         ratios = [one["ratio"] for one in self.rounds if "ratio" in one]
         return f"{min(ratios):.2f}-{max(ratios):.2f}" if ratios else ""
 
+    def budget(self) -> tuple[str, float] | None:
+        return {"trainer_kit": BUDGETS, "raw": RAW_BUDGETS}.get(self.library, {}).get(self.case)
+
     def over_budget(self) -> bool:
-        if self.library != "trainer_kit" or self.case not in BUDGETS:
+        found = self.budget()
+        if found is None:
             return False
-        key, limit = BUDGETS[self.case]
+        key, limit = found
         value = self.median(key)
         return value is not None and value > limit
 
@@ -280,8 +287,8 @@ def show(case: str, results: list[Result]) -> None:
             digits = 3 if keys[index] == "seconds" else 2 if keys[index] == "over_bare" else 1
             cells.append(" " * 10 if value is None else f"{value:>10.{digits}f}")
         note = ""
-        if result.library == "trainer_kit" and case in BUDGETS:
-            key, limit = BUDGETS[case]
+        if (budget := result.budget()) is not None:
+            key, limit = budget
             note = f"  budget: {key.replace('_', ' ')} {limit:g}" + (" EXCEEDED" if result.over_budget() else "")
         print(f"{result.library:<13}" + "".join(cells) + note)
 

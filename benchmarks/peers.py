@@ -145,8 +145,19 @@ def fabric(work: Work) -> nn.Module:
 def accelerate(work: Work) -> nn.Module:
     from accelerate import Accelerator
 
+    return _accelerated(work, Accelerator)
+
+
+def raw(work: Work) -> nn.Module:
+    from trainer_kit import Accelerator
+
+    return _accelerated(work, Accelerator)
+
+
+def _accelerated(work: Work, kind: Any) -> nn.Module:
+    """Accelerate and trainer_kit's Accelerator read the same script."""
     windows = ACCUMULATION if work.case == "accumulate" else 1
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=windows)
+    accelerator = kind(cpu=True, gradient_accumulation_steps=windows)
     net = make_model()
     model, optimizer = accelerator.prepare(net, make_optimizer(net))
     if work.case.startswith("eval"):
@@ -288,5 +299,6 @@ PEERS = {
     "lightning": lightning,
     "fabric": fabric,
     "accelerate": accelerate,
+    "raw": raw,
     "ignite": ignite,
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import torch
+from torch import nn
 
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
@@ -37,7 +38,7 @@ from trainer_kit.raw.options import (
 from trainer_kit.raw.process import Processes
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.window import Window
-from trainer_kit.raw.wrapping import without_exchange
+from trainer_kit.raw.wrapping import unwrap, without_exchange
 
 __all__ = [
     "Accelerator",
@@ -203,9 +204,10 @@ class Accelerator(Answers):
         lines = [
             f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
             f"strategy: {self.strategy.describe()}",
+            f"group: {self.backend or 'none'}, device {self.device}",
             f"precision: {self.precision.name}",
             f"accumulation: {self.window.steps} micro-batches a step",
-            *(f"model: {type(model).__name__}" for model in self._models),
+            *(f"model: {_wrapping(model)}" for model in self._models),
             *(f"loader: {loader.feed.describe()}" for loader in self._dataloaders),
             *describe_origins(self.origins.items()),
         ]
@@ -233,6 +235,11 @@ class Accelerator(Answers):
             directory = Path(chosen.output_trace_dir)
             directory.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
+
+
+def _wrapping(model: nn.Module) -> str:
+    inner = unwrap(model)
+    return type(model).__name__ + (f" of {type(inner).__name__}" if inner is not model else "")
 
 
 def _refuse(engines: Mapping[str, Any]) -> None:

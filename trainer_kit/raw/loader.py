@@ -107,9 +107,7 @@ class PreparedLoader:
             self._resume = None
 
     def __iter__(self) -> Iterator[Any]:
-        epoch, start = (self.iteration, 0) if self._resume is None else self._resume
-        self._resume = None
-        return self._iterate(epoch, start)
+        return self._iterate(None)
 
     def skip(self, batches: int) -> _Skipped:
         """A view whose iterations begin ``batches`` later; the batches before are not read."""
@@ -117,19 +115,21 @@ class PreparedLoader:
 
     def begin(self, batches: int) -> Iterator[Any]:
         """The next epoch from batch ``batches`` on; after `load_states` that is the epoch that was broken off."""
-        epoch = self.iteration if self._resume is None else self._resume[0]
-        self._resume = None
-        return self._iterate(epoch, batches)
+        return self._iterate(batches)
 
-    def _iterate(self, epoch: int, start: int) -> Iterator[Any]:
+    def _iterate(self, begin: int | None) -> Iterator[Any]:
         """One epoch. Leaving it early ends it. A stream is read one batch ahead: only so it says which is its last."""
+        epoch, start = (self.iteration, 0) if self._resume is None else self._resume
+        start, self._resume = start if begin is None else begin, None
         outer, window = self.window.batches, self.window
-        source = self._dispatched(epoch, start) if self.dispatch else self.feed.epoch(epoch, start)
+        # A feed reads one epoch at a time: who reads while another reading is under way has one of their own.
+        feed = self.feed if self._position is None else self._make_feed(self.even)
+        source = self._dispatched(feed, epoch, start) if self.dispatch else feed.epoch(epoch, start)
         self.iteration, self.end_of_dataloader = epoch + 1, False
         self._position = (epoch, start)
         self._turns.clear()
         window.batches = self
-        known = len(self) if self.feed.indexed else None
+        known = len(self) if feed.indexed else None
         first, at, after = None, start, _NOT_READ
         device = self.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
@@ -146,11 +146,11 @@ class PreparedLoader:
                 if batch is EMPTY:
                     break  # this process has no part of the last batch
                 first = batch if first is None and known is None else first
-                self._note(at, batch, missing, after is _END if known is None else at + 1 == known)
+                self._note(feed, at, batch, missing, after is _END if known is None else at + 1 == known)
                 at += 1
                 self._position = (epoch, at)
-                if self.feed.stateful:
-                    self.feed.track.forget(at * self.group.size if self.dispatch else at)
+                if feed.stateful:
+                    feed.track.forget(at * self.group.size if self.dispatch else at)
                 window.batches = self
                 yield batch if device is None else move_to_device(batch, device, self.non_blocking)
         finally:
@@ -160,7 +160,7 @@ class PreparedLoader:
     def _first(self, epoch: int) -> Any:
         return next(iter(self.feed.epoch(epoch, 0)), EMPTY)
 
-    def _note(self, at: int, batch: Any, missing: bool, last: bool) -> None:
+    def _note(self, feed: Feed, at: int, batch: Any, missing: bool, last: bool) -> None:
         """What is to be known about a batch ahead of its turn; ``missing``: it stands for one that is not there."""
         if self._read is None:
             self._read = size_reader(batch)
@@ -174,7 +174,7 @@ class PreparedLoader:
             sizes = [self._read(part) for part in turn]
             self.total, self.counts = float(sum(sizes)), sizes[:real] + [0] * (size - real)
             return
-        total, each = self.feed.samples(at), self.feed.per_rank_batch_size
+        total, each = feed.samples(at), feed.per_rank_batch_size
         self.total = total
         if total is None or each is None:
             self._ask(missing, last)
@@ -194,10 +194,10 @@ class PreparedLoader:
             rows = self.group.agree([self.size, 0 if missing else self.size])
             self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
 
-    def _dispatched(self, epoch: int, start: int) -> Iterator[Any]:
+    def _dispatched(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
         """The main process reads as many batches as there are processes, and hands them round."""
         group, first = self.group, None
-        source = self.feed.epoch(epoch, start * group.size) if group.rank == 0 else iter(())
+        source = feed.epoch(epoch, start * group.size) if group.rank == 0 else iter(())
         while True:
             turn = group.broadcast(list(islice(source, group.size)))
             if not turn:

@@ -1,0 +1,236 @@
+"""Prepared loaders under every use: order, length, position, and states that other processes go on from."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+
+from trainer_kit import Accelerator, DataLoaderConfiguration, skip_first_batches
+from trainer_kit.core.errors import ConfigurationError
+
+N = 22
+DATA = TensorDataset(torch.arange(N))
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, N, every))
+
+
+class Stateful:
+    """torchdata's protocol."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 6:
+            self.at += 1
+            yield torch.arange(4 * self.at - 4, min(N, 4 * self.at))
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+KINDS = {
+    "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+    "workers": lambda: DataLoader(DATA, batch_size=4, shuffle=True, num_workers=2),
+    "stream": lambda: DataLoader(Stream(), batch_size=4),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)),
+    "own generator": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "dispatched": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+}
+
+
+def make(kind, **options):
+    config = DataLoaderConfiguration(dispatch_batches=kind == "dispatched", **options)
+    accelerator = Accelerator(cpu=True, seed=3, dataloader_config=config)
+    return accelerator, accelerator.prepare(KINDS[kind]())
+
+
+def ids(batch):
+    return [int(i) for i in (batch[0] if isinstance(batch, (list, tuple)) else batch)]
+
+
+def read(accelerator, data):
+    return [ids((accelerator.gather_for_metrics(batch[0] if isinstance(batch, list) else batch),)) for batch in data]
+
+
+def check_resume(kind, directory):
+    """Save after each batch of the second epoch; a new loader goes on, and the epoch after that is the same too."""
+    accelerator, data = make(kind)
+    first, whole, third = (read(accelerator, data) for _ in range(3))
+    assert sorted(itertools.chain(*first)) == list(range(N))
+    assert sorted(itertools.chain(*whole)) == list(range(N))
+    for stop in range(1, len(whole) + 1):
+        accelerator, data = make(kind)
+        list(data)
+        for number, _ in enumerate(data, 1):
+            if number == stop:
+                accelerator.save_state(directory)
+                break
+        accelerator, data = make(kind)
+        accelerator.load_state(directory)
+        assert read(accelerator, data) == whole[stop:]
+        assert read(accelerator, data) == third
+        accelerator, data = make(kind)
+        accelerator.load_state(directory)
+        assert read(accelerator, skip_first_batches(data, stop)) == whole[stop:], "as Accelerate's scripts resume"
+        assert read(accelerator, data) == third
+
+
+@pytest.mark.filterwarnings("ignore:.*is read from its start:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*batches:UserWarning")
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "workers" else k for k in KINDS])
+def test_a_state_inside_an_epoch(kind, tmp_path):
+    check_resume(kind, tmp_path / "state")
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:.*batches:UserWarning")
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_state_inside_an_epoch_on_two_processes(kind, tmp_path):
+    check_resume(kind, tmp_path / "state")
+
+
+def test_a_loader_with_a_state_of_its_own(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    data = accelerator.prepare_data_loader(Stateful())
+    for number, _ in enumerate(data, 1):
+        if number == 2:
+            accelerator.save_state(tmp_path / "state")
+            break
+    accelerator = Accelerator(cpu=True)
+    data = accelerator.prepare_data_loader(Stateful())
+    accelerator.load_state(tmp_path / "state")
+    assert [int(batch[0]) for batch in data] == [8, 12, 16, 20]
+    assert [int(batch[0]) for batch in data] == [0, 4, 8, 12, 16, 20]
+
+
+def test_states_of_a_loader_do_not_pile_up():
+    accelerator = Accelerator(cpu=True)
+
+    class Long(Stateful):
+        def __iter__(self):
+            for self.at in range(50):
+                yield torch.zeros(1)
+
+    data = accelerator.prepare_data_loader(Long())
+    most = max(len(data.feed.track._states) for _ in data)
+    assert most <= 4
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_where_two_were(tmp_path):
+    from trainer_kit.testing import run_distributed
+
+    run_distributed(_two_save, 2, str(tmp_path / "state"))
+    accelerator = Accelerator(cpu=True, seed=3)
+    data = accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=True))
+    accelerator.load_state(tmp_path / "state")
+    whole = Accelerator(cpu=True, seed=3).prepare(DataLoader(DATA, batch_size=4, shuffle=True))
+    list(whole)
+    assert [ids(batch) for batch in data] == [ids(batch) for batch in whole][2:], "two batches of four, on each of two"
+
+
+def _two_save(path):
+    config = DataLoaderConfiguration(split_batches=False)
+    accelerator = Accelerator(cpu=True, seed=3, dataloader_config=config)
+    data = accelerator.prepare(DataLoader(DATA, batch_size=4, shuffle=True))
+    list(data)
+    for _ in data:
+        accelerator.save_state(path)
+        break
+
+
+def test_two_readers_at_once_get_an_epoch_each():
+    _, data = make("shuffled")
+    again = make("shuffled")[1]
+    expected = [ids(batch) for batch in again], [ids(batch) for batch in again]
+    both = list(zip(data, data, strict=True))
+    assert [ids(a) for a, _ in both] == expected[0]
+    assert [ids(b) for _, b in both] == expected[1]
+
+
+def test_length_epoch_and_what_belongs_to_the_users_loader():
+    accelerator, data = make("shuffled")
+    assert len(data) == 6
+    assert data.dataset is DATA
+    assert data.batch_size == 4
+    assert data.total_batch_size == 4
+    assert data.total_dataset_length == N
+    first = [ids(batch) for batch in data]
+    data.set_epoch(0)
+    assert [ids(batch) for batch in data] == first
+    later = accelerator.skip_first_batches(data, 5)
+    assert len(later) == 1
+    assert len(accelerator.skip_first_batches(data, 9)) == 0
+    with pytest.raises(TypeError, match="no len"):
+        len(make("stream")[1])
+
+
+def test_an_epoch_that_is_set_is_not_the_one_to_go_on_with(tmp_path):
+    accelerator, data = make("shuffled")
+    for _ in data:
+        accelerator.save_state(tmp_path / "state")
+        break
+    for epoch, length in ((0, 5), (1, 6)):
+        accelerator, data = make("shuffled")
+        accelerator.load_state(tmp_path / "state")
+        data.set_epoch(epoch)
+        assert len(list(data)) == length
+
+
+def test_split_batches_needs_a_size_that_can_be_split():
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    assert accelerator.split_batches
+    with pytest.raises(ConfigurationError, match="split_batches needs"):
+        accelerator.prepare(DataLoader(DATA, batch_size=None))
+
+
+def test_even_batches_may_be_set_later():
+    accelerator = Accelerator(cpu=True)
+    accelerator.even_batches = False
+    assert not accelerator.prepare(DataLoader(DATA)).even
+
+
+@pytest.mark.world_size(2)
+def test_metrics_are_exact_for_whatever_is_gathered():
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21)), batch_size=4))
+    for view, expected in ((data, list(range(21))), (accelerator.skip_first_batches(data, 1), list(range(8, 21)))):
+        tensors, dicts, objects, scalars, rows = [], [], [], [], []
+        for (index,) in view:
+            tensors += accelerator.gather_for_metrics(index).tolist()
+            nested = accelerator.gather_for_metrics({"a": (index, index.double()[:, None])})
+            dicts += nested["a"][1][:, 0].tolist()
+            objects += accelerator.gather_for_metrics([str(int(i)) for i in index])
+            scalars.append(accelerator.gather_for_metrics(torch.tensor(float(rank))).tolist())
+            rows.append(accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist())
+        assert tensors == dicts == [int(text) for text in objects] == expected
+        assert scalars == rows == [[0.0, 1.0]] * len(view), "one value of each process is never dropped"
+    assert accelerator.gather_for_metrics(torch.ones(3)).shape == (6,), "outside of a loader there is nothing twice"
+
+
+@pytest.mark.world_size(2)
+def test_metrics_are_exact_where_nothing_is_repeated():
+    config = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(19)), batch_size=4))
+    found, sizes = [], []
+    for (index,) in data:
+        found += accelerator.gather_for_metrics(index).tolist()
+        sizes.append(len(index))
+    assert found == list(range(19))
+    assert sizes == [4, 4, 2 - accelerator.process_index]

@@ -1,0 +1,189 @@
+"""Usual mistakes are said in words, in the first steps; debug mode says who does not take part."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer_kit import Accelerator
+from trainer_kit.core.errors import ConfigurationError, RankError
+
+X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "harm"),
+    [({"gradient_accumulation_steps": 2}, "2 micro-batches make a step"), ({"mixed_precision": "fp16"}, "scaled")],
+)
+def test_an_optimizer_that_is_not_prepared(options, harm):
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    model = accelerator.prepare(model)
+    with pytest.raises(ConfigurationError, match="an optimizer that is not prepared") as problem:  # noqa: PT012
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(X).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert harm in problem.value.found
+
+
+def test_where_it_does_no_harm_nothing_is_said():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    optimizer = sgd(model)
+    model = accelerator.prepare(model)
+    for _ in range(4):
+        accelerator.backward(model(X).mean())
+        optimizer.step()
+
+
+def test_weights_that_others_change_on_purpose_are_no_mistake(tmp_path):
+    """Clipped weights after a step of the prepared optimizer, and a state that is loaded."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    accelerator.save_state(tmp_path / "state")
+    for turn in range(5):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X).mean())
+            optimizer.step()
+            if accelerator.sync_gradients:
+                with torch.no_grad():
+                    model.weight.clamp_(-0.01, 0.01)
+            optimizer.zero_grad()
+        if turn == 0:
+            accelerator.load_state(tmp_path / "state")
+
+
+def test_backward_without_the_scale_of_fp16():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    before = model.weight.detach().clone()
+    model(X).mean().backward()
+    with pytest.raises(ConfigurationError, match="never scaled for float16") as problem:
+        optimizer.step()
+    assert problem.value.fix == "accelerator.backward(loss)"
+    assert torch.equal(model.weight, before)
+
+
+def test_a_batch_on_another_device():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    with pytest.raises(ConfigurationError, match="another device") as problem:
+        model(X.to("meta"))
+    assert problem.value.found == "a batch on meta, Linear on cpu"
+
+    class Lengths(nn.Linear):
+        def forward(self, x, lengths):
+            return super().forward(x)
+
+    accelerator.prepare(Lengths(3, 1))(X, torch.ones(16, device="meta"))  # as lengths of sequences, which stay behind
+
+
+def test_no_look_is_left_after_the_first_steps():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for _ in range(3):
+        accelerator.backward(model(X).mean())
+        optimizer.step()
+    assert accelerator._watch is None
+    assert optimizer._before_first_step is None
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_whose_model_is_not_prepared():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    optimizer = accelerator.prepare(sgd(model))
+    accelerator.backward(model(X).mean())
+    with pytest.raises(RankError, match="its model was not"):
+        optimizer.step()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["same", "own", "prepared"])
+def test_a_loader_that_is_not_prepared(kind):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    data = DataLoader(TensorDataset(X), batch_size=4)
+    if kind == "prepared":
+        data = accelerator.prepare(data)
+    if kind == "own":
+        data = DataLoader(TensorDataset(X[accelerator.process_index :: 2]), batch_size=4)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        for _ in range(2):
+            for (x,) in data:
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+    expected = kind == "same" and accelerator.is_main_process
+    assert said.getvalue().count("every process trains on the same batch") == expected
+
+
+@pytest.mark.world_size(2)
+def test_debug_mode_names_who_calls_something_else():
+    accelerator = Accelerator(cpu=True, debug=True)
+    value = torch.ones(2)
+    with pytest.raises(RankError, match="do not make the same call") as problem:
+        accelerator.gather(value) if accelerator.is_main_process else accelerator.reduce(value)
+    found = problem.value.found
+    assert re.search(r"process 0: gather\(\(2,\) float32\) at test_mistakes\.py:\d+", found)
+    assert re.search(r"process 1: reduce\(\(2,\) float32\) at test_mistakes\.py:\d+", found)
+    with pytest.raises(RankError, match="do not make the same call") as problem:
+        accelerator.gather(value.to(torch.float64 if accelerator.is_main_process else torch.float32))
+    assert "float64" in problem.value.found
+    accelerator.wait_for_everyone()
+    assert accelerator.gather_for_metrics(value).shape == (4,)
+
+
+@pytest.mark.world_size(2)
+def test_debug_mode_names_who_does_not_come(monkeypatch):
+    """A collective under ``if accelerator.is_main_process``."""
+    monkeypatch.setenv("TRAINER_KIT_DEBUG_TIMEOUT", "0.5")
+    accelerator = Accelerator(cpu=True, debug=True)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        with pytest.raises(RankError, match="do not make the same call: save_state") as problem:
+            accelerator.save_state("never")
+        assert re.search(
+            r"process 1: has not come; its last call was wait_for_everyone\(\) at test_mistakes\.py:\d+",
+            problem.value.found,
+        )
+        assert "is_main_process" in problem.value.fix
+
+
+@pytest.mark.world_size(2)
+def test_debug_mode_says_what_each_process_has():
+    accelerator = Accelerator(cpu=True, debug=True, gradient_accumulation_steps=3, mixed_precision="bf16")
+    model = nn.Linear(3, 1)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        accelerator.prepare(model, sgd(model), DataLoader(TensorDataset(X), batch_size=4, shuffle=True))
+    said = printed.getvalue()
+    rank = accelerator.process_index
+    for line in (
+        f"[process {rank}] process {rank} of 2",
+        "strategy: DistributedDataParallel over 2 ranks on cpu",
+        "group: gloo",
+        "precision: bf16-mixed",
+        "accumulation: 3 micro-batches a step",
+        "model: DistributedDataParallel of Linear",
+        "loader: ",
+    ):
+        assert line in said, said
