@@ -104,6 +104,29 @@ def test_custom_logger_has_every_value() -> None:
     assert number(r"accuracy: 2 rows, ([\d.]+) at step 32", said) > 0.5
 
 
+@pytest.mark.slow
+def test_raw_loop_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = run("raw_loop", "--epochs", "3", "--root", "whole")
+    run("raw_loop", "--epochs", "3", "--root", "parts", "--stop-after", "1")
+    resumed = run("raw_loop", "--epochs", "3", "--root", "parts", "--resume")
+    assert whole.splitlines()[1:] == resumed.splitlines()
+    assert accuracy(whole) > 0.75
+    names = sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir())
+    assert names == ["checkpoint_1", "checkpoint_2"]
+    assert (tmp_path / "whole" / "model" / "model.safetensors").is_file()
+    assert (tmp_path / "whole" / "digits" / "metrics.csv").read_text().count("\n") == 4
+
+
+def test_raw_gan_runs() -> None:
+    assert 0 <= number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
+
+
+@pytest.mark.slow
+def test_raw_gan_learns_the_ring() -> None:
+    assert number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "2000")) == 8
+
+
 def test_no_example_is_forgotten() -> None:
-    tested = {"char_transformer", "custom_callback", "custom_logger", "digits", "gan_manual", "gan_named"}
+    tested = {"raw_gan", "raw_loop"}
+    tested |= {"char_transformer", "custom_callback", "custom_logger", "digits", "gan_manual", "gan_named"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested

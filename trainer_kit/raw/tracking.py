@@ -55,7 +55,8 @@ class Tracking(Saving):
         if not isinstance(one, str):
             name = getattr(one, "name", None)
             made = one if isinstance(one, GeneralTracker) else LoggerTracker(str(name or type(one).__name__), one)
-            if made is one and not (isinstance(name, str) and hasattr(type(one), "tracker") | ("tracker" in vars(one))):
+            complete = isinstance(name, str) and (hasattr(type(one), "tracker") or "tracker" in vars(one))
+            if made is one and self._mine(made) and not complete:
                 raise ConfigurationError(
                     "a tracker has a name and a tracker", found=f"{type(one).__name__} without one of them"
                 )

@@ -14,7 +14,7 @@ from trainer_kit.core.protocols import Group
 
 __all__ = ["Watch"]
 
-_LOOKS: Final = 3  # backwards that are looked at
+_LOOKS: Final = 3  # backwards that are looked at, and forwards without gradients
 
 
 @final
@@ -35,14 +35,16 @@ class Watch:
         self._sample: float | None = None
 
     def model(self, model: nn.Module) -> None:
-        """Look at what the model is called with first."""
+        """Look at what the model is called with first, and first in training."""
+        calls = iter(range(_LOOKS))
 
         def look(called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             self._compare_devices(called, (arguments, options))
-            if torch.is_grad_enabled():
+            trains = torch.is_grad_enabled()
+            if trains or self._world.size == 1 or next(calls, None) is None:
                 handle.remove()
-                if self._world.size > 1 and self._sample is None:
-                    self._sample = _fingerprint((arguments, options))
+            if trains and self._world.size > 1 and self._sample is None:
+                self._sample = _fingerprint((arguments, options))
 
         handle = model.register_forward_pre_hook(look, with_kwargs=True)
 
