@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from tests.launch.configurations import SAMPLES
 from trainer_kit.commands.main import main
+from trainer_kit.launch.file import read_configuration
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,10 +76,10 @@ def environ() -> dict[str, str]:
     return {**own, "PYTHONPATH": str(ROOT), "TMPDIR": here, "XDG_CONFIG_HOME": here, "XDG_CACHE_HOME": here}
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*words: str, **more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "trainer_kit", "launch", *words],
-        env=environ(),
+        env={**environ(), **more},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -184,6 +185,59 @@ def test_two_machines_restart_together() -> None:
     assert "attempt=1" in other_out
 
 
+def slurm(rank: int, nodes: int) -> dict[str, str]:
+    """What srun says to one of two tasks, on one node or on two."""
+    return {
+        "SLURM_JOB_ID": str(os.getpid() % 10000),
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "2",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank if nodes == 1 else 0),
+        "SLURM_NODEID": str(rank if nodes == 2 else 0),
+        "SLURM_STEP_TASKS_PER_NODE": "2" if nodes == 1 else "1(x2)",
+        "SLURM_STEP_NODELIST": "localhost" if nodes == 1 else "localhost,other",
+    }
+
+
+def mpi(rank: int) -> dict[str, str]:
+    """What mpirun says to one of two processes."""
+    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    values = (rank, 2, rank, 2)
+    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)}
+
+
+def all_out(tasks: list[subprocess.Popen[str]]) -> list[str]:
+    lines: list[str] = []
+    for task in tasks:
+        with task:
+            out, err = task.communicate(timeout=100)
+        assert (task.returncode, err) == (0, "")
+        lines += out.splitlines()
+    return sorted(lines)
+
+
+@pytest.mark.slow
+def test_one_task_of_slurm_for_each_process_needs_no_options() -> None:
+    said = all_out([start("raw.py", TRAINER_KIT_USE_CPU="1", **slurm(rank, nodes=1)) for rank in range(2)])
+    assert said == [f"rank {rank} of 2 saw [0, 1] 32-true steps=1 machine=0 attempt=None []" for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
+    words = ("--cpu", "--num_processes", "4", "raw.py")
+    said = all_out([start(*words, **slurm(rank, nodes=2)) for rank in range(2)])
+    assert said == [
+        f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []" for rank in range(4)
+    ]
+
+
+@pytest.mark.slow
+def test_mpi_needs_no_options() -> None:
+    port = free_port()
+    tasks = [start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)]
+    assert all_out(tasks) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
+
+
 def listening(pids: set[int]) -> set[str]:
     """The addresses at which these processes listen, in the kernel's own words."""
     inodes = set()
@@ -210,12 +264,16 @@ def children(pid: int) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("machines", [1, 2])
-def test_nothing_listens_to_the_outside(machines: int) -> None:
+@pytest.mark.parametrize("how", ["one machine", "two machines", "slurm"])
+def test_nothing_listens_to_the_outside(how: str) -> None:
     shared = ["--cpu", "--num_processes", "2"]
-    if machines == 2:
+    if how == "slurm":
+        agents = [start(*shared, "raw.py", "wait", **slurm(rank, nodes=1)) for rank in range(2)]
+    elif how == "one machine":
+        agents = [start(*shared, "raw.py", "wait")]
+    else:
         shared += ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
-    agents = [start(*shared, "--machine_rank", str(rank), "raw.py", "wait") for rank in range(machines)]
+        agents = [start(*shared, "--machine_rank", str(rank), "raw.py", "wait") for rank in range(2)]
     try:
         deadline = time.monotonic() + 60
         while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
@@ -228,7 +286,7 @@ def test_nothing_listens_to_the_outside(machines: int) -> None:
             agent.terminate()
         for agent in agents:
             agent.communicate(timeout=60)
-    assert len(pids) == machines + 2
+    assert len(pids) == {"one machine": 3, "two machines": 4, "slurm": 2}[how]
     assert addresses
     # 127.0.0.1, ::ffff:127.0.0.1 and ::1
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
@@ -292,3 +350,23 @@ def test_explain_shows_values_and_origins() -> None:
     assert "processes here: 2, by an agent" in output
     assert "the script is given TRAINER_KIT_MIXED_PRECISION=bf16" in output
     assert output.endswith("runs: raw.py -x\n")
+
+
+def test_the_guides_commands_and_file() -> None:
+    page = (ROOT / "docs/guide/command-line.md").read_text()
+    Path("train.py").touch()
+    blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.S))
+    calls = [
+        line.partition("#")[0].split()[2:] for line in blocks.splitlines() if line.startswith("trainer-kit launch")
+    ]
+    Path("two_gpus.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
+    assert len(calls) == 6
+    for words in calls:
+        code, output = call("explain", *words)
+        assert code == 0 or "than devices on this machine" in output, output
+    (file,) = re.findall(r"```yaml\n(.*?)```", page, re.S)
+    Path("two_gpus.yaml").write_text(file)
+    assert read_configuration(Path("two_gpus.yaml")).values["num_processes"] == 4
+    Path("two_gpus.yaml").write_text(file.replace("num_processes", "num_proceses"))
+    (error,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert call("launch", "--config_file", "two_gpus.yaml", "train.py") == (2, error)

@@ -14,10 +14,11 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, Final, final
 
+from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
 
-__all__ = ["Machines", "PeerFailed", "interface_of"]
+__all__ = ["Machines", "PeerFailed", "interface_of", "meet_without_agent"]
 
 _LOOPBACK: Final = "127.0.0.1"
 _PERIOD: Final = 0.05
@@ -224,10 +225,48 @@ def _serve(address: str, port: int) -> Any:
         return TCPStore(address, bound, None, True, _STORE_TIME, False, master_listen_fd=listener.detach())
 
 
-def _join(address: str, port: int) -> Any:
+def _join(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    return TCPStore(address, port, None, False, _STORE_TIME, False)
+    return TCPStore(address, port, None, False, timeout, False)
+
+
+def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
+    """The store in which ranks meet that SLURM, MPI or somebody's own script has started; None where an agent has one.
+
+    Rank 0 listens at the master's address only, and gloo at its interface.
+
+    Args:
+        here: this rank.
+        timeout: how long to wait for rank 0.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    interface = interface_of(here.master_addr)
+    # A host that knows its own name as a loopback address is known to the others as something else.
+    if interface is not None and (here.num_nodes == 1 or interface != "lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if here.rank > 0:
+        return _join(here.master_addr, here.master_port, timeout)
+    try:
+        return _serve(here.master_addr, here.master_port)
+    except LaunchError:
+        if _is_own(here.master_addr):
+            raise
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        # The address leads here and is not this machine's: nobody can say which interface it is, so it is every one.
+        return TCPStore(here.master_addr, here.master_port, None, True, timeout, False)
+
+
+def _is_own(address: str) -> bool:
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
 
 
 def interface_of(address: str) -> str | None:

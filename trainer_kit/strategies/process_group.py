@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.launch.machines import meet_without_agent
 
 __all__ = ["ProcessGroup", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
 
 
 def join_world(device: torch.device, backend: str | None, timeout: timedelta) -> ProcessGroup:
-    """Join the process group of the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, …), or reuse it.
+    """Join the process group of the environment (torchrun's variables, SLURM's or MPI's), or reuse it.
 
     Args:
         device: where this rank computes.
@@ -31,8 +33,15 @@ def join_world(device: torch.device, backend: str | None, timeout: timedelta) ->
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
             backend = "gloo"
+        here = Environment.detect()
         try:
-            dist.init_process_group(backend, timeout=timeout)
+            store = meet_without_agent(here, timeout) if here.launched else None
+            if store is None:
+                dist.init_process_group(backend, timeout=timeout)
+            else:
+                dist.init_process_group(
+                    backend, timeout=timeout, store=store, rank=here.rank, world_size=here.world_size
+                )
         except ValueError as error:
             raise StrategyError(
                 "this process has no rank: the process group cannot be joined",
