@@ -166,7 +166,7 @@ def _write(path: Path, answers: Mapping[str, Any]) -> None:
 @click.option("--config_file", "--config-file", type=_FILE, help="Where to write; by default where `launch` looks.")
 @click.pass_context
 def config(context: click.Context, config_file: Path | None) -> None:
-    """Write a configuration for `launch`: alone by questions, with `default` without any."""
+    """Ask, and write a configuration for `launch`."""
     context.obj = config_file
     if context.invoked_subcommand is not None:
         return

@@ -28,7 +28,7 @@ _VARIABLES: Final = (
 
 @click.command("env")
 def env() -> None:
-    """Show versions, devices, variables and the configuration; secrets are masked."""
+    """Show versions, devices and settings; secrets are masked."""
     for name, value in [*_versions(), *_devices(), *_variables(), *_configuration()]:
         click.echo(f"{name}: {value}")
 

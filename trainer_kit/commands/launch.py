@@ -164,7 +164,10 @@ def _run(words: list[str], found: Any) -> NoReturn:
 def explain(
     script: str | None, arguments: tuple[str, ...], config_file: Path | None, module: bool, **given: Any
 ) -> None:
-    """Show what `launch` with the same words would do: each value, and where it comes from."""
+    """Show what `launch` would do with the same words.
+
+    Each value, and where it comes from: a flag, a configuration file, the environment, or the default.
+    """
     from trainer_kit.core.environment import Environment
     from trainer_kit.launch.plan import plan
     from trainer_kit.launch.resolve import resolve
