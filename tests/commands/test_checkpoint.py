@@ -158,7 +158,17 @@ def test_a_wrong_call_leaves_with_2(arguments, tmp_path):
 
 
 COMMANDS = {
-    (): ["checkpoint", "config", "env", "estimate-memory", "explain", "launch", "merge-weights"],
+    (): [
+        "checkpoint",
+        "config",
+        "doctor",
+        "env",
+        "estimate-memory",
+        "explain",
+        "launch",
+        "merge-weights",
+        "test",
+    ],
     ("checkpoint",): ["diff", "export", "ls", "repair", "verify"],
 }
 
