@@ -245,6 +245,10 @@ WRONG = [
     (["fit", "--model.lr"], "train.py fit: --model.lr: expected one argument"),
     (["fit", "--seed_everything=x"], "train.py fit: --seed_everything: expected int or bool, found x"),
     (["fit", "3"], "train.py fit: 3: unexpected"),
+    (
+        ["--config=a.yaml", "fit"],
+        "train.py fit: --config: options stand behind the command: fit, validate, test, predict",
+    ),
     (["fi"], "train.py: fi: unknown command, did you mean 'fit'?"),
     ([], "train.py: a command is missing: fit, validate, test, predict; see --help"),
 ]
@@ -306,6 +310,74 @@ def test_a_wrong_file_is_one_line_with_its_place(script, tmp_path):
     assert said[:-1] == [f"{number}.yaml{line}" for number, line in enumerate(FILES.values())]
     assert said[-1] == "none.yaml: there is no such file"
     assert not (tmp_path / "made").exists()
+
+
+MUTATE = r"""
+import contextlib, io, random, sys, time
+sys.argv = ["train.py"]
+from train import Data, TinyModule
+from trainer_kit.commands.arguments import Arguments
+
+arguments = Arguments(TinyModule, Data, choose_model=False, choose_data=False, trainer_defaults={})
+base = open("base.yaml").read()
+draw = random.Random(3)
+pieces = ["[", "]", "{", "}", "!!python/name:os.system", "&a", "*a", "<<: *a", ": ", "- ", "\t", "\n", "\0", "\x1b[31m"]
+pieces += ["~", "'", "|", "%", "@", "---", "? ", "!foo ", "1e999", "2026-01-01"]
+pieces += ["class_path: os.system", "init_args: {cmd: ls}"]
+refused = 0
+for turn in range(300):
+    text = base
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        at, length = draw.randrange(len(text)), draw.randrange(1, 30)
+        kind = draw.randrange(3)
+        piece = ["", draw.choice(pieces), text[length:][:40]][kind]
+        text = text[:at] + piece + text[at + (length if kind == 0 else 0):]
+    with open("mutated.yaml", "w") as file:
+        file.write(text)
+    said, began = io.StringIO(), time.monotonic()
+    try:
+        with contextlib.redirect_stderr(said):
+            arguments.parse(["fit", "--config=mutated.yaml"]).configuration()
+    except SystemExit as leaving:
+        line = said.getvalue()
+        refused += 1
+        assert (leaving.code, line.count("\n"), line[:-1].isprintable()) == (2, 1, True), (text, line)
+        assert line.startswith("mutated.yaml"), (text, line)
+        assert len(line) < 600, line
+    assert time.monotonic() - began < 1, text
+print("refused", refused)
+"""
+
+
+@pytest.mark.slow
+def test_mutated_files_are_read_or_refused_in_a_line(script, tmp_path):
+    (tmp_path / "mutate.py").write_text(MUTATE)
+    listing = script("fit", "--print_config").stdout
+    part = "callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitor: val_loss\n      patience: 3\n"
+    (tmp_path / "base.yaml").write_text(listing.replace("callbacks: null\n", part))
+    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "mutate.py"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[-1]) > 100
+
+
+def test_a_value_under_a_secret_name_is_not_shown(script, tmp_path):
+    text = (tmp_path / "train.py").read_text().replace('api_key: str = ""', "api_key: int = 0")
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / "key.yaml").write_text("data: {api_key: hunter2}\n")
+    said = refusals(script, [["fit", "--data.api_key=hunter2"], ["fit", "--config=key.yaml"]])
+    assert said == [
+        "train.py fit: --data.api_key: expected int, found ***",
+        "key.yaml:1: data.api_key: expected int, found ***",
+    ]
 
 
 def test_a_wrong_call_leaves_with_2_and_help_with_0(script):

@@ -167,6 +167,9 @@ class Arguments:
         files = _config_files(words)
         verb = next((word for word in words if word in self._verbs), "fit")
         prog = f"{os.path.basename(sys.argv[0])}{f' {verb}' if verb in words else ''}"
+        early = words[0].partition("=")[0] if words else ""
+        if early.startswith("--") and early != "--help":
+            _refuse(f"{prog}: {early}: options stand behind the command: {', '.join(_VERBS)}")
         try:
             for file in files:
                 check_file(file)
@@ -190,5 +193,6 @@ def _config_files(words: Sequence[str]) -> list[str]:
 
 
 def _refuse(line: str) -> NoReturn:
-    print(line, file=sys.stderr)
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print(text, file=sys.stderr)
     raise SystemExit(2)

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import yaml
 
+from trainer_kit.core.secrets import mask_secrets
+
 __all__ = ["FileProblem", "check_file", "complaint"]
 
 _MOST_BYTES: Final = 1_000_000
@@ -76,11 +78,12 @@ def _check_nodes(path: str, text: str) -> None:
         if isinstance(one, yaml.MappingNode):
             keys: set[str] = set()
             for key, value in one.value:
-                if key.value in keys if isinstance(key, yaml.ScalarNode) else True:
-                    problem = "given twice" if isinstance(key, yaml.ScalarNode) else "a key must be a word"
-                    raise FileProblem(f"{path}:{key.start_mark.line + 1}: {_short(key.value)}: {problem}")
+                word = isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:null"
+                if not word or key.value in keys:
+                    what = f"{_short(key.value)}: given twice" if word else "a key must be a word"
+                    raise FileProblem(f"{path}:{key.start_mark.line + 1}: {what}")
                 keys.add(key.value)
-                rest.append(value)
+                rest += [key, value] if key.tag != "tag:yaml.org,2002:merge" else [value]
         elif isinstance(one, yaml.SequenceNode):
             rest += one.value
 
@@ -127,7 +130,9 @@ def complaint(
         return f"{prog}: {', '.join(f'--{name}' for name in names)}: required"
     if found := re.search(r"argument (\S+?):? (expected .*)", text):
         return f"{prog}: {found[1].rstrip(':')}: {found[2]}"
-    return f"{prog}: {_short(text, 300)}"
+    if found := re.search(r'Spaces not allowed in keys: "(.*)"', text):
+        return f"{_place(found[1], prog, words, files, anywhere=True)}: a key must be a word"
+    return f"{', '.join(files) or prog}: {_short(text, 300)}"
 
 
 def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> tuple[str | None, str]:
@@ -147,11 +152,11 @@ def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> t
     if found := re.search(r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text):
         return None, f"{kind or chain[0]} cannot be imported: {found[0]}"
     if len(chain) > 1 and (found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)):
-        return chain[-1], f"{chain[-1]}: expected {_kind(found[1])}, found {_short(found[2])}"
+        return chain[-1], f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}"
     given = given or re.search(r"Got value: (.*?)\s*$", text, re.M)
     expected = [_kind(name) for name in re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)]
     if expected and given:
-        return None, f"expected {' or '.join(dict.fromkeys(expected))}, found {_short(given[1])}"
+        return None, f"expected {' or '.join(dict.fromkeys(expected))}, found {_shown(given[1], chain[-1])}"
     return None, _short(re.sub(r'Parser key "[^"]+":', "", text), 300)
 
 
@@ -165,26 +170,29 @@ def _kind(text: str) -> str:
     return "null" if name == "NoneType" else name
 
 
-def _place(key: str, prog: str, words: Sequence[str], files: Sequence[str], inner: str | None = None) -> str:
+def _place(
+    key: str, prog: str, words: Sequence[str], files: Sequence[str], inner: str | None = None, anywhere: bool = False
+) -> str:
     """The option, or the line of the file, that gave ``key``."""
     if any(word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key) for word in words):
         return f"{prog}: --{key}"
     for file in reversed(files):
-        line = _line(file, key, inner)
+        line = _line(file, "", key) if anywhere else _line(file, key, inner)
         if line is not None:
             return f"{file}:{line}: {key}"
-    return f"{prog}: {key}"
+    return f"{files[-1] if files else prog}: {key}"
 
 
 def _line(file: str, key: str, inner: str | None) -> int | None:
     with open(file, encoding="utf-8") as stream:
         node: Any = yaml.compose(stream, Loader=yaml.SafeLoader)
     line = None
-    for name in key.split("."):
-        entry = _entry(node, name)
+    while key:  # keys may hold dots themselves
+        entry = next((entry for part in _prefixes(key) if (entry := _entry(node, part))), None)
         if entry is None:
             return None
         line, node = entry[0].start_mark.line + 1, entry[1]
+        key = key[len(entry[0].value) + 1 :]
     rest = [node] if inner else []
     while rest:
         one = rest.pop(0)
@@ -198,7 +206,7 @@ def _line(file: str, key: str, inner: str | None) -> int | None:
 
 def _entry(node: Any, name: str) -> Any:
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return next((pair for pair in pairs if pair[0].value == name), None)
+    return next((pair for pair in pairs if pair[0].value == name or str(pair[0].value).startswith(f"{name}.")), None)
 
 
 def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> str:
@@ -224,6 +232,12 @@ def _subclasses(kind: type[Any] | None) -> set[str]:
         found.add(one.__name__)
         rest += one.__subclasses__()
     return {name for name in found if not name.startswith("_")}
+
+
+def _shown(value: str, key: str) -> str:
+    """A value that was given; one with values inside may hold secrets under names that nobody can tell here."""
+    inside = value.startswith(("{", "[", "Namespace(", "NestedArg("))
+    return "what was given" if inside else _short(mask_secrets(value, key.rpartition(".")[2]))
 
 
 def _short(value: Any, most: int = 80) -> str:
