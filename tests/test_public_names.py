@@ -130,3 +130,10 @@ def test_importing_the_trainer_loads_nothing_heavy_beyond_torch():
     of_torch = loaded("import torch")
     of_data = loaded("import torch, numpy, torch.utils.data")
     assert loaded("from trainer_kit import Trainer, TrainModule, DataModule, Callback") <= of_torch | of_data
+
+
+@pytest.mark.parametrize("name", sorted(tk._NOT_YET))
+def test_what_is_not_here_yet_is_said(name):
+    with pytest.raises(ImportError, match=f"trainer_kit has no {name} yet: .* is not here"):
+        exec(f"from trainer_kit import {name}")
+    assert name not in tk.__all__

@@ -151,6 +151,22 @@ _HOME = {
     "synchronize_rng_states": "accelerator:synchronize_rng_states",
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
+_NOT_YET = {
+    "BnbQuantizationConfig": "quantisation",
+    "DeepSpeedPlugin": "DeepSpeed",
+    "FullyShardedDataParallelPlugin": "FSDP",
+    "MegatronLMPlugin": "Megatron-LM",
+    "ParallelismConfig": "parallelism over several dimensions",
+    "cpu_offload": "offloading",
+    "disk_offload": "offloading",
+    "dispatch_model": "spreading a model over devices",
+    "infer_auto_device_map": "spreading a model over devices",
+    "init_empty_weights": "building a model without memory",
+    "init_on_device": "building a model without memory",
+    "load_checkpoint_and_dispatch": "spreading a model over devices",
+    "load_checkpoint_in_model": "spreading a model over devices",
+    "prepare_pippy": "pipeline parallelism",
+}
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 
 
@@ -161,6 +177,9 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(f"trainer_kit.{module}"), attribute)
     elif name in _ROOMS:
         found = importlib.import_module(f"trainer_kit.{name}")
+    elif name in _NOT_YET:
+        # Not an AttributeError: `from trainer_kit import name` would hide the reason.
+        raise ImportError(f"trainer_kit has no {name} yet: {_NOT_YET[name]} is not here", name=__name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

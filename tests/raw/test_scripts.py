@@ -319,3 +319,44 @@ def test_prepared_models_are_compiled(backend):
     assert accelerator.prepare(model) is model
     x = torch.ones(3, 2)
     assert torch.equal(model(x), own(x))
+
+
+def test_a_compiled_model_may_stay_compiled():
+    accelerator = tk.Accelerator(cpu=True, dynamo_backend="eager")
+    model = accelerator.prepare(nn.Linear(2, 1))
+    assert accelerator.unwrap_model(model, keep_torch_compile=True) is model
+
+
+def test_a_state_is_loaded_into_a_model_with_more(tmp_path):
+    one, two = tk.Accelerator(cpu=True), tk.Accelerator(cpu=True)
+    saved = one.prepare(nn.Sequential(nn.Linear(2, 2)))
+    one.save_state(tmp_path / "state", save_function=None)
+    larger = two.prepare(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        two.load_state(tmp_path / "state")
+    two.load_state(tmp_path / "state", strict=False)
+    assert torch.equal(larger[0].weight, saved[0].weight)
+
+
+def test_a_process_knows_its_place_without_the_others(monkeypatch):
+    """Who is asked alone must not wait for processes that do not come."""
+    place = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    state = tk.PartialState(cpu=True)
+    assert (state.num_processes, state.process_index, state.local_process_index) == (4, 2, 0)
+    assert (state.is_main_process, state.is_local_main_process, state.is_last_process) == (False, True, False)
+    with state.split_between_processes(list(range(10))) as part:
+        assert part == [6, 7]
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("hook", ["fp16", "bf16"])
+def test_gradients_travel_in_less(hook):
+    handler = tk.DistributedDataParallelKwargs(comm_hook=hook, bucket_cap_mb=1)
+    accelerator = tk.Accelerator(cpu=True, kwargs_handlers=[handler])
+    model = accelerator.prepare(nn.Linear(2, 1, bias=False))
+    x = torch.full((1, 2), 1.0 + accelerator.process_index)
+    accelerator.backward(model(x).mean())
+    assert model.module.weight.grad.tolist() == [[1.5, 1.5]]

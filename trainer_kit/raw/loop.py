@@ -215,8 +215,17 @@ class Loop(Gathering):
         return self.device_placement if given is None else given
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
-        """The user's own model again."""
-        return unwrap(model, keep_fp32_wrapper)
+        """The user's own model again.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: leave its forward in the precision that it was prepared for.
+            keep_torch_compile: a compiled model stays compiled.
+        """
+        own = unwrap(model, keep_fp32_wrapper)
+        if keep_torch_compile and isinstance(getattr(model, "_orig_mod", None), nn.Module):
+            return model if model._orig_mod is own else _compiled(own, self.dynamo_plugin)
+        return own
 
     def free_memory(self, *objects: Any) -> list[None]:
         """Forget what was prepared; assign the result to the names that still hold it."""

@@ -67,12 +67,12 @@ class Processes(ABC):
     @property
     def num_processes(self) -> int:
         """How many processes work together."""
-        return self.world.size
+        return self.environment.world_size
 
     @property
     def process_index(self) -> int:
         """This process among all, from 0."""
-        return self.world.rank
+        return self.environment.rank
 
     @property
     def local_process_index(self) -> int:

@@ -126,7 +126,12 @@ class Saving(Loop):
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
         """Save models, optimizers, schedulers, loaders, generators and registered objects; every process calls it.
 
         The directory is complete or absent, at every instant; one that is there is replaced.
@@ -135,6 +140,7 @@ class Saving(Loop):
             output_dir: where; without it, and with automatic naming,
                 ``<project_dir>/checkpoints/checkpoint_<iteration>``.
             safe_serialization: False is refused: nothing is pickled.
+            save_model_func_kwargs: accepted for Accelerate's sake.
 
         Returns:
             The path.
@@ -172,12 +178,18 @@ class Saving(Loop):
         self.project_configuration.iteration += 1
         return str(target)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: Any = None) -> None:
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Any = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
         """Go on where `save_state` was called: prepare everything first, in the same order; every process calls it.
 
         Args:
             input_dir: what `save_state` wrote; by default the project's newest one that is whole.
             load_kwargs: accepted for Accelerate's sake.
+            load_model_func_kwargs: of ``load_state_dict`` of the models: ``strict``, ``assign``.
 
         Raises:
             CheckpointError: there is none, it is damaged, or does not fit what was prepared.
@@ -192,7 +204,7 @@ class Saving(Loop):
         self._first_steps.forget()
         for i, model in enumerate(self._models):
             if any(model is left for left in models):
-                unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"])
+                unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"], **load_model_func_kwargs)
         names = self._names()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             restore_optimizer(optimizer.optimizer, saved, names, self.print)
