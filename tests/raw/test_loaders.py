@@ -234,3 +234,23 @@ def test_metrics_are_exact_where_nothing_is_repeated():
         sizes.append(len(index))
     assert found == list(range(19))
     assert sizes == [4, 4, 2 - accelerator.process_index]
+
+
+@pytest.mark.filterwarnings("ignore:.*batches:UserWarning")
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+def test_a_reading_that_failed_does_not_disturb_the_next(kind, tmp_path):
+    accelerator, data = make(kind)
+    try:
+        for _ in data:
+            raise KeyError("the traceback keeps the loop alive")
+    except KeyError as error:
+        kept = error
+    seen = []
+    for number, batch in enumerate(data, 1):
+        seen.append(ids(batch))
+        if number == 3:
+            accelerator.save_state(tmp_path / "state")
+    assert kept.__traceback__ is not None
+    accelerator, data = make(kind)
+    accelerator.load_state(tmp_path / "state")
+    assert read(accelerator, data) == seen[3:]

@@ -347,3 +347,27 @@ def test_a_sync_is_triggered_for_a_forward_without():
         accelerator.backward(loss)
     optimizer.step()
     assert_close(weights(model), plain([list(range(8))]))
+
+
+def test_a_state_inside_a_window_says_what_it_lacks(tmp_path, capsys):
+    """What is loaded there goes on with a shorter window, of which the mean is taken."""
+    accelerator, model, optimizer, data = make(2)
+    for number, (x, y) in enumerate(data):
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(tmp_path / f"state-{number}")
+        said = "gradients so far are not saved" in capsys.readouterr().out
+        assert said != accelerator.sync_gradients
+        if number == 2:
+            break
+    accelerator, model, optimizer, data = make(2)
+    accelerator.load_state(tmp_path / "state-2")
+    for x, y in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    order = list(range(N))
+    assert_close(weights(model), plain([order[:8], order[12:16], order[16:]]))

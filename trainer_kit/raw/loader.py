@@ -122,8 +122,10 @@ class PreparedLoader:
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
         outer, window = self.window.batches, self.window
-        # A feed reads one epoch at a time: who reads while another reading is under way has one of their own.
-        feed = self.feed if self._position is None else self._make_feed(self.even)
+        if self._position is not None:
+            # A feed reads one epoch at a time: a reading while another is under way, or was given up, has its own.
+            self.feed = self._make_feed(self.even)
+        feed = self.feed
         source = self._dispatched(feed, epoch, start) if self.dispatch else feed.epoch(epoch, start)
         self.iteration, self.end_of_dataloader = epoch + 1, False
         self._position = (epoch, start)

@@ -151,6 +151,11 @@ class Saving(Loop):
         if not safe_serialization:
             raise ConfigurationError("states are saved without pickle", found="safe_serialization=False")
         self._check(None, "save_state")
+        if not self.window.sync:
+            self.print(
+                "save_state inside an accumulation window: the gradients so far are not saved; "
+                "save where accelerator.sync_gradients is true"
+            )
         automatic = self.project_configuration.automatic_checkpoint_naming
         path = self._next_path() if automatic or output_dir is None else output_dir
         target = Path(os.path.abspath(os.path.expanduser(path)))
