@@ -383,7 +383,11 @@ def test_a_value_under_a_secret_name_is_not_shown(script, tmp_path):
 def test_a_wrong_call_leaves_with_2_and_help_with_0(script):
     wrong = script("fit", "--trainer.max_epoch=3")
     assert (wrong.returncode, wrong.stdout, wrong.stderr.count("\n")) == (2, "", 1)
-    helped = script("fit", "--help")
+    (listed, helped) = script("--help"), script("fit", "--help")
+    assert listed.returncode == 0
+    assert len(listed.stdout.splitlines()) < 25
+    assert "One linear layer with every step and no data" in listed.stdout
+    assert "Example" not in listed.stdout
     assert helped.returncode == 0
     assert "--trainer.max_epochs" in helped.stdout
     assert "default 1000 where no other limit is given" in " ".join(helped.stdout.split())

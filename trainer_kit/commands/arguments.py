@@ -125,7 +125,8 @@ class Arguments:
         }
         self._choose = {"model": choose_model, "data": choose_data}
         self._defaults = {f"trainer.{name}": value for name, value in trainer_defaults.items()}
-        self._parser = _make_parser(description=inspect.getdoc(module) if module.__doc__ else None)
+        about = inspect.getdoc(module) if module.__doc__ else None
+        self._parser = _make_parser(description=about and about.partition("\n\n")[0])
         subcommands = self._parser.add_subcommands(required=True, dest="subcommand")
         self._verbs = {name: self._make_verb(name) for name in _VERBS}
         for name, parser in self._verbs.items():
