@@ -26,7 +26,7 @@ def call(tmp_path, *words, prelude=""):
     return subprocess.run(
         [sys.executable, "-m", "trainer_kit", "test", *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "XDG_CONFIG_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=110,
@@ -56,11 +56,22 @@ def test_two_processes_in_half_precision(tmp_path, precision):
 
 
 @pytest.mark.slow
-def test_as_a_file_of_launch_says(tmp_path):
-    (tmp_path / "two.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n")
-    done = call(tmp_path, "--config_file=two.yaml")
+@pytest.mark.parametrize("named", [True, False])
+def test_as_a_file_of_launch_says(tmp_path, named):
+    file = tmp_path / "trainer_kit" / "config.yaml"  # the one that is read where none is named
+    file.parent.mkdir()
+    file.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n")
+    done = call(tmp_path, *([f"--config_file={file}"] if named else []))
     assert (done.returncode, levels(done)) == (0, ["OK"] * 4), done.stdout
+    assert f"as {file} says" in done.stdout
     assert "trained on 2 x cpu, ddp, bf16-mixed" in done.stdout
+
+
+def test_a_file_and_options_are_a_wrong_call(tmp_path):
+    (tmp_path / "two.yaml").write_text("num_processes: 2\n")
+    done = call(tmp_path, "--config_file=two.yaml", "--devices=1")
+    assert done.returncode == 2
+    assert "two ways to say it" in done.stderr
 
 
 @pytest.mark.slow

@@ -15,27 +15,43 @@ from typing import Any, NoReturn
 
 import click
 
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.launch.resolve import default_file
+
 __all__ = ["trial"]
 
 
 @click.command("test")
-@click.option("--devices", default="auto", show_default=True, help="How many; on a CPU processes.")
-@click.option("--accelerator", default="auto", show_default=True, help="cpu, gpu, or what torch calls it.")
-@click.option("--strategy", default="auto", show_default=True, help="A word, as for the Trainer.")
-@click.option("--precision", default=None, help="A word, as for the Trainer.  [default: 32-true]")
-@click.option("--config_file", type=click.Path(exists=True), help="Start with `launch` and this file instead.")
+@click.option("--devices", help="How many; on a CPU processes.")
+@click.option("--accelerator", help="cpu, gpu, or what torch calls it.")
+@click.option("--strategy", help="A word, as for the Trainer.")
+@click.option("--precision", help="A word, as for the Trainer.")
+@click.option("--config_file", type=click.Path(exists=True), help="As `launch` does with this file.")
 @click.option("--timeout", default=60.0, show_default=True, help="Seconds for everything.")
 def trial(
-    devices: str, accelerator: str, strategy: str, precision: str | None, config_file: str | None, timeout: float
+    devices: str | None,
+    accelerator: str | None,
+    strategy: str | None,
+    precision: str | None,
+    config_file: str | None,
+    timeout: float,
 ) -> None:
     """Train a small module here, and check the result.
 
     Its weights are compared with those of a plain loop, its checkpoints verified, and a run resumed in new processes.
-    Leaves with 0 for OK, and with 1 after saying what is wrong.
+    Without options it is done as `trainer-kit config` was told, or on all devices. Leaves with 0 for OK, and with 1
+    after saying what is wrong.
     """
-    options = [f"--devices={devices}", f"--accelerator={accelerator}", f"--strategy={strategy}"]
-    launch = [] if config_file is None else ["launch", "--quiet", f"--config_file={config_file}"]
-    options = [*(options if config_file is None else []), *([f"--precision={precision}"] if precision else [])]
+    given = {"devices": devices, "accelerator": accelerator, "strategy": strategy, "precision": precision}
+    options = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    file = config_file or (None if options else default_file())
+    if config_file is not None and options:
+        raise ConfigurationError(
+            "a file and options are two ways to say it", fix="leave out --config_file, or the rest"
+        )
+    launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
+    if file is not None:
+        click.echo(f"    as {file} says")
     end = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="trainer_kit-test-") as place:
         first, second = Path(place, "first"), Path(place, "second")
