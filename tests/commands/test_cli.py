@@ -183,6 +183,7 @@ def test_a_subclass_by_class_path(script, tmp_path):
     assert not (tmp_path / "config.yaml").exists()  # fast_dev_run writes nothing
 
 
+@pytest.mark.slow
 def test_parts_by_class_path_and_every_verb(script, tmp_path):
     (tmp_path / "parts.yaml").write_text(
         yaml.safe_dump(
@@ -218,6 +219,7 @@ def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
     assert Path(ran["directory"], "config.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_what_is_there_is_never_replaced(script, tmp_path):
     (tmp_path / "config.yaml").write_text("trainer: {max_steps: 2, logger: false, enable_model_summary: false}\n")
     before = (tmp_path / "config.yaml").read_bytes()
