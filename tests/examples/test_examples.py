@@ -117,6 +117,23 @@ def test_raw_loop_goes_on_where_it_was(tmp_path: Path) -> None:
     assert (tmp_path / "whole" / "digits" / "metrics.csv").read_text().count("\n") == 4
 
 
+@pytest.mark.slow
+def test_raw_loop_under_torchrun() -> None:
+    flags = ("--epochs", "3", "--batch-size", "16")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples" / "raw_loop.py"), *flags]
+    ran = subprocess.run(
+        [sys.executable, *launcher],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRAINER_KIT_USE_CPU": "1"},
+        capture_output=True,
+        text=True,
+        timeout=115,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert accuracy(ran.stdout) == pytest.approx(accuracy(run("raw_loop", "--epochs", "3", "--root", "one")), abs=0.05)
+    assert ran.stdout.count("test accuracy") == 1
+
+
 def test_raw_gan_runs() -> None:
     assert 0 <= number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
 

@@ -311,7 +311,7 @@ def test_what_scripts_ask_for_is_there():
 
 @pytest.mark.parametrize("backend", ["eager", "EAGER"])
 def test_prepared_models_are_compiled(backend):
-    accelerator = tk.Accelerator(cpu=True, dynamo_plugin=tk.TorchDynamoPlugin(backend=backend))
+    accelerator = tk.Accelerator(cpu=True, dynamo_plugin=tk.TorchDynamoPlugin(backend=backend, fullgraph=True))
     own = nn.Linear(2, 1)
     model = accelerator.prepare(own)
     assert model is not own

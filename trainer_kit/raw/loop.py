@@ -155,7 +155,9 @@ class Loop(Gathering):
         """
         if any(model is known for known in self._models):
             return model
-        if self._watch is not None and not evaluation_mode:
+        plugin = self.dynamo_plugin
+        compiles = plugin.backend.lower() != "no"
+        if self._watch is not None and not evaluation_mode and not compiles:  # a hook would break the compiled graph
             self._watch.model(model)
         apply_precision(model, self.precision)
         if evaluation_mode:
@@ -164,8 +166,7 @@ class Loop(Gathering):
             made = self.strategy.wrap_module(model)
         else:
             made = model
-        plugin = self.dynamo_plugin
-        if plugin.backend.lower() != "no":
+        if compiles:
             made = _compiled(made, plugin)
         if not evaluation_mode:
             self._models.append(made)
