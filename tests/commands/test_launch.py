@@ -185,6 +185,24 @@ def test_two_machines_restart_together() -> None:
     assert "attempt=1" in other_out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "told to stop")])
+def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
+    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
+    words = ("--num_processes", "2", "--max_restarts", "2", "raw.py", "wait")
+    agents = [start(*shared, "--machine_rank", rank, *words) for rank in "01"]
+    deadline = time.monotonic() + 60
+    while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    agents[0].send_signal(signal.Signals[number])
+    agents[0].communicate(timeout=60)
+    _, err = agents[1].communicate(timeout=60)
+    assert said in err.splitlines()[-1]
+    assert "restart" not in err
+    assert agents[1].returncode == (1 if number == "SIGKILL" else 128 + signal.SIGTERM)
+
+
 def slurm(rank: int, nodes: int) -> dict[str, str]:
     """What srun says to one of two tasks, on one node or on two."""
     return {

@@ -65,6 +65,19 @@ def test_they_meet_fail_and_part(port: int) -> None:
     assert next(failure for failure in theirs if failure.rank == 0) == RankFailure(0, -9, 5.0, host="a")
 
 
+def test_one_that_does_not_answer_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.launch.machines._HEARING", 0.3)
+
+    def first(machine: Machines):
+        machine.meet(ABOUT)
+        failures, status = machine.outcome(0, [RankFailure(0, 1, 5.0)], 1, 60)
+        machine.leave(0, grace=0.1)
+        return failures, status, machine.gone
+
+    failures, status, gone = on_each(port, first, lambda machine: machine.meet(ABOUT))[0]
+    assert ([failure.rank for failure in failures], status, gone) == ([0], 1, [1])
+
+
 def test_they_must_be_started_alike(port: int) -> None:
     told = on_each(port, lambda machine: machine.meet(ABOUT), lambda machine: machine.meet({"processes": 3}))
     assert all("not started alike" in str(error) for error in told)

@@ -116,7 +116,7 @@ def run_ranks(
         status, said = _Attempt(nproc, arguments, together, attempt, peer_grace, signal_grace).run()
         if said:
             print(said, file=sys.stderr, flush=True)
-        if status == 0 or status >= 128 or attempt == max_restarts:
+        if status == 0 or status >= 128 or attempt == max_restarts or together.gone:
             break
         print(f"restart {attempt + 1} of {max_restarts}", file=sys.stderr, flush=True)
     together.leave(attempt)
@@ -193,8 +193,10 @@ class _Attempt:
         """The same on every machine; the traceback is told where it happened."""
         failures, worst = self.machines.outcome(self.number, mine, status, _ANSWER_TIME)
         causes = [failure for failure in failures if not failure.stopped]
-        if not causes:
-            return worst, why or ("" if worst == 0 else "another machine was told to stop, or is gone")
+        if self.machines.gone:
+            why = f"machine {', '.join(map(str, self.machines.gone))} is gone"
+        if not causes or (why and all(failure.followed for failure in causes)):
+            return worst, why or ("" if worst == 0 else "another machine was told to stop")
         told = describe(failures, self.world_size)
         return root_first(causes)[0].exit_status, told if root_first(causes)[0] in mine else told.splitlines()[0]
 

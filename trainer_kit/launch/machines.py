@@ -22,6 +22,7 @@ __all__ = ["Machines", "PeerFailed", "interface_of", "meet_without_agent"]
 
 _LOOPBACK: Final = "127.0.0.1"
 _PERIOD: Final = 0.05
+_HEARING: Final = 15.0
 _STORE_TIME: Final = timedelta(seconds=60)
 
 
@@ -42,6 +43,9 @@ class Machines:
         port: where the agents meet there; 0 for any, on one machine alone.
         timeout: seconds to wait for the others.
 
+    Attributes:
+        gone: the machines that did not tell how an attempt ended.
+
     Raises:
         LaunchError: for numbers that contradict each other.
 
@@ -58,6 +62,7 @@ class Machines:
                 "this machine is none of them", found=f"machine_rank={rank}, num_machines={count}", fix="count from 0"
             )
         self.count, self.rank, self.address, self.port, self.timeout = count, rank, address, port, timeout
+        self.gone: list[int] = []
         self._control: Any = None
         self._served: Any = None
 
@@ -120,6 +125,7 @@ class Machines:
         except RuntimeError as error:
             raise PeerFailed("machine 0 is gone") from error
         if failed:
+            self._control.set(f"ending/{attempt}/{self.rank}", "")
             raise PeerFailed
 
     def outcome(
@@ -148,21 +154,26 @@ class Machines:
             for other in set(range(self.count)) - {self.rank}:
                 if not self._told(attempt, other, grace):
                     statuses.append(1)
+                    self.gone.append(other)
                     continue
                 theirs = json.loads(self._control.get(f"told/{attempt}/{other}"))
                 statuses.append(theirs["status"])
                 everyone += [RankFailure(**failure) for failure in theirs["failures"]]
             self._control.set(f"heard/{attempt}/{self.rank}", "")
         except RuntimeError:
-            statuses.append(1)  # machine 0 is gone, and with it what it knew
+            statuses.append(1)
+            self.gone.append(0)  # and with it what it knew
         return everyone, max(statuses)
 
     def _told(self, attempt: int, other: int, grace: float) -> bool:
-        deadline: float | None = None
+        failed: float | None = None
         while not self._control.check([f"told/{attempt}/{other}"]):
-            if deadline is None and self._control.check([f"failed/{attempt}"]):
-                deadline = time.monotonic() + grace
-            if deadline is not None and time.monotonic() > deadline:
+            if failed is None and self._control.check([f"failed/{attempt}"]):
+                failed = time.monotonic()
+            waited = 0.0 if failed is None else time.monotonic() - failed
+            # Whoever lives hears of a failure at once, and then may need its time to end its ranks.
+            hears = waited <= _HEARING or self._control.check([f"ending/{attempt}/{other}"])
+            if failed is not None and (waited > grace or not hears):
                 return False
             time.sleep(_PERIOD)
         return True
