@@ -85,6 +85,7 @@ def run_ours(layers: int, steps: int, every: int, directory: Path, behind: bool)
         max_steps=steps + 1,
         accelerator="cpu",
         callbacks=[Clock(), keeper],
+        default_root_dir=directory,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
