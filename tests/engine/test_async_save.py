@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.engine import saving
+from trainer_kit.testing import run_distributed
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 BATCHES = [torch.ones(2, 8) * i for i in range(1, 9)]
@@ -208,6 +211,18 @@ def test_a_long_wait_and_a_slow_storage_are_told(tmp_path, storage, capsys, monk
     assert "step 4" not in said
 
 
+def test_a_slow_storage_that_training_waits_for_is_told_so(tmp_path, storage, capsys, monkeypatch):
+    monkeypatch.setattr(saving, "_SLOW", 0.3)
+    monkeypatch.setattr(saving, "_PATIENCE", 0.05)
+
+    def opens(trainer):
+        storage.open.clear()
+        threading.Timer(0.6, storage.open.set).start()
+
+    fit(tmp_path, At(step8=opens), every=8)
+    assert f"save of step 8 has taken 0 s ({tmp_path}/step-00000008); training waits for it" in capsys.readouterr().out
+
+
 def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
     held = []
 
@@ -243,6 +258,56 @@ def test_an_error_of_the_thread_arrives_where_it_is_waited_for():
     with pytest.raises(KeyError, match="inside"):
         background.result()
     assert told == [True]
+
+
+@pytest.mark.parametrize("when", ["in a step", "while it waits for the storage"])
+def test_a_second_signal_waits_for_no_storage(tmp_path, monkeypatch, capsys, when):
+    stalled, real = threading.Event(), os.fsync
+
+    def fsync(descriptor):
+        if threading.current_thread().name == "checkpoint":
+            assert stalled.wait(60)
+        real(descriptor)
+
+    def ask(trainer):
+        signal.raise_signal(signal.SIGTERM)
+        if when == "in a step":
+            signal.raise_signal(signal.SIGTERM)
+        else:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(SystemExit) as caught:
+        fit(tmp_path, At(step4=ask), every=2)
+    assert caught.value.code == 143
+    [writing] = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    assert writing.daemon, "a process does not wait for it either"
+    assert checkpoints(tmp_path) == []
+    stalled.set()
+    writing.join()
+    assert not (tmp_path / "index.json").exists(), "nobody was told of it, so nothing gives way to it"
+    assert "saved step" not in capsys.readouterr().out
+
+
+def test_it_has_ended_for_whoever_it_wakes():
+    looked = threading.Event()
+    background = Background(lambda: 3, done=looked.wait)
+    assert background.wait(10)
+    looked.set()
+    assert background.result() == 3
+
+
+def test_what_cannot_even_be_copied_is_known_to_every_rank(tmp_path):
+    run_distributed(fit_without_memory, 2, str(tmp_path), timeout=60)
+
+
+def fit_without_memory(directory):
+    def no_memory(*given, **options):
+        raise MemoryError("no host memory")
+
+    saving.take_snapshot = no_memory
+    with pytest.raises(MemoryError, match="no host memory"):
+        fit(Path(directory), strategy="ddp", devices=2)
 
 
 @pytest.mark.world_size(2)

@@ -73,7 +73,9 @@ class Background(Generic[_T]):
         self._act, self._done = act, done
         self._value: _T
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="checkpoint")
+        self._ended = threading.Event()
+        # Whoever needs its result waits for it: a process that is told to end at once does not wait for its storage.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
@@ -81,16 +83,16 @@ class Background(Generic[_T]):
             self._value = self._act()
         except BaseException as error:  # raised by `result`, in the thread that asks
             self._error = error
+        self._ended.set()  # ahead of `done`: who is woken by it finds that it has ended
         self._done()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has ended, or for so long; returns whether it has."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._ended.wait(seconds)
 
     def result(self) -> _T:
         """Wait until it has ended; what it returned, or what it raised."""
-        self.wait()
+        self._thread.join()
         if self._error is not None:
             raise self._error
         return self._value

@@ -26,6 +26,7 @@ class Requests:
         checkpoints: (reason, request); a request of None means the run's own directory and name.
         signal: the number of a signal that asked this process for a graceful end, or 0.
         leaving: of a signal that every rank of several has heard of, or 0: they leave together.
+        at_once: a second signal came: nothing is waited for any more.
         requeued: SLURM was asked to run this job again.
         wake: called at each request, so that the loop looks at the end of the running step.
     """
@@ -35,7 +36,7 @@ class Requests:
         self.validation: str | None = None
         self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
         self.signal = self.leaving = 0
-        self.requeued = False
+        self.requeued = self.at_once = False
         self.wake: Callable[[], None] = _nobody
 
     def clear(self) -> None:
@@ -43,7 +44,7 @@ class Requests:
         self.stop = self.validation = None
         self.checkpoints.clear()
         self.signal = self.leaving = 0
-        self.requeued = False
+        self.requeued = self.at_once = False
         self.wake = _nobody
 
     def ask_stop(self, reason: str) -> None:
@@ -93,6 +94,7 @@ def listening(requests: Requests) -> Iterator[None]:
 
     def on_signal(number: int, frame: Any) -> None:
         if requests.signal:  # asked twice
+            requests.at_once = True
             signal.signal(number, before[number])
             raise ended_by(number)
         requests.signal = number

@@ -25,6 +25,8 @@ class Save:
         requests: of that step; None for the run's own directory and name.
         paths: by path, whether it holds the weights alone.
         last: nothing is trained after it.
+        awaited: training waits for it.
+        abandoned: nobody is told of it any more, so nothing gives way to it.
         writing: on rank 0, what writes it.
         said: by what writes it, for the user.
     """
@@ -33,6 +35,8 @@ class Save:
     requests: list[CheckpointRequest | None]
     paths: dict[str, bool]
     last: bool = False
+    awaited: bool = False
+    abandoned: bool = False
     writing: Background[Outcome] | None = None
     said: list[str] = field(default_factory=list)
 

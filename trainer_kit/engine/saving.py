@@ -67,8 +67,8 @@ def save_to(run: Fit, path: Location, weights_only: bool) -> None:
     settle_save(run)
     save = Save(run.progress.step, [], {str(path): weights_only}, last=True)
     _begin(run, save, {weights_only: run.collect(weights_only)})
-    run.saver.save = None
     failure = _outcome(run, save)[str(path)]
+    run.saver.save = None
     if failure is not None:
         raise failure
 
@@ -82,8 +82,8 @@ def settle_save(run: Fit) -> bool:
     save = run.saver.save
     if save is None:
         return True
-    run.saver.save = None
     outcome = _outcome(run, save)
+    run.saver.save = None
     for path, failure in outcome.items():
         if failure is None:
             run.announce(locate(path))
@@ -100,9 +100,15 @@ def settle_save(run: Fit) -> bool:
 
 
 def abandon_save(run: Fit) -> None:
-    """The run ends by an exception: finish what this process writes, and ask no other rank, which may be gone."""
+    """The run ends by an exception: finish what this process writes, and ask no other rank, which may be gone.
+
+    After a second signal not even that is waited for: what is half written is discarded at the next start.
+    """
     save = run.saver.save
     if save is None:
+        return
+    if run.requests.at_once:
+        run.saver.save, save.abandoned = None, True
         return
     if run.strategy.world.size == 1:
         settle_save(run)
@@ -118,7 +124,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     """Copy the states, on rank 0, and start to write them. What no disk can hold is refused, on every rank."""
     world, progress, saver = run.strategy.world, run.progress, run.saver
     copies = saver.behind and not save.last  # else nothing changes until it is written
-    problem: CheckpointError | None = None
+    problem: Exception | None = None
     if world.rank == 0:
         info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
         snapshots = {}
@@ -127,7 +133,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
                 parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
                 copy = saver.buffers[weights_only] if copies else False
                 snapshots[weights_only] = take_snapshot(parts, info=info, copy=copy)
-        except CheckpointError as error:
+        except Exception as error:  # also where memory does not suffice: the others wait to hear of it
             problem = error
         else:
             slow = threading.Timer(_SLOW, _say_slow, (run, save))
@@ -152,6 +158,8 @@ def _write(saver: Saver, save: Save, snapshots: dict[bool, Snapshot], names: lis
             outcome[path] = error
             continue
         outcome[path] = None
+        if save.abandoned:
+            return outcome
         finite = finite_weights(snapshots[weights_only].tensors.get("model", {}), names)
         if saver.finite and not finite:
             save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite ones stays")
@@ -179,6 +187,7 @@ def _outcome(run: Fit, save: Save) -> Outcome:
     problem: BaseException | None = None
     if save.writing is not None:
         if not save.writing.wait(_PATIENCE):
+            save.awaited = True
             run.say(f"waiting for the save of step {save.step}")
         try:
             outcome = save.writing.result()
@@ -227,7 +236,8 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
 
 
 def _say_slow(run: Fit, save: Save) -> None:
-    run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); training goes on")
+    outlook = "training waits for it" if save.awaited else "training goes on"
+    run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}")
 
 
 def _nobody(path: Location) -> None:

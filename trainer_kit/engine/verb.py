@@ -230,7 +230,7 @@ class Verb:
         abandon_save(run)
         if not run.requests.named:
             return
-        if isinstance(error, NonFiniteError) or self.trainer.world_size > 1:
+        if isinstance(error, NonFiniteError) or self.trainer.world_size > 1 or run.requests.at_once:
             run.requests.checkpoints.clear()
             return
         save_requested(run, last=True)
