@@ -123,3 +123,17 @@ def test_all_ranks_fall_back_together(tmp_path):
     names = {path.name for path in Path(tmp_path).iterdir()}
     again.strategy.world.barrier()
     assert {name for name in names if name.endswith(".damaged")} == {"step-00000006.damaged"}
+
+
+def test_a_clock_that_is_set_back_hides_no_newer_run(tmp_path, capsys):
+    def run(steps, ckpt_path=None):
+        options = {**QUIET, "logger": "csv", "default_root_dir": tmp_path}
+        Trainer(max_steps=steps, **options).fit(TinyModule(), BATCHES, ckpt_path=ckpt_path)
+
+    run(4)
+    run(2)
+    older, newer = sorted(tmp_path.glob("**/manifest.json"), key=lambda file: file.parent.name, reverse=True)
+    os.utime(older, (2e9, 2e9))  # the clock was ahead then
+    capsys.readouterr()
+    run(6, "last")
+    assert f"resuming from step 2 ({newer.parent})" in capsys.readouterr().out

@@ -15,6 +15,7 @@ from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero
+from trainer_kit.engine.runs import RUN, read_records
 from trainer_kit.engine.state import fitting
 
 __all__ = ["find_checkpoint", "find_start", "holds_weights", "load_weights", "read_state"]
@@ -100,7 +101,12 @@ def _newest(trainer: Any, keepers: Sequence[Any]) -> Location | None:
         return None  # every run of it writes to the same directory
     # A new process has a new run directory: look at the runs before it.
     earlier = [d for d in Path(trainer.default_root_dir).glob("**/checkpoints") if candidates(d)]
-    return _choose(trainer, [max(earlier, key=_changed)]) if earlier else None
+    if not earlier:
+        return None
+    newest = max(earlier, key=_changed)
+    # Of runs beside each other their records say which is the newest; clocks jump.
+    beside = [place for place in earlier if place.parent.parent == newest.parent.parent]
+    return _choose(trainer, [max(beside, key=lambda place: (_number(place), _changed(place)))])
 
 
 def _own(trainer: Any, keepers: Sequence[Any]) -> list[Location]:
@@ -144,6 +150,10 @@ def _choose(trainer: Any, places: list[Location], run: str | None = None) -> Loc
             f"falling back to {chosen and chosen.name}{where}"
         )
     return chosen
+
+
+def _number(directory: Path) -> int:
+    return max((record.number for record in read_records(directory.parent / RUN) or ()), default=0)
 
 
 def _changed(directory: Path) -> int:
