@@ -322,7 +322,7 @@ def test_what_cannot_be_cleaned_stays(bucket):
         clean_incomplete("bucket://run")
     assert keys(bucket) == before
     bucket.before = staticmethod(lambda operation, key: None)
-    assert clean_incomplete("bucket://run") == 1
+    assert clean_incomplete("bucket://run") == ["dead"]
     assert keys(bucket) == []
 
 

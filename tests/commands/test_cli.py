@@ -14,6 +14,8 @@ import yaml
 
 import trainer_kit as tk
 
+pytestmark = pytest.mark.slow  # programs are started
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = '''
 import json

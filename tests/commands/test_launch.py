@@ -18,6 +18,8 @@ from tests.launch.configurations import SAMPLES
 from trainer_kit.commands.main import main
 from trainer_kit.launch.file import read_configuration
 
+pytestmark = pytest.mark.slow  # programs are started
+
 ROOT = Path(__file__).parents[2]
 
 RAW = """

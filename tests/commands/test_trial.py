@@ -17,6 +17,8 @@ from trainer_kit.commands import trial as command
 from trainer_kit.commands.main import main
 from trainer_kit.commands.trial_run import STEPS, TrialModule, plain_weights
 
+pytestmark = pytest.mark.slow  # programs are started
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

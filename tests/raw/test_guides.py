@@ -20,6 +20,8 @@ from torch import nn
 from trainer_kit import set_seed
 from trainer_kit.checkpoint import verify_checkpoint
 
+pytestmark = pytest.mark.slow  # programs are started
+
 GUIDES = Path(__file__).parent / "guides"
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,6 +17,8 @@ from torch import nn
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError, PrecisionError
 
+pytestmark = pytest.mark.slow  # programs are started
+
 ROOT = Path(__file__).resolve().parents[2]
 REAL = torch.randn(64, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 NOISE = torch.randn(64, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
