@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -59,15 +60,14 @@ class Bucket(AbstractFileSystem):
         names = [str(entry.relative_to(self.directory)) for entry in found]
         if not detail:
             return names
-        return [
-            {
-                "name": name,
-                "size": entry.stat().st_size if entry.is_file() else 0,
-                "type": "file" if entry.is_file() else "directory",
-                "mtime": entry.stat().st_mtime,
-            }
-            for name, entry in zip(names, found, strict=True)
-        ]
+        listed = []
+        for name, entry in zip(names, found, strict=True):
+            with suppress(FileNotFoundError):  # a store lists in one go; here another process may delete meanwhile
+                status, is_file = entry.stat(), entry.is_file()
+                size = status.st_size if is_file else 0
+                kind = "file" if is_file else "directory"
+                listed.append({"name": name, "size": size, "type": kind, "mtime": status.st_mtime})
+        return listed
 
     def info(self, path: str, **_: Any) -> Any:
         file, key = self._file(path), self._strip_protocol(path)

@@ -44,6 +44,8 @@ def settle_step(run: Fit) -> bool:
     if (agrees or requests.named) and not over:
         save_requested(run)
     run.due = next_due(run)  # ahead of the look at signals: the next one wakes
+    if run.saver.ended and run.strategy.world.size == 1:
+        run.wake()  # it ended between the look at it and here
     if listens:
         _leave_on_signal(run)
     return leaves
