@@ -290,8 +290,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", action="append", choices=CASES, help="one of them; may be repeated")
     parser.add_argument("--layers", type=int, default=12, help="of 8 M parameters, 96 MB of state each (12)")
-    parser.add_argument("--steps", type=int, default=30, help="of training (30)")
-    parser.add_argument("--every", type=int, default=6, help="steps from save to save (6)")
+    parser.add_argument("--steps", type=int, default=62, help="of training (62)")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=20,
+        help="steps from save to save (20); a save that is not through by then is waited for",
+    )
     parser.add_argument("--directory", help="to save in (/dev/shm, else the temporary directory)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
