@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 import trainer_kit
+from tests.calls import python_calls
 from trainer_kit import Callback, Trainer, TrainModule
 
 OURS = str(Path(trainer_kit.__file__).parent)
@@ -35,25 +35,6 @@ class Net(TrainModule):
 
 def batches(count):
     return [(torch.randn(32, 32), torch.randint(10, (32,)))] * count
-
-
-def python_calls(run):
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    # What other tests left to the collector must not be collected, and counted, meanwhile.
-    gc.collect()
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def calls_per_step(module=Net, **options):

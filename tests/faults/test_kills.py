@@ -10,9 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 
 import trainer_kit as tk
+from tests.faults.supervised import Server
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.checkpoint.store import lookup
 from trainer_kit.loggers.journal import read_journal
@@ -76,60 +76,6 @@ if "KILLS" in os.environ:
 else:
     KILLS = [3, pytest.param(15, marks=pytest.mark.slow)]
     MOMENTS = [17, pytest.param(5, marks=[pytest.mark.slow, pytest.mark.timeout(400)])]
-
-
-class Server:
-    """`killing` as a child process."""
-
-    def __init__(self, directory: Path) -> None:
-        # On another file system than the checkpoints, where there is one: a rename from there would be a copy.
-        other = Path("/dev/shm")
-        elsewhere = other.is_dir() and other.stat().st_dev != directory.stat().st_dev and os.access(other, os.W_OK)
-        self.temporary = tempfile.mkdtemp(dir=other if elsewhere else directory)
-        environment = {**os.environ, "TMPDIR": self.temporary, "PYTHONPATH": str(Path(__file__).parents[2])}
-        command = [sys.executable, str(Path(__file__).with_name("killing.py"))]
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**environment, "OMP_NUM_THREADS": "1"},
-        )
-
-    def ask(self, do: str, **command: Any) -> Any:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": do, **command}) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def run(self, directory: Path, ranks: int = 1, text: str = SCRIPT, words: tuple[str, ...] = (), **kill: Any) -> Any:
-        """Start the script, anew or again; see `killing.supervise`."""
-        script = directory.parent / "script.py"
-        script.write_text(text)
-        directory.mkdir(exist_ok=True)
-        options = {"delay": None, "point": None, "victim": 0, "within": str(directory / "kept"), **kill}
-        command = {"script": [str(script), str(ranks), *words], "directory": str(directory), "ranks": ranks}
-        return self.ask("run", **command, **options)
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        self.process.stdout.close()
-        self.process.wait(60)
-        shutil.rmtree(self.temporary, ignore_errors=True)
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One for all; in the end nobody that was left behind by a killed process may still be there."""
-    made = Server(tmp_path_factory.mktemp("server"))
-    try:
-        yield made
-        assert made.ask("count orphans") == 0
-    finally:
-        made.close()
 
 
 def plain(value: Any, root: Path) -> Any:
@@ -191,7 +137,7 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cal
     @cache
     def run(ranks: int) -> tuple[Any, float]:
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
-        answer = server.run(directory, ranks)
+        answer = server.run(directory, SCRIPT, ranks)
         assert answer["ended"] == [0] * ranks, said(directory)
         whole = outcome(directory)
         assert len(whole["steps"][0]) == STEPS[ranks], "every step once"
@@ -210,7 +156,7 @@ def attempt(server: Server, directory: Path, **kill: Any) -> bool:
     found = lookup(directory / "kept", "last") if (directory / "kept").exists() else None
     newest = 0 if found is None else read_checkpoint(found, ["progress"])["progress"]["step"]
     before = len(steps(directory).get(0, []))
-    [ended] = server.run(directory, **kill)["ended"]
+    [ended] = server.run(directory, SCRIPT, **kill)["ended"]
     assert ended in (0, -signal.SIGKILL), said(directory)
     # A loader's worker that was about to hand over a file when its parent was killed says so.
     _, *tracebacks = said(directory).split("Traceback (most recent call last):")
@@ -270,7 +216,7 @@ def test_every_moment_from_the_last_step_to_the_end(
     whole, _ = undisturbed(1)
     directory, before = tmp_path / "killed", tmp_path / "before"
     # Killed before it writes the line of its last step.
-    assert server.run(directory, point=STEPS[1], within="steps-0")["ended"] == [-signal.SIGKILL]
+    assert server.run(directory, SCRIPT, point=STEPS[1], within="steps-0")["ended"] == [-signal.SIGKILL]
     directory.rename(before)
     for point in range(1, 10_000, every):
         shutil.copytree(before, directory)
@@ -289,10 +235,10 @@ def test_a_rank_is_killed_and_the_job_is_started_again(server: Server, undisturb
     directory = tmp_path / "killed"
     # Rank 1 writes no checkpoint: its points are the steps that it trains on.
     for victim, point, within in [(1, 3, "steps-1"), (0, 90, str(directory / "kept"))]:
-        ended = server.run(directory, ranks=2, victim=victim, point=point, within=within)["ended"]
+        ended = server.run(directory, SCRIPT, ranks=2, victim=victim, point=point, within=within)["ended"]
         assert ended[victim] == -signal.SIGKILL, said(directory)
         assert ended[1 - victim] not in (0, "hung"), said(directory)
-    assert server.run(directory, ranks=2)["ended"] == [0, 0], said(directory)
+    assert server.run(directory, SCRIPT, ranks=2)["ended"] == [0, 0], said(directory)
     assert_same(outcome(directory), whole)
 
 

@@ -9,14 +9,15 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.test_kills import Server, assert_same, said
+from tests.faults.supervised import Server
+from tests.faults.test_kills import assert_same, said
 from trainer_kit.engine.runs import read_records
 from trainer_kit.loggers.journal import read_journal
 
@@ -61,16 +62,6 @@ if "KILLS" in os.environ:
     MOMENTS = [pytest.param(1, marks=pytest.mark.timeout(0), id="soak")]
 else:
     KILLS, MOMENTS = [2], [17]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
-    try:
-        yield made
-        assert made.ask("count orphans") == 0
-    finally:
-        made.close()
 
 
 def scalars(directory: Path) -> dict[str, dict[int, set[float]]]:
@@ -121,7 +112,7 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cal
     @cache
     def run(ranks: int, fits: int) -> tuple[Any, float]:
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
-        answer = server.run(directory, ranks, SCRIPT, (str(fits),))
+        answer = server.run(directory, SCRIPT, ranks, (str(fits),))
         assert answer["ended"] == [0] * ranks, said(directory)
         whole = outcome(directory)
         assert list(whole["runs"]) == [f"fit {number}" for number in range(fits)]
@@ -137,7 +128,7 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
 def attempt(server: Server, directory: Path, ranks: int, fits: int, **kill: Any) -> bool:
     """Start the script once more. Whether it was killed before it was over."""
-    ended = server.run(directory, ranks, SCRIPT, (str(fits),), **kill)["ended"]
+    ended = server.run(directory, SCRIPT, ranks, (str(fits),), **kill)["ended"]
     assert "hung" not in ended, said(directory)
     if ranks == 1:
         assert ended[0] in (0, -signal.SIGKILL), said(directory)
@@ -216,6 +207,6 @@ def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path
 def test_once_the_script_is_over_a_new_run_starts(server: Server, tmp_path: Path) -> None:
     directory = tmp_path / "again"
     for number in (1, 2):
-        assert server.run(directory, 1, SCRIPT, ("1",))["ended"] == [0], said(directory)
+        assert server.run(directory, SCRIPT, 1, ("1",))["ended"] == [0], said(directory)
         assert len(os.listdir(directory / "trainer_kit_logs")) == number
     assert said(directory).count("starting anew") == 2

@@ -26,7 +26,7 @@ SAMPLES: dict[str, str] = {
     "unquoted.yaml": "distributed_type: NO\nmixed_precision: no\ndowncast_bf16: no\nnum_processes: 1\nuse_cpu: yes\n",
     "multi_cpu.yaml": (
         "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: 2\nmpirun_config:\n  mpirun_ccl: '1'\n"
-        "  mpirun_hostfile: /home/user/hostfile\nipex_config:\n  ipex: false\n"
+        "  mpirun_hostfile: hostfile\nipex_config:\n  ipex: false\n"
     ),
     "multi_gpu.yaml": (
         "distributed_type: MULTI_GPU\ngpu_ids: 0,1\nmixed_precision: bf16\nnum_processes: 2\nmain_process_port: 29501\n"

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.calls import python_calls
 from trainer_kit import Accelerator
 
 BATCH = [(torch.randn(32, 32), torch.randint(10, (32,)))]
-
-
-def python_calls(run):
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        calls += event == "call"
-
-    gc.collect()
-    gc.disable()
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return calls
 
 
 def loop(count, accelerator=None, steps=1, read=None):
