@@ -284,9 +284,15 @@ def _strategy(options: Mapping[type, Any]) -> Any:
         return "auto"
     from trainer_kit.core.registry import STRATEGIES
 
-    chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
+    chosen: dict[str, Any] = {}
     if wrapper is not None:
-        for name in ("broadcast_buffers", "bucket_cap_mb", "find_unused_parameters", "static_graph"):
+        for name in (
+            "broadcast_buffers",
+            "bucket_cap_mb",
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "static_graph",
+        ):
             chosen[name] = getattr(wrapper, name)
         hook = str(getattr(wrapper.comm_hook, "value", wrapper.comm_hook)).lower()
         chosen["ddp_comm_hook"] = None if hook == "no" else hook

@@ -368,7 +368,7 @@ def _refuse(profiler: Any, resume: Any, reload_dataloaders_every_n_epochs: int) 
         raise ConfigurationError(
             'resume is "auto" or None',
             found=f"resume={resume!r}",
-            fix=f"{did_you_mean(str(resume), ['auto'])} A checkpoint is given to fit(ckpt_path=...)",
+            fix=f"{did_you_mean(str(resume), ['auto'])}; a checkpoint is given to fit(ckpt_path=...)",
         )
     if reload_dataloaders_every_n_epochs:
         raise ConfigurationError(

@@ -404,6 +404,14 @@ def test_hooks_of_saving_take_out_and_write_beside(tmp_path):
     handle.remove()
 
 
+def test_a_url_is_refused_in_words():
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(net())
+    for call in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(ConfigurationError, match="a directory of this machine"):
+            call("memory://bucket/state")
+
+
 def test_weights_for_hugging_face(tmp_path):
     from safetensors.torch import load_file
 

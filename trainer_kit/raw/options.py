@@ -56,7 +56,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     bucket_cap_mb: int = 25
     find_unused_parameters: bool = False
     check_reduction: bool = False
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = True
     static_graph: bool = False
     comm_hook: str = "no"
     comm_wrapper: str = "no"

@@ -20,6 +20,7 @@ from trainer_kit.checkpoint.mend import newest_verified
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.location import absolute
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.state import optimizer_state, restore_optimizer
 from trainer_kit.raw.loop import Loop
@@ -158,7 +159,7 @@ class Saving(Loop):
             )
         automatic = self.project_configuration.automatic_checkpoint_naming
         path = self._next_path() if automatic or output_dir is None else output_dir
-        target = Path(os.path.abspath(os.path.expanduser(path)))
+        target = _local(path)
         weights = [dict(unwrap(model).state_dict()) for model in self._models]
         if self._before_save:
             beside = _beside(target)
@@ -247,12 +248,12 @@ class Saving(Loop):
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return Path(os.path.abspath(os.path.expanduser(input_dir)))
+            return _local(input_dir)
         if self.project_dir is None:
             raise ConfigurationError(
                 "load_state needs a directory", fix="pass it, or the project's: Accelerator(project_dir=...)"
             )
-        root = Path(self.project_dir) / "checkpoints"
+        root = _local(self.project_dir) / "checkpoints"
         found: str | None = None
         if self.is_main_process:
             newest, damaged = newest_verified(root)
@@ -271,7 +272,7 @@ class Saving(Loop):
             raise ConfigurationError(
                 "save_state needs a directory", fix="pass it, or let Accelerator(project_dir=...) name it"
             )
-        root = Path(self.project_dir) / "checkpoints"
+        root = _local(self.project_dir) / "checkpoints"
         taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
         if self.save_iteration in taken:  # an earlier run's: it is not written over
             self.project_configuration.iteration = max(taken) + 1
@@ -314,7 +315,7 @@ class Saving(Loop):
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
         if self.is_main_process:
-            target = Path(os.path.abspath(os.path.expanduser(save_directory)))
+            target = _local(save_directory)
             if target.is_file():
                 raise ConfigurationError("save_model needs a directory", found=str(target))
             work = target / ".model.tmp"
@@ -341,6 +342,18 @@ class Saving(Loop):
             export(obj, f, "safetensors")
         else:
             torch.save(obj, f)
+
+
+def _local(path: str | os.PathLike[str]) -> Path:
+    """A directory of this machine; hooks write beside a state, which they cannot at a URL."""
+    found = absolute(os.path.expanduser(path))
+    if not isinstance(found, Path):
+        raise ConfigurationError(
+            "an Accelerator saves to a directory of this machine",
+            found=str(found),
+            fix="save to a local path; a Trainer's checkpoints may stand at a URL",
+        )
+    return found
 
 
 def _beside(path: Path) -> Path:
