@@ -14,7 +14,10 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine.state import configured, optimizer_state, plain_hparams, restore_optimizer
+from trainer_kit.strategies import SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
+
+ALONE = SingleDeviceStrategy()
 
 
 class Net(TrainModule):
@@ -249,9 +252,9 @@ def test_groups_and_parameters_in_another_order_get_their_own_state():
     for parameter in module.layer.parameters():
         parameter.grad = torch.full_like(parameter, float(parameter.dim()))
     first.step()
-    saved = optimizer_state(first, names)
+    saved = optimizer_state(ALONE, first, names)
     second = torch.optim.SGD(list(module.layer.parameters())[::-1], lr=0.1, momentum=0.9)
-    assert restore_optimizer(second, saved, names, print) == {}
+    assert restore_optimizer(ALONE, second, saved, names, print) == {}
     for parameter in module.layer.parameters():
         assert torch.equal(second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"])
 
@@ -261,7 +264,7 @@ def test_another_number_of_groups_is_refused():
     one = torch.optim.SGD(module.layer.parameters(), lr=0.1)
     two = torch.optim.SGD([{"params": [p]} for p in module.layer.parameters()], lr=0.1)
     with pytest.raises(CheckpointError, match="1 groups were saved, the optimizer has 2"):
-        restore_optimizer(two, optimizer_state(one, {}), {}, print)
+        restore_optimizer(ALONE, two, optimizer_state(ALONE, one, {}), {}, print)
 
 
 def test_options_as_they_were_configured_are_copies():
@@ -275,10 +278,10 @@ def test_options_as_they_were_configured_are_copies():
 def test_a_rate_in_a_tensor_is_compared_by_value():
     parameter = nn.Parameter(torch.zeros(1))
     first = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
-    saved = optimizer_state(first, {id(parameter): "p"})
+    saved = optimizer_state(ALONE, first, {id(parameter): "p"})
     said = []
     second = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
-    assert restore_optimizer(second, saved, {id(parameter): "p"}, said.append) == {}
+    assert restore_optimizer(ALONE, second, saved, {id(parameter): "p"}, said.append) == {}
     assert said == []
 
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.precision import make_precision
 from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.process_group import (
@@ -146,7 +147,7 @@ def test_placing_a_module_gives_every_rank_the_same() -> None:
     module = nn.Sequential(nn.Linear(2, 2), Buffered(float(dist.get_rank())))
     strategy = DDPStrategy()
     strategy.start()
-    strategy.place_module(module)
+    strategy.place_module(module, make_precision("32-true", "cpu"))
     torch.manual_seed(0)
     assert torch.equal(module[0].weight, nn.Linear(2, 2).weight)
     assert module[1].values()[0] == 0.0
@@ -160,7 +161,7 @@ def test_a_module_without_anything_to_train_is_not_wrapped() -> None:
     module = nn.Linear(2, 2).requires_grad_(False)
     strategy = DDPStrategy()
     strategy.start()
-    strategy.prepare_module(module, manual=False)
+    strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
     step = strategy.bind(lambda batch, index: 7, several=False)
     assert step(None, 0) == 7
     strategy.stop()
@@ -210,7 +211,7 @@ def test_clipping() -> None:
 
 def test_a_single_device_moves_and_leaves_alone() -> None:
     strategy, module = SingleDeviceStrategy("meta"), nn.Linear(2, 2)
-    strategy.prepare_module(module, manual=False)
+    strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
     assert module.weight.device.type == "meta"
     with strategy.shared_buffers(module):
         pass

@@ -84,7 +84,11 @@ class Strategy(Protocol):
     world: Group
     """All processes."""
     data: Group
-    """The processes among which a global batch is divided."""
+    """The processes among which a global batch is divided; the others of one place in it get the same batches."""
+    sharded: bool
+    """Whether a rank's own state is only a part of it: checkpoints are then written by all ranks together."""
+    lockstep: bool
+    """Whether a forward, too, needs every data rank: what a rank does not have is then run with weight 0, unheard."""
 
     @property
     def gradient_divisor(self) -> int:
@@ -96,13 +100,16 @@ class Strategy(Protocol):
     def stop(self) -> None:
         """Let go of what `prepare_module` made."""
 
-    def place_module(self, module: nn.Module) -> None:
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The context in which ``configure_model`` builds: on the device, or without storage until it is sharded."""
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move a module to where it runs, for evaluation alone."""
 
-    def prepare_module(self, module: nn.Module, manual: bool) -> None:
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Move, shard and wrap for training; ``manual``: the user says when backward runs."""
 
-    def wrap_module(self, module: nn.Module) -> nn.Module:
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move, shard and wrap a module of a loop of the user's own; returns what is called and trained there."""
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -114,8 +121,33 @@ class Strategy(Protocol):
         ``several``: each micro-batch has several backward passes (named losses).
         """
 
+    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """How this method of the module is called in validation, test and prediction."""
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """How backward runs; ``backward`` is the user's own, None stands for ``loss.backward``."""
+
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """How this optimizer is stepped."""
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's ``state_dict`` under the names that it has without any engine; every rank must call it."""
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Put `module_state` of any strategy back, as ``load_state_dict`` does."""
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The parameters of each group as the module has them, and the state of each; every rank must call it."""
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """Put the options of each group and the state of each parameter back, as ``load_state_dict`` does."""
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """All micro-batches of a window: order, sync context and the backward calls."""

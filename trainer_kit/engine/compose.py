@@ -81,7 +81,7 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
         bus=bus,
         metrics=trainer.metrics,
         precision=precision,
-        group=strategy.data,
+        strategy=strategy,
         move=move,
         # Tensors made under inference_mode cannot be used in training, and gloo cannot send them.
         inference_mode=settings.inference_mode and trainer.state_verb != "fit" and strategy.world.size == 1,
@@ -176,7 +176,7 @@ def _is_manual(trainer: Any, module: Any) -> bool:
 def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable[..., Any]]:
     """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
     strategy = trainer.strategy
-    strategy.prepare_module(module, manual)
+    strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module)
     if not made.optimizers:
         trainer.print("no optimizer: configure_optimizers returned None, so nothing will be stepped")
@@ -200,7 +200,9 @@ def _micro(
     several = None
     if made.names is not None and not manual:
         several = {name: parameters_of(o) for name, o in zip(made.names, made.optimizers, strict=True)}
-    backward = module.backward if is_overridden("backward", module, TrainModule) else None
+    backward = trainer.strategy.bind_backward(
+        module.backward if is_overridden("backward", module, TrainModule) else None
+    )
     micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
     stepper.window = micro

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.protocols import Group, Precision
+from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import EMPTY, Feed, size_reader
 from trainer_kit.engine.bus import Bus, Listeners
@@ -38,7 +38,7 @@ class Evaluation:
         stage: validate, test or predict.
         feeds: one for each loader.
         limits: batches of each loader, None for all.
-        group: the ranks over which loaders are split.
+        strategy: loaders are split over its data ranks, and it says how the step is called.
         move: batch → batch on the device; None where there is nothing to do.
         inference_mode: torch's, instead of ``no_grad``.
         publish: is handed the values of single batches that were asked for, and how many of that loader's came before.
@@ -52,7 +52,7 @@ class Evaluation:
     bus: Bus
     metrics: Metrics
     precision: Precision
-    group: Group
+    strategy: Strategy
     move: Callable[[Any, int], Any] | None
     inference_mode: bool
     publish: Callable[[Reduced, int], None]
@@ -82,7 +82,7 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
         for hook in run.listeners("epoch_end"):
             hook()
-        if run.listeners("epoch_end") or run.group.size > 1:  # who listens may differ from rank to rank
+        if run.listeners("epoch_end") or run.strategy.data.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
         for hook in run.listeners("end"):
             hook()
@@ -100,7 +100,7 @@ def predict(run: Evaluation, keep: bool = True) -> list[list[Any]]:
         for index in range(len(run.feeds)):
             mine: list[Any] = []
             _batches(run, index, 0, mine if keep else None)
-            outputs.append(_in_order(mine, run.group) if keep else [])
+            outputs.append(_in_order(mine, run.strategy.data) if keep else [])
         for hook in run.listeners("epoch_end"):
             hook()
         for hook in run.listeners("end"):
@@ -115,6 +115,7 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     extra = (loader,) if len(run.feeds) > 1 else ()
     if not takes(step, 2 + len(extra)):
         step, extra = _first_arguments(step, extra), ()
+    step = run.strategy.bind_evaluation(step)
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
     size: Callable[[Any], int] | None = None

@@ -77,6 +77,7 @@ class ManualStepper:
     def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
         self.window: Micro | None = None
+        self._backward = strategy.bind_backward(module.backward) or module.backward
         self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
 
     def step(self) -> None:
@@ -118,6 +119,6 @@ class ManualStepper:
         self.strategy.arm(loss)
         for hook in self.bus.on_before_backward:
             hook(loss)
-        self.module.backward(loss, *args, **kwargs)
+        self._backward(loss, *args, **kwargs)
         for hook in self.bus.on_after_backward:
             hook()

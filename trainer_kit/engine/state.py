@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
+from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.optimize import Optimizers
@@ -31,10 +32,10 @@ __all__ = [
 _CONFIGURED: Final = "configured"
 
 
-def module_state(module: Any, epoch: int, step: int) -> dict[str, Any]:
+def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
     """The part that needs no run: weights and hyperparameters."""
     return {
-        "state_dict": dict(module.state_dict()),
+        "state_dict": dict(weights),
         "hyper_parameters": plain_hparams(module.hparams)[0],
         "epoch": epoch,
         "global_step": step,
@@ -70,11 +71,12 @@ def collect(
         hooks: whether ``on_save_checkpoint`` is called.
     """
     progress = run.progress
-    state = module_state(run.module, progress.epoch, progress.step)
+    weights = run.strategy.module_state(run.module)
+    state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
         made = run.stepper.made
         names = {id(parameter): name for name, parameter in run.module.named_parameters()}
-        state["optimizer_states"] = [optimizer_state(o, names) for o in made.optimizers]
+        state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in made.optimizers]
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
         done = state["progress"] = _finished(run)
@@ -125,17 +127,15 @@ def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def optimizer_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state by parameter name, never by position."""
-    groups = []
-    for number, group in enumerate(optimizer.param_groups):
+def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state by parameter name, never by position; every rank must call it."""
+    parameters, states = strategy.optimizer_state(optimizer)
+    groups, state = [], {}
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, parameters, strict=True)):
         kept = {k: v for k, v in group.items() if k != "params"}
-        groups.append({**kept, "params": [_name(p, names, number, i) for i, p in enumerate(group["params"])]})
-    state = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for i, parameter in enumerate(group["params"]):
-            if parameter in optimizer.state:
-                state[_name(parameter, names, number, i)] = dict(optimizer.state[parameter])
+        called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
+        groups.append({**kept, "params": called})
+        state.update({name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states})
     started = getattr(optimizer, "_configured_options", None)
     return {"state": state, "param_groups": groups, _CONFIGURED: started or configured(optimizer)}
 
@@ -145,7 +145,11 @@ def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: 
 
 
 def restore_optimizer(
-    optimizer: Optimizer, saved: Mapping[str, Any], names: Mapping[int, str], say: Callable[[str], None]
+    strategy: Strategy,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[int, str],
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
 
@@ -160,17 +164,15 @@ def restore_optimizer(
         )
     today = configured(optimizer)
     then = saved.get(_CONFIGURED, today)
-    flat: dict[int, Any] = {}
+    state: dict[nn.Parameter, Any] = {}
     groups, kept_today = [], {}
-    index = 0
-    for number, (group, old) in enumerate(zip(optimizer.param_groups, saved["param_groups"], strict=True)):
-        positions = []
-        for i, parameter in enumerate(group["params"]):
+    for number, (own, old) in enumerate(
+        zip(strategy.optimizer_state(optimizer)[0], saved["param_groups"], strict=True)
+    ):
+        for i, parameter in enumerate(own):
             name = _name(parameter, names, number, i)
             if name in saved["state"]:
-                flat[index] = saved["state"][name]
-            positions.append(index)
-            index += 1
+                state[parameter] = saved["state"][name]
         options = {k: v for k, v in old.items() if k != "params"}
         for key, value in today[number].items():
             if key not in options or (key in then[number] and not _same(then[number][key], value)):
@@ -178,8 +180,8 @@ def restore_optimizer(
                 if key in old and key != "initial_lr":
                     kept_today[key] = value
                     say(f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint")
-        groups.append({**options, "params": positions})
-    optimizer.load_state_dict({"state": flat, "param_groups": groups})
+        groups.append(options)
+    strategy.load_optimizer_state(optimizer, groups, state)
     return kept_today
 
 
@@ -210,7 +212,7 @@ def restore(
     for hook in run.bus.on_load_checkpoint:
         hook(state)
     with fitting("state_dict", RuntimeError):  # torch names the weights of another model
-        run.module.load_state_dict(state["state_dict"], strict=strict)
+        run.strategy.load_module_state(run.module, state["state_dict"], strict)
     if "optimizer_states" not in state:
         return  # weights only
     names = {id(parameter): name for name, parameter in run.module.named_parameters()}
@@ -220,7 +222,7 @@ def restore(
             found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
             raise CheckpointError("optimizer_states", None, found)
         for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
-            changed[id(optimizer)] = restore_optimizer(optimizer, saved, names, run.say)
+            changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, saved, names, run.say)
     with fitting("lr_schedulers"):
         for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=False):
             today = [(part, part.base_lrs) for part in _parts(config.scheduler) if hasattr(part, "base_lrs")]

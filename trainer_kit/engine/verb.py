@@ -176,7 +176,7 @@ class Verb:
             pass
 
     def _call_configure_model(self) -> None:
-        with self.trainer.precision_plugin.init_context(), torch.device(self.trainer.strategy.device):
+        with self.trainer.precision_plugin.init_context(), self.trainer.strategy.init_context():
             self.module.configure_model()
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
@@ -251,7 +251,7 @@ class Verb:
         trainer.precision_plugin.convert_module(module)
         if path is not None:
             load_weights(module, path, self.bus)
-        trainer.strategy.place_module(module)
+        trainer.strategy.place_module(module, trainer.precision_plugin)
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:

@@ -163,7 +163,7 @@ class Loop(Gathering):
         if evaluation_mode:
             made = model.to(self.device) if self._places(device_placement) else model
         elif self._places(device_placement) or self.use_distributed:
-            made = self.strategy.wrap_module(model)
+            made = self.strategy.wrap_module(model, self.precision)
         else:
             made = model
         if compiles:

@@ -106,7 +106,7 @@ class Saving(Loop):
         }
         everyone = self.world.all_gather_object(own)
         state: dict[str, Any] = {"model" if i == 0 else f"model_{i}": part for i, part in enumerate(weights)}
-        state["optimizers"] = [optimizer_state(one.optimizer, names) for one in self._optimizers]
+        state["optimizers"] = [optimizer_state(self.strategy, one.optimizer, names) for one in self._optimizers]
         state["schedulers"] = [dict(one.state_dict()) for one in self._schedulers]
         state["precision"] = self.precision.state_dict()
         state["window"] = self.window.state_dict()
@@ -213,7 +213,7 @@ class Saving(Loop):
                 unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"], **load_model_func_kwargs)
         names = self._names()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            restore_optimizer(optimizer.optimizer, saved, names, self.print)
+            restore_optimizer(self.strategy, optimizer.optimizer, saved, names, self.print)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.precision.load_state_dict(state["precision"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, Literal, final
@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -24,6 +24,7 @@ from trainer_kit.strategies.process_group import (
     broadcast_buffers,
     join_world,
 )
+from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
 
 __all__ = ["DDPStrategy"]
 
@@ -49,6 +50,7 @@ class DDPStrategy:
     """
 
     name = "ddp"
+    sharded = lockstep = False
 
     def __init__(
         self,
@@ -98,18 +100,22 @@ class DDPStrategy:
         self._ddp = None
         self._step = _Step(nn.Module())
 
-    def place_module(self, module: nn.Module) -> None:
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are built where they run."""
+        return torch.device(self.device)
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module, and give every rank rank 0's weights."""
         module.to(self.device)
         for parameter in module.parameters():
             self.world.broadcast(parameter.data)
         broadcast_buffers(module, self.world)
 
-    def prepare_module(self, module: nn.Module, manual: bool) -> None:
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Move and wrap; every rank gets rank 0's weights."""
         self._backward = "manual" if manual else "one"
         if not any(p.requires_grad for p in module.parameters()):
-            self.place_module(module)
+            self.place_module(module, precision)
             return
         module.to(self.device)
         # Each backward of manual optimization reaches the parameters of its own optimizer only.
@@ -119,10 +125,10 @@ class DDPStrategy:
         self._learns_graph = bool(self.wrapper_options["static_graph"])
         self._ddp = self._wrap(self._step, partial)
 
-    def wrap_module(self, module: nn.Module) -> nn.Module:
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move, and wrap what has anything to train; every rank gets rank 0's weights."""
         if not any(p.requires_grad for p in module.parameters()):
-            self.place_module(module)
+            self.place_module(module, precision)
             return module
         return self._wrap(module.to(self.device), bool(self.wrapper_options["find_unused_parameters"]))
 
@@ -150,6 +156,14 @@ class DDPStrategy:
             return method
         self._step.redirect(method)
         return self._ddp
+
+    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method itself."""
+        return method
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """The user's own, or autograd's."""
+        return backward
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step."""
@@ -194,6 +208,29 @@ class DDPStrategy:
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clip by norm or by value: every rank has the whole gradients."""
         clip_gradients(parameters, value, algorithm)
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's own."""
+        return dict(module.state_dict())
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """As torch loads it."""
+        module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's own."""
+        return optimizer_state(optimizer)
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """As torch loads it."""
+        load_optimizer_state(optimizer, groups, state)
 
     @property
     def own_buffers(self) -> bool:

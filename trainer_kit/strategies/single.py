@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
 
 __all__ = ["Alone", "SingleDeviceStrategy"]
 
@@ -61,6 +62,7 @@ class SingleDeviceStrategy:
 
     name = "single_device"
     gradient_divisor = 1
+    sharded = lockstep = False
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -72,15 +74,19 @@ class SingleDeviceStrategy:
     def stop(self) -> None:
         """Nothing to let go of."""
 
-    def place_module(self, module: nn.Module) -> None:
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are built where they run."""
+        return torch.device(self.device)
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module."""
         module.to(self.device)
 
-    def prepare_module(self, module: nn.Module, manual: bool) -> None:
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Move the module; nothing wraps it."""
         module.to(self.device)
 
-    def wrap_module(self, module: nn.Module) -> nn.Module:
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move the module; nothing wraps it."""
         return module.to(self.device)
 
@@ -90,6 +96,14 @@ class SingleDeviceStrategy:
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself."""
         return method
+
+    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method itself."""
+        return method
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """The user's own, or autograd's."""
+        return backward
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step."""
@@ -110,6 +124,29 @@ class SingleDeviceStrategy:
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clip by norm or by value."""
         clip_gradients(parameters, value, algorithm)
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's own."""
+        return dict(module.state_dict())
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """As torch loads it."""
+        module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's own."""
+        return optimizer_state(optimizer)
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """As torch loads it."""
+        load_optimizer_state(optimizer, groups, state)
 
     @property
     def own_buffers(self) -> bool:
