@@ -173,6 +173,10 @@ class Precision(Protocol):
     """In what dtype each computation runs."""
 
     name: str
+    param_dtype: torch.dtype | None
+    """In what dtype an engine that gathers weights for a forward hands them to it; None: as they are stored."""
+    reduce_dtype: torch.dtype | None
+    """In what dtype such an engine adds up the gradients of several ranks; None: that of the gradients."""
 
     def convert_module(self, module: nn.Module) -> None:
         """Cast parameters and buffers, in place."""

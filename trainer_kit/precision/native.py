@@ -53,6 +53,8 @@ class TruePrecision:
     """
 
     scales = False
+    param_dtype: torch.dtype | None = None  # stored in the dtype that computes
+    reduce_dtype: torch.dtype | None = None
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         self.dtype = dtype
@@ -126,6 +128,9 @@ class MixedPrecision:
 
     def __init__(self, dtype: torch.dtype, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
         self.dtype, self.device_type = dtype, device_type
+        # Weights travel in the dtype that autocast would cast them to; sums over many ranks need float32's digits.
+        self.param_dtype: torch.dtype | None = dtype
+        self.reduce_dtype: torch.dtype | None = torch.float32
         self.name = f"{ {v: k for k, v in _DTYPES.items()}[dtype] }-mixed"
         self.scales = dtype is torch.float16
         if scaler is not None and not self.scales:
