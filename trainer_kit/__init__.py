@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from trainer_kit.core.hooks import Callback
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.module import TrainModule as LightningModule
+    from trainer_kit.core.parallel import ContextPlan, ParallelPlan
     from trainer_kit.core.progress import Progress
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
@@ -58,6 +59,7 @@ __all__ = [
     "AutocastKwargs",
     "Callback",
     "CombinedLoader",
+    "ContextPlan",
     "DataLoaderConfiguration",
     "DataModule",
     "DistributedDataParallelKwargs",
@@ -71,6 +73,7 @@ __all__ = [
     "LightningModule",
     "LocalSGD",
     "LoggerType",
+    "ParallelPlan",
     "PartialState",
     "ProfileKwargs",
     "Progress",
@@ -110,6 +113,7 @@ _HOME = {
     "AutocastKwargs": "raw.options:AutocastKwargs",
     "Callback": "core.hooks:Callback",
     "CombinedLoader": "data:CombinedLoader",
+    "ContextPlan": "core.parallel:ContextPlan",
     "DataLoaderConfiguration": "raw.options:DataLoaderConfiguration",
     "DataModule": "core.datamodule:DataModule",
     "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
@@ -123,6 +127,7 @@ _HOME = {
     "LightningModule": "core.module:TrainModule",
     "LocalSGD": "raw.local_sgd:LocalSGD",
     "LoggerType": "raw.trackers:LoggerType",
+    "ParallelPlan": "core.parallel:ParallelPlan",
     "PartialState": "accelerator:PartialState",
     "ProfileKwargs": "raw.options:ProfileKwargs",
     "Progress": "core.progress:Progress",

@@ -57,6 +57,27 @@ def test_collectives() -> None:
     assert group.agree([float(rank), 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
     assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
     group.barrier()
+    check_parts_of_the_world(group.rank)
+
+
+def check_parts_of_the_world(rank: int) -> None:
+    """Ranks 0 and 2, and rank 1 alone: ranks count within the group; with a CPU side of its own, or one beside it."""
+    whole = [dist.new_group(ranks) for ranks in ([0, 2], [1])][rank % 2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+        beside = ProcessGroup(CPU, whole)
+    assert beside._cpu not in (None, whole)
+    ranks = [1] if rank == 1 else [0, 2]
+    for group in (ProcessGroup(CPU, whole), beside):
+        assert (group.rank, group.size) == (rank // 2, len(ranks))
+        assert group.all_reduce(torch.tensor([float(rank)])).tolist() == [sum(ranks)]
+        assert group.all_gather(torch.tensor([rank])).tolist() == [[r] for r in ranks]
+        assert group.all_gather_object(rank) == ranks
+        last = group.size - 1
+        assert group.broadcast(f"from {rank}", last) == f"from {ranks[-1]}"
+        assert group.broadcast(torch.tensor([rank]), last).tolist() == [ranks[-1]]
+        assert group.agree([rank]) == [[r] for r in ranks]
+        group.barrier()
 
 
 @pytest.mark.world_size(2)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 
@@ -79,6 +80,14 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def configure_model(self) -> None:
         """Build layers here to have them made on the right device, in the right dtype, or sharded."""
+
+    def configure_parallel(self, mesh: Any) -> ParallelPlan | None:
+        """How the module may be split over processes; asked by strategies that split it.
+
+        Args:
+            mesh: the ``DeviceMesh``, with axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``.
+        """
+        return None
 
     def configure_callbacks(self) -> Any:
         """Callbacks that belong to this module; one of the Trainer's of the same class is replaced."""

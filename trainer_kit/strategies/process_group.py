@@ -66,16 +66,18 @@ def _leave_world() -> None:
 
 @final
 class ProcessGroup:
-    """All processes of the default group, and a gloo group beside it where the default one has no CPU side.
+    """All processes of a group, and a gloo group beside it where that one has no CPU side.
 
     Args:
         device: where this rank's tensors live.
+        group: torch's, as the axis of a mesh has it; None for the default one. Where it has no CPU side every process
+            of the world makes its `ProcessGroup` at the same time, each of its own group.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._cpu = None if "gloo" in str(dist.get_backend_config()) else dist.new_group(backend="gloo")
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self.device, self.group = device, group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._cpu = group if "gloo" in str(dist.get_backend_config(group)) else _beside(group)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
@@ -84,7 +86,7 @@ class ProcessGroup:
         kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
         # gloo reduces wrongly when ranks differ in their stride layout
         whole = tensor.contiguous()
-        dist.all_reduce(whole, kind)
+        dist.all_reduce(whole, kind, group=self.group)
         if op in ("mean", "avg"):
             whole = whole / self.size
         return tensor.copy_(whole) if whole is not tensor and whole.dtype == tensor.dtype else whole
@@ -93,7 +95,7 @@ class ProcessGroup:
         """Stack over the ranks: shape (size, *tensor.shape)."""
         whole = tensor.detach().contiguous()
         parts = [torch.empty_like(whole) for _ in range(self.size)]
-        dist.all_gather(parts, whole)
+        dist.all_gather(parts, whole, group=self.group)
         return torch.stack(parts)
 
     def all_gather_object(self, value: Any) -> list[Any]:
@@ -103,13 +105,13 @@ class ProcessGroup:
         return values
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """A tensor (in place), or one small picklable value, from rank ``source``."""
+        """A tensor (in place), or one small picklable value, from the group's rank ``source``."""
         if isinstance(value, Tensor):
             whole = value.contiguous()
-            dist.broadcast(whole, source)
+            dist.broadcast(whole, group=self.group, group_src=source)
             return value if whole is value else value.copy_(whole)
         box = [value]
-        dist.broadcast_object_list(box, source, group=self._cpu)
+        dist.broadcast_object_list(box, group=self._cpu, group_src=source)
         return box[0]
 
     def barrier(self) -> None:
@@ -122,6 +124,19 @@ class ProcessGroup:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self._cpu)
         return [row.tolist() for row in rows]  # no sync point: on the host
+
+
+def _beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """A gloo group of the same processes. All processes make all of them, in the same order."""
+    mine = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
+    everyone: list[Any] = [mine]
+    if group is not None:
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    made: dict[Any, dist.ProcessGroup] = {
+        ranks: dist.new_group(list(ranks), backend="gloo") for ranks in sorted(set(everyone))
+    }
+    return made[mine]
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
