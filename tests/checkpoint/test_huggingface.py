@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections import OrderedDict
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from trainer_kit.checkpoint import export, read_weights, write_checkpoint, write_sharded
+from trainer_kit.checkpoint.dtypes import CARRIERS
 from trainer_kit.checkpoint.weights import weight_shapes
 from trainer_kit.core.errors import CheckpointError
 
@@ -42,10 +45,22 @@ def test_shapes_are_those_of_the_weights(sharded, tmp_path):
         export(WEIGHTS, tmp_path / "w.safetensors"),
     ]
     for place in places:
-        told = weight_shapes(place)
-        assert {name: (t.shape, t.dtype, t.device.type) for name, t in told.items()} == {
-            name: (t.shape, t.dtype, "meta") for name, t in WEIGHTS.items()
-        }
+        check_shapes(place, WEIGHTS)
+
+
+def test_shapes_of_dtypes_that_safetensors_does_not_hold(tmp_path):
+    carried = {dtype: carrier for dtype, carrier in CARRIERS.items() if dtype is not torch.complex32}  # torch warns
+    odd = {f"{dtype}": torch.zeros(2, 6, dtype=carrier).view(dtype) for dtype, carrier in carried.items()}
+    state = {"model": OrderedDict({**odd, "layer._extra_state": np.ones(3), "w#2": torch.ones(2)})}
+    for write in (write_checkpoint, write_sharded):
+        check_shapes(write(tmp_path / write.__name__, state), {**odd, "w#2": torch.ones(2)})
+
+
+def check_shapes(place, weights):
+    told = weight_shapes(place)
+    assert {name: (t.shape, t.dtype, t.device.type) for name, t in told.items()} == {
+        name: (t.shape, t.dtype, "meta") for name, t in weights.items()
+    }
 
 
 def index_of(directory, change):

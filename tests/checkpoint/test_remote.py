@@ -126,6 +126,25 @@ def test_until_the_new_manifest_is_there_the_old_checkpoint_is_whole(bucket):
     assert keys(bucket) == []
 
 
+def test_a_manifest_that_arrived_though_its_request_failed_means_files_that_are_there(bucket, monkeypatch):
+    path = write_checkpoint("bucket://run/only", {"model": {"w": torch.tensor(1.0)}})
+
+    def put(self, key, value, real=Bucket._put):
+        real(self, key, value)
+        if key.endswith("run/only/manifest.json"):
+            raise TimeoutError("no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bucket, "_put", put)
+        with pytest.raises(CheckpointError, match="no answer"):
+            write_checkpoint(path, {"model": {"w": torch.tensor(2.0)}}, overwrite=True)
+    verify_checkpoint(path)
+    assert read_checkpoint(path)["model"]["w"] == 2.0
+    write_checkpoint(path, {"model": {"w": torch.tensor(3.0)}}, overwrite=True)
+    assert read_checkpoint(path)["model"]["w"] == 3.0
+    assert len([key for key in keys(bucket) if key.startswith("run/only")]) == 4, "of the older ones nothing is left"
+
+
 def test_a_copy_of_one_that_was_replaced_reads_on_a_disk(bucket, tmp_path):
     for value in (1.0, 2.0):
         write_checkpoint("bucket://run/only", {"model": {"w": torch.tensor(value)}}, overwrite=True)

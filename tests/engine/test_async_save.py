@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +17,12 @@ from torch import nn
 
 from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.checkpoint import store
 from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
-from trainer_kit.engine import saving
+from trainer_kit.core.errors import CheckpointError, RankError
+from trainer_kit.engine import saving, session
 from trainer_kit.testing import run_distributed
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -249,6 +253,24 @@ def test_buffers_follow_shapes_and_forget_what_is_gone():
     assert buffers.copy("a", torch.ones(3, 2).T[0]).is_contiguous()
 
 
+def test_every_accelerator_that_was_copied_from_is_waited_for(monkeypatch):
+    class Buffer:
+        def copy_(self, tensor, non_blocking):
+            assert non_blocking
+            return self
+
+    waited = []
+    monkeypatch.setattr(torch, "empty", lambda *given, pin_memory, **options: Buffer())
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    buffers = HostBuffers()
+    for number in (1, 0, 1):
+        there = SimpleNamespace(device=torch.device("cuda", number), shape=(), dtype=torch.float32)
+        buffers.copy(f"w{len(buffers._now)}", there)
+    buffers.end()
+    buffers.end()
+    assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
+
+
 def test_an_error_of_the_thread_arrives_where_it_is_waited_for():
     def fails():
         raise KeyError("inside")
@@ -297,17 +319,59 @@ def test_it_has_ended_for_whoever_it_wakes():
     assert background.result() == 3
 
 
-def test_what_cannot_even_be_copied_is_known_to_every_rank(tmp_path):
-    run_distributed(fit_without_memory, 2, str(tmp_path), timeout=60)
+def test_a_refused_save_is_raised_once_and_the_rescue_is_written(tmp_path):
+    """Of two that failed at one step: what no disk would hold ends the run, what its storage could not does not."""
+
+    class Request:
+        reason, weights_only = "test", False
+
+        def __init__(self, path):
+            self.path = path
+
+        def saved(self, path):
+            raise AssertionError(f"{path} is not there")
+
+    def ask(trainer):
+        (tmp_path / "file").write_text("")
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "theirs" / "notes.txt").write_text("")
+        for name in ("file/below", "theirs"):
+            trainer.request_checkpoint("test", Request(tmp_path / name))
+
+    keeper = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=100, save_on_exception=True)
+    trainer = Trainer(max_epochs=1, callbacks=[keeper, At(step2=ask)], **QUIET)
+    with pytest.raises(CheckpointError, match="theirs: not a checkpoint of this library") as caught:
+        trainer.fit(Net(), BATCHES)
+    assert getattr(caught.value, "__notes__", []) == []
+    [rescued] = checkpoints(tmp_path / "kept")
+    assert rescued.step == trainer.global_step > 2
 
 
-def fit_without_memory(directory):
-    def no_memory(*given, **options):
-        raise MemoryError("no host memory")
+def test_what_fails_on_rank_0_alone_is_known_to_every_rank(tmp_path):
+    run_distributed(fit_with_failures, 2, str(tmp_path), timeout=60)
 
-    saving.take_snapshot = no_memory
-    with pytest.raises(MemoryError, match="no host memory"):
-        fit(Path(directory), strategy="ddp", devices=2)
+
+def fit_with_failures(directory):
+    def failing(error):
+        def fails(*given, **options):
+            raise error
+
+        return fails
+
+    memory = MemoryError("no host memory")
+    for place, name, error, elsewhere in (
+        (saving, "take_snapshot", memory, memory),
+        (saving, "Background", RuntimeError("can't start new thread"), RuntimeError("can't start new thread")),
+        (session, "choose_run", ValueError("of a logger"), RankError("rank 0: ValueError: of a logger")),
+        (store, "entries", CheckpointError("there", None, "gone"), CheckpointError("there", None, "gone")),
+    ):
+        expected = error if os.environ["RANK"] == "0" else elsewhere
+        with pytest.MonkeyPatch.context() as patch:
+            if os.environ["RANK"] == "0":
+                patch.setattr(place, name, failing(error))
+            with pytest.raises(type(expected), match=re.escape(str(expected).splitlines()[0])):
+                fit(Path(directory) / name, strategy="ddp", devices=2)
+    assert threading.active_count() == 1, "nor is a slow save told of one that never began"
 
 
 @pytest.mark.world_size(2)

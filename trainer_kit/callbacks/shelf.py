@@ -109,20 +109,10 @@ class Shelf:
         """
         self.asked_step = trainer.global_step  # no step was made since
         assert self.dirpath is not None
-        from trainer_kit.checkpoint.store import entries, lookup
+        from trainer_kit.engine.directories import on_rank_zero
 
         kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
-        gone: list[str] = []
-        there: list[str] = []
-        cut_short = False
-        if trainer.is_global_zero:
-            cut_short = restored and lookup(self.dirpath, "last") == locate(newest)
-            own = (*kept, self.retention.spare) if restored else ()
-            gone = [path for path in (*own, before) if path and not locate(path).is_dir()]
-            if not restored:
-                there = sorted(entry.name for entry in entries(locate(self.dirpath)))
-        if trainer.world_size > 1:
-            gone, there, cut_short = trainer.strategy.world.broadcast((gone, there, cut_short))
+        gone, there, cut_short = on_rank_zero(trainer.strategy.world, lambda: self._look(restored))
         # Deleted by the sitting that this one goes back behind, or by hand.
         for path in gone:
             kept.pop(path, None)
@@ -141,6 +131,18 @@ class Shelf:
             problem = self._make_way(newest, self.retention.confirm(newest), {})
             if problem is not None:
                 warnings.warn(problem, stacklevel=2)
+
+    def _look(self, restored: bool) -> tuple[list[str], list[str], bool]:
+        """Which of its checkpoints are gone; names in the directory; whether what gave way to the newest may stand."""
+        from trainer_kit.checkpoint.store import entries, lookup
+
+        assert self.dirpath is not None
+        held, before = self.retention, self._before[0]
+        own = (*held.kept, held.spare) if restored else ()
+        gone = [path for path in (*own, before) if path and not locate(path).is_dir()]
+        if restored:
+            return gone, [], lookup(self.dirpath, "last") == locate(held.newest)
+        return gone, sorted(entry.name for entry in entries(locate(self.dirpath))), False
 
     def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
         """Ask for a checkpoint of this step; a score of None keeps it only as the newest.

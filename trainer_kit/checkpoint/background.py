@@ -36,23 +36,24 @@ class HostBuffers:
     def __init__(self) -> None:
         self._before: dict[str, Tensor] = {}
         self._now: dict[str, Tensor] = {}
-        self._waits = False
+        self._devices: set[torch.device] = set()
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
         """A contiguous copy on the host; from an accelerator it is complete only after `end`."""
         there = tensor.device.type != "cpu"
+        if there:
+            self._devices.add(tensor.device)
         buffer = self._before.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=there)
         self._now[name] = buffer
-        self._waits = self._waits or there
         return buffer.copy_(tensor, non_blocking=there)
 
     def end(self) -> None:
         """Everything was copied."""
-        if self._waits:
-            torch.accelerator.synchronize()  # sync point: copies from the accelerator run until here
-        self._before, self._now, self._waits = self._now, {}, False
+        for device in self._devices:
+            torch.accelerator.synchronize(device)  # sync point: copies from the accelerator run until here
+        self._before, self._now, self._devices = self._now, {}, set()
 
 
 @final

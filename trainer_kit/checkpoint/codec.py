@@ -359,7 +359,10 @@ class _Decoder:
         return stored.view(dtype).reshape(record["shape"])
 
     def array(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
-        stored = self.stored(record, path).cpu().numpy()
+        tensor = self.stored(record, path)
+        if tensor.is_meta:  # only headers were read, and NumPy has no arrays without content
+            return None
+        stored = tensor.cpu().numpy()  # no sync point: arrays are read on the CPU
         if "dtype" not in record:
             return stored
         array = np.ndarray(tuple(record["shape"]), numpy_dtype(record["dtype"]), stored.data)

@@ -41,14 +41,15 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
             _discard(target)  # of an upload that nobody finished
         work.mkdir()
         yield work
-        if again:
-            _point(target, work)
     except BaseException:
         with suppress(OSError):  # what stays, and the sign with it, is for `clean_uploads`
             (work / MANIFEST).unlink(missing_ok=True)
             _remove_tree(work)
             sign.unlink()
         raise
+    if again:
+        # A request that failed may have arrived: what either manifest means stays, the rest is for `clean_uploads`.
+        _point(target, work)
     with suppress(OSError):
         if again:
             _discard(target)

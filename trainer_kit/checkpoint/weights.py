@@ -13,11 +13,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trainer_kit.checkpoint.codec import decode
 from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_header, read_weight_files
 from trainer_kit.checkpoint.layout import read_layout
-from trainer_kit.checkpoint.manifest import is_sharded, read_manifest, shards_of
-from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.checkpoint.manifest import DOCUMENT, is_sharded, read_manifest, shards_of
+from trainer_kit.checkpoint.read import read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, locate
@@ -92,11 +93,14 @@ def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     manifest = read_manifest(file)
     if "model" not in manifest["parts"]:
         raise CheckpointError(file, "model", "this checkpoint holds no weights")
-    if not is_sharded(manifest):
+    if is_sharded(manifest):
+        layout = read_layout(file, manifest)["model"]
+        held = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in layout.items()}
+    else:
         files = [file / name for name in shards_of(manifest, "model")]
-        return {name: tensor for one in files for name, tensor in read_header(one).items()}
-    layout = read_layout(file, manifest)["model"]
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in layout.items()}
+        held = {name: tensor for one in files for name, tensor in read_header(one).items()}
+    tree = read_trees(file, ["model"])["model"]  # it knows the dtypes that safetensors does not hold
+    return _tensors(file, decode(tree, held, at="model", file=file / DOCUMENT))
 
 
 def _start(file: Path) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, cast
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.protocols import Group
 from trainer_kit.engine.runs import begin_run
@@ -65,15 +65,23 @@ def take_directories(trainer: Any, cleanup: list[Callable[[BaseException | None]
 
 
 def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
-    """What ``act`` returns, or the `CheckpointError` it raises, on every rank; only rank 0 calls it."""
+    """What ``act`` returns, on every rank; only rank 0 calls it.
+
+    Raises:
+        Exception: what ``act`` raised; where it is none of this library's, a `RankError` on the other ranks.
+    """
     done: _T | None = None
-    problem: CheckpointError | None = None
+    problem: Exception | None = None
+    told: Exception | None = None
     if world.rank == 0:
         try:
             done = act()
-        except CheckpointError as error:
-            problem = error
-    done, problem = world.broadcast((done, problem))
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            problem = told = error
+            if not isinstance(error, TrainerKitError):  # it may not be what can travel
+                told = RankError(f"rank 0: {type(error).__name__}: {error}", fix="see what rank 0 printed")
+    done, told = world.broadcast((done, told))
+    problem = problem or told
     if problem is not None:
         raise problem
     return cast(_T, done)

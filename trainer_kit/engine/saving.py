@@ -68,7 +68,6 @@ def save_to(run: Fit, path: Location, weights_only: bool) -> None:
     save = Save(run.progress.step, [], {str(path): weights_only}, last=True)
     _begin(run, save, {weights_only: run.collect(weights_only)})
     failure = _outcome(run, save)[str(path)]
-    run.saver.save = None
     if failure is not None:
         raise failure
 
@@ -83,7 +82,6 @@ def settle_save(run: Fit) -> bool:
     if save is None:
         return True
     outcome = _outcome(run, save)
-    run.saver.save = None
     for path, failure in outcome.items():
         if failure is None:
             run.announce(locate(path))
@@ -128,19 +126,19 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     if world.rank == 0:
         info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
         snapshots = {}
+        slow = threading.Timer(_SLOW, _say_slow, (run, save))
+        slow.daemon = True
         try:
             for weights_only, state in states.items():
                 parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
                 copy = saver.buffers[weights_only] if copies else False
                 snapshots[weights_only] = take_snapshot(parts, info=info, copy=copy)
-        except Exception as error:  # also where memory does not suffice: the others wait to hear of it
-            problem = error
-        else:
-            slow = threading.Timer(_SLOW, _say_slow, (run, save))
-            slow.daemon = True
-            slow.start()
             names = [name for name, _ in run.module.named_parameters()]
+            slow.start()
             save.writing = Background(partial(_write, saver, save, snapshots, names), done=partial(_written, run, slow))
+        except Exception as error:  # also where memory or threads do not suffice: the others wait to hear of it
+            slow.cancel()
+            problem = error
     if world.size > 1:
         problem = world.broadcast(problem)
     if problem is not None:
@@ -182,7 +180,10 @@ def _written(run: Fit, slow: threading.Timer) -> None:
 
 
 def _outcome(run: Fit, save: Save) -> Outcome:
-    """What the storage had against each path; everything else is raised. The same on every rank."""
+    """What the storage had against each path; everything else is raised. The same on every rank.
+
+    However it ended, it is under way no more; while it still is, an exception (of a second signal) leaves it there.
+    """
     outcome: Outcome = {}
     problem: BaseException | None = None
     if save.writing is not None:
@@ -193,11 +194,12 @@ def _outcome(run: Fit, save: Save) -> Outcome:
             outcome = save.writing.result()
         except BaseException as error:
             problem = error
-    # A cause does not travel.
-    of_storage = all(failure is None or isinstance(failure.__cause__, OSError) for failure in outcome.values())
+    # Here, for a cause does not travel.
+    problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
     if run.strategy.world.size > 1:
-        outcome, of_storage, problem = run.strategy.world.broadcast((outcome, of_storage, problem))
-    problem = problem or (None if of_storage else next(filter(None, outcome.values())))
+        outcome, problem = run.strategy.world.broadcast((outcome, problem))
+    if save.writing is None or save.writing.wait(0):
+        run.saver.save = None
     if problem is not None:
         raise problem
     return outcome

@@ -22,6 +22,7 @@ from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.seed import last_seed
 from trainer_kit.engine.bus import sorted_callbacks
+from trainer_kit.engine.directories import on_rank_zero
 from trainer_kit.engine.loaders import training_feed
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.metrics import Metrics
@@ -363,8 +364,7 @@ class Session(Position):
         fits = self.state_verb == "fit"
         if fits or self._run_dir is None:
             # An evaluation ahead of a fit writes to where the fit will.
-            chosen = choose_run(self) if world.rank == 0 else (None, None)
-            chosen = chosen if world.size == 1 else world.broadcast(chosen)
+            chosen = on_rank_zero(world, lambda: choose_run(self))
             self.record, self.taken = chosen if fits else (None, None)
         if fits:
             count_fit()
