@@ -87,6 +87,8 @@ class Strategy(Protocol):
     """The processes among which a global batch is divided; the others of one place in it get the same batches."""
     sharded: bool
     """Whether a rank's own state is only a part of it: checkpoints are then written by all ranks together."""
+    shard_batch: Callable[[Any], Any] | None
+    """What this rank computes of a batch of its data rank, once it is on the device; None: all of it."""
     lockstep: bool
     """Whether a forward, too, needs every data rank: what a rank does not have is then run with weight 0, unheard."""
 

@@ -144,9 +144,9 @@ def mover(
     before, transfer, after = (
         hooks.get(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
-    moves = device.type != "cpu"
+    moves, part = device.type != "cpu", strategy.shard_batch
     convert = precision.convert_batch if precision.converts_batch else None
-    if not hooks and not moves and convert is None:
+    if not hooks and not moves and convert is None and part is None:
         return None, False
 
     def move(batch: Any, loader: int) -> Any:
@@ -158,6 +158,8 @@ def mover(
             batch = move_to_device(batch, device)
         if convert is not None:
             batch = convert(batch)
-        return batch if after is None else after(batch, loader)
+        if after is not None:
+            batch = after(batch, loader)
+        return batch if part is None else part(batch)
 
     return move, moves and not hooks

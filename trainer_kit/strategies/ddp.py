@@ -51,6 +51,7 @@ class DDPStrategy:
 
     name = "ddp"
     sharded = lockstep = False
+    shard_batch = None
 
     def __init__(
         self,

@@ -63,6 +63,7 @@ class SingleDeviceStrategy:
     name = "single_device"
     gradient_divisor = 1
     sharded = lockstep = False
+    shard_batch = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
