@@ -16,11 +16,18 @@ from trainer_kit.precision.native import NAMES
 
 __all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy", "with_launchers"]
 
-_DDP = "trainer_kit.strategies.ddp:DDPStrategy"
-for _word in ("ddp", "ddp_notebook", "ddp_fork"):
-    STRATEGIES.register(_word, _DDP)
-for _word in ("find_unused_parameters_true", "find_unused_parameters_false", "static_graph"):
-    STRATEGIES.register(f"ddp_{_word}", _DDP)
+_DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "ddp_find_unused_parameters_true": {"find_unused_parameters": True},
+    "ddp_find_unused_parameters_false": {"find_unused_parameters": False},
+    "ddp_static_graph": {"static_graph": True},
+    "hsdp": {"sharding_strategy": "HYBRID_SHARD"},
+    "fsdp_shard_grad_op": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp_cpu_offload": {"cpu_offload": True},
+}
+"""What a word says beyond its class."""
+for _word in ("ddp", "ddp_notebook", "ddp_fork", "fsdp", "fsdp_full_shard", *_OPTIONS):
+    STRATEGIES.register(_word, _DDP if _word.startswith("ddp") else _FSDP)
 STRATEGIES.register("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
 for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
     LOGGERS.register(_word, f"trainer_kit.loggers:{_name}")
@@ -38,7 +45,7 @@ for _word, _name in (
 READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
 
 _FORKED = ("ddp_notebook", "ddp_fork")
-_LAUNCHED = ("ddp", "ddp_find_unused_parameters_true", "ddp_find_unused_parameters_false", "ddp_static_graph")
+_LAUNCHED = ("ddp", "fsdp", "fsdp_full_shard", *_OPTIONS)
 
 
 def with_launchers(
@@ -125,13 +132,7 @@ def choose_strategy(
 
 
 def _make_strategy(word: str, device: Any) -> Strategy:
-    made: Strategy
-    if word.startswith("ddp_find_unused_parameters_"):
-        made = STRATEGIES.get(word)(device, find_unused_parameters=word.endswith("true"))
-    elif word == "ddp_static_graph":
-        made = STRATEGIES.get(word)(device, static_graph=True)
-    else:
-        made = STRATEGIES.get(word)(device)
+    made: Strategy = STRATEGIES.get(word)(device, **_OPTIONS.get(word, {}))
     return made
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from trainer_kit.strategies.single import SingleDeviceStrategy
 
 if TYPE_CHECKING:
     from trainer_kit.strategies.ddp import DDPStrategy
+    from trainer_kit.strategies.fsdp import FSDPStrategy
 
-__all__ = ["DDPStrategy", "SingleDeviceStrategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
+
+_LAZY = {"DDPStrategy": "ddp", "FSDPStrategy": "fsdp"}  # torch.distributed is only needed by those who use it
 
 
 def __getattr__(name: str) -> Any:
-    if name == "DDPStrategy":  # torch.distributed is only needed by those who use it
-        from trainer_kit.strategies.ddp import DDPStrategy
-
-        return DDPStrategy
+    if name in _LAZY:
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,14 +1,16 @@
-"""What is done to gradients on one device, by every strategy that keeps them whole."""
+"""What is done to gradients: whole ones on one device, and those of which every rank holds a part."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["clip_gradients"]
+__all__ = ["clip_gradients", "clip_sharded_gradients", "total_norm"]
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
@@ -24,4 +26,59 @@ def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: 
     elif algorithm == "value":
         nn.utils.clip_grad_value_(parameters, value)
     else:
-        raise ConfigurationError("unknown way to clip gradients", found=repr(algorithm), fix='use "norm" or "value"')
+        raise _unknown(algorithm)
+
+
+def clip_sharded_gradients(parameters: Iterable[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    """Clip gradients of which this rank may hold a part, by what `clip_gradients` would do to the whole.
+
+    Args:
+        parameters: of any mix: in parts over one mesh or several, and whole ones that all ranks hold alike.
+        value: as there.
+        algorithm: as there.
+
+    Returns:
+        The norm before, on the device; None when clipping by value.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if algorithm == "value":
+        for gradient in gradients:
+            _local(gradient).clamp_(-value, value)
+        return None
+    if algorithm != "norm":
+        raise _unknown(algorithm)
+    norm = total_norm(gradients)
+    factor = (value / (norm + 1e-6)).clamp(max=1.0)  # no look at whether it is needed: that would be a sync
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for gradient in map(_local, gradients):
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for device, same in by_device.items():
+        torch._foreach_mul_(same, factor.to(device))
+    return norm
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients together, over all ranks; one exchange for each way in which they are divided."""
+    squares: list[Tensor] = []
+    by_layout: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        mesh = getattr(gradient, "device_mesh", None)
+        placements = getattr(gradient, "placements", ())
+        axes = tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
+        by_layout.setdefault((mesh, axes), []).append(_local(gradient))
+    for (mesh, axes), parts in by_layout.items():
+        square = nn.utils.get_total_norm(parts).square()
+        for axis in axes:
+            torch.distributed.all_reduce(square, group=mesh.get_group(axis))
+        squares.append(square)
+    if not squares:
+        return torch.zeros(())
+    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
+
+
+def _unknown(algorithm: str) -> ConfigurationError:
+    return ConfigurationError("unknown way to clip gradients", found=repr(algorithm), fix='use "norm" or "value"')

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["load_optimizer_state", "optimizer_state"]
+__all__ = ["load_module_parts", "load_optimizer_state", "optimizer_parts", "optimizer_state", "part_of"]
 
 
 def optimizer_state(
@@ -37,3 +37,36 @@ def load_optimizer_state(
         packed.append({**options, "params": list(numbers)})
         index = numbers.stop
     optimizer.load_state_dict({"state": numbered, "param_groups": packed})
+
+
+def part_of(whole: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank holds of ``like``; nobody is asked.
+
+    Args:
+        whole: the same on every rank.
+        like: a ``DTensor`` says how it is divided; for anything else it stays whole, as it does in another shape.
+    """
+    divided: Any = like
+    placements = getattr(like, "placements", None)
+    if placements is None or whole.shape != like.shape or hasattr(whole, "placements"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole.detach(), divided.device_mesh, placements, src_data_rank=None)
+
+
+def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
+    own = module.state_dict()
+    parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
+    module.load_state_dict(parts, strict=strict)
+
+
+def optimizer_parts(state: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+    """What is as large as its parameter divided as that is."""
+    return {
+        parameter: {
+            name: part_of(value, parameter) if isinstance(value, Tensor) else value for name, value in own.items()
+        }
+        for parameter, own in state.items()
+    }

@@ -1,4 +1,4 @@
-"""For tests of code that trains: a tiny module, a record of hooks, a function on several ranks, and a pytest mark."""
+"""For tests of code that trains: a tiny module, recorded hooks, a function on several ranks, checks of strategies."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer_kit.testing.conformance import check_strategy
     from trainer_kit.testing.distributed import run_distributed
     from trainer_kit.testing.hooks import record_hooks
     from trainer_kit.testing.tiny import TinyModule
 
-__all__ = ["TinyModule", "record_hooks", "run_distributed"]
+__all__ = ["TinyModule", "check_strategy", "record_hooks", "run_distributed"]
 
-_LAZY = {"TinyModule": "tiny", "record_hooks": "hooks", "run_distributed": "distributed"}
+_LAZY = {
+    "TinyModule": "tiny",
+    "check_strategy": "conformance",
+    "record_hooks": "hooks",
+    "run_distributed": "distributed",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,194 @@
+"""FSDP: what is a unit, where weights come from, what is refused, and what is left on a module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import trainer_kit as tk
+from tests.parity.plain import Classifier, make_batches, make_net, sgd, train
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.strategies import FSDPStrategy
+from trainer_kit.strategies.gradients import clip_sharded_gradients, total_norm
+from trainer_kit.strategies.transforms.units import units
+from trainer_kit.testing import run_distributed
+from trainer_kit.testing.conformance import assert_same, whole
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)])
+        self.head = nn.Linear(4, 9, bias=False)
+
+
+def test_units_by_default_by_class_by_size_and_by_callables() -> None:
+    deep = Deep()
+    assert list(units(deep, None)) == ["layers.1", "layers.0"]  # the outermost repeated ones
+    assert list(units(deep, {"Linear"})) == ["head", "layers.1.1", "layers.1.0", "layers.0.1", "layers.0.0"]
+    assert list(units(deep, (nn.Embedding, "Sequential"))) == ["layers.1", "layers.0", "embed"]
+    assert list(units(deep, 36)) == ["head", "layers.1", "layers.0", "embed"]
+    assert list(units(deep, lambda part: part is deep.head)) == ["head"]
+
+    def torchs_own(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return isinstance(module, nn.Embedding)
+
+    assert list(units(deep, torchs_own)) == ["embed"]
+    with pytest.raises(StrategyError, match="Lineal"):
+        units(deep, "Lineal")
+
+
+def test_words_and_options_that_mean_nothing() -> None:
+    with pytest.raises(StrategyError, match="NO_SHARD"):
+        FSDPStrategy(sharding_strategy="NO_SHARD")
+    assert FSDPStrategy(sharding_strategy="hybrid_shard").hybrid
+    alone = tk.Trainer(strategy="fsdp", devices=1, accelerator="cpu", barebones=True)
+    assert alone.strategy.name == "single_device"  # nobody to divide with
+
+
+class Tied(Classifier):
+    """The last layer's weight is the first's, and one block is whole on every rank."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8)))
+        self.net[3].weight = self.net[0][0].weight
+
+
+class OnRankZero(tk.TrainModule):
+    """Built in `configure_model`, with a buffer that no checkpoint holds."""
+
+    def configure_model(self) -> None:
+        self.net = make_net(seed=torch.distributed.get_rank(), norm=True)
+        self.register_buffer("scale", torch.full((3,), 2.0), persistent=False)
+        self.were_meta = self.net[0].weight.is_meta
+
+    training_step = Classifier.training_step
+    configure_optimizers = lambda self: sgd(self)  # noqa: E731
+
+
+class SometimesNothing(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1 and torch.distributed.get_rank() == 1:
+            return None
+        return super().training_step(batch, batch_idx)
+
+
+class LeavesEarly(Classifier):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if batch_idx == 3 else None
+
+
+def fsdp(module: tk.TrainModule, batches: Any, **options: Any) -> tk.Trainer:
+    return train(module, batches, **{"strategy": "fsdp", "devices": 2, **options})
+
+
+def check_tied_weights_stay_one() -> None:
+    torch.manual_seed(0)
+    mine, theirs = Tied(), Tied()
+    theirs.load_state_dict(mine.state_dict())
+    fsdp(mine, make_batches(4))
+    train(theirs, make_batches(4), strategy="ddp", devices=2)
+    assert mine.net[3].weight is mine.net[0][0].weight
+    assert_same(whole(mine.state_dict()), theirs.state_dict(), 1e-6)
+
+
+def check_rank_zero_builds() -> None:
+    rank = torch.distributed.get_rank()
+    module = OnRankZero()
+    torch.manual_seed(5)
+    trainer = fsdp(module, make_batches(4), max_steps=0)
+    assert module.were_meta == (rank == 1)
+    assert module.scale.tolist() == [2.0] * 3
+    first = module.net[0].weight
+    assert isinstance(first, DTensor)
+    assert first.to_local().shape[0] == first.shape[0] // 2
+    expected = make_net(seed=0, norm=True).state_dict()
+    assert_same(whole(module.net.state_dict()), expected, 0.0)
+    # What everybody draws after it is the same: random splits, for instance.
+    torch.manual_seed(5)
+    one = OnRankZero()
+    with trainer.strategy.init_context():
+        one.configure_model()
+    draws = trainer.strategy.world.all_gather(torch.rand(3))
+    assert torch.equal(draws[0], draws[1])
+
+
+def check_nothing_stays_on_the_module() -> None:
+    module = Classifier(make_net())
+    fsdp(module, make_batches(2))
+    assert not {"training_step", "_step", "forward"} & vars(module).keys()
+    fsdp(module, make_batches(2))  # it is divided already
+    assert all(isinstance(p, DTensor) for p in module.parameters())
+
+
+def check_an_abandoned_window_adds_nothing() -> None:
+    mine, theirs = LeavesEarly(make_net()), LeavesEarly(make_net())
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 2}
+    fsdp(mine, make_batches(8), **options)
+    train(theirs, make_batches(8), strategy="ddp", devices=2, **options)
+    assert_same(whole(mine.state_dict()), theirs.state_dict(), 1e-6)
+
+
+def without_a_loss() -> None:
+    fsdp(SometimesNothing(make_net()), make_batches(4))
+
+
+def check_an_optimizer_of_before_steps_the_parts() -> None:
+    strategy = FSDPStrategy()
+    strategy.start()
+    net = make_net()
+    optimizer, stepped = sgd(net), sgd(net)
+    stepped.state[net[0].weight]["momentum_buffer"] = torch.ones_like(net[0].weight)
+    made = strategy.wrap_module(net, tk.Trainer(barebones=True, accelerator="cpu").precision_plugin)
+    assert made is net
+    strategy.prepare_optimizer(optimizer)
+    assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in net.parameters()}
+    with pytest.raises(StrategyError, match="has stepped"):
+        strategy.prepare_optimizer(stepped)
+
+
+def check_clipping_over_a_mix() -> None:
+    row, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    torch.manual_seed(3)
+    values = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2)]
+    kept = [nn.Parameter(value.clone()) for value in values]
+    mixed = [
+        nn.Parameter(distribute_tensor(values[0], row, [Shard(0)])),
+        nn.Parameter(distribute_tensor(values[1], other, [Shard(0), Shard(0)])),
+        nn.Parameter(values[2].clone()),
+    ]
+    for parameter in [*kept, *mixed]:
+        parameter.grad = parameter.detach() * 2
+    norm = nn.utils.clip_grad_norm_(kept, 0.5)
+    assert torch.allclose(total_norm([p.grad for p in mixed]), norm)
+    found = clip_sharded_gradients(mixed, 0.5, "norm")
+    assert found is not None
+    assert torch.allclose(found, norm)
+    for one, other_one in zip(mixed, kept, strict=True):
+        gradient: Tensor = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        assert torch.allclose(gradient, other_one.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_on_two_ranks() -> None:
+    check_tied_weights_stay_one()
+    check_rank_zero_builds()
+    check_nothing_stays_on_the_module()
+    check_an_abandoned_window_adds_nothing()
+    check_an_optimizer_of_before_steps_the_parts()
+    check_clipping_over_a_mix()
+    with pytest.raises(StrategyError, match="number of places"):
+        FSDPStrategy(device_mesh=(3,)).start()
+
+
+@pytest.mark.slow
+def test_a_step_without_a_loss_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"(?s)returned None.*rank 1.*times 0"):
+        run_distributed(without_a_loss, 2)

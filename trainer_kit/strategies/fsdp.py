@@ -1,0 +1,360 @@
+"""Fully sharded data parallel: every rank keeps a part of parameters, gradients and optimizer state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.gradients import clip_sharded_gradients
+from trainer_kit.strategies.initial import InitialWeights, built_once
+from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
+from trainer_kit.strategies.state import load_module_parts, load_optimizer_state, optimizer_parts, optimizer_state
+from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
+from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_units
+from trainer_kit.strategies.transforms.units import Policy
+
+__all__ = ["FSDPStrategy"]
+
+_RESHARDS: Final[Mapping[str, bool | None]] = {
+    "FULL_SHARD": None,
+    "SHARD_GRAD_OP": False,
+    "HYBRID_SHARD": None,
+    "HYBRID_SHARD_ZERO2": False,
+}
+
+
+@final
+class FSDPStrategy:
+    """torch's FSDP2 (Zhao et al., VLDB 2023; https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+
+    A unit's parameters are gathered while it computes, gradients are reduced into parts once an optimizer step. The
+    module keeps its names; after a fit it stays divided, and checkpoints load anywhere.
+
+    Args:
+        device: where this rank computes; the Trainer fills it in.
+        sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"``: parameters stay gathered until backward;
+            ``"HYBRID_SHARD"``: parts within a machine, whole copies across them; ``"HYBRID_SHARD_ZERO2"``: both.
+        reshard_after_forward: as torch's ``fully_shard`` takes it, in place of what ``sharding_strategy`` says of it.
+        auto_wrap_policy: which modules are gathered each by itself: classes, names, a number of parameters, or a
+            callable; by default the blocks of each list or sequence that repeats a class.
+        activation_checkpointing_policy: which modules compute their activations again in backward; True: the units.
+        cpu_offload: parts, gradients and optimizer state live in host memory.
+        mixed_precision: torch's ``MixedPrecisionPolicy``; by default parameters are gathered as they are stored, and
+            gradients reduced in the dtype that the precision says.
+        device_mesh: sizes, or a mesh: one axis to shard over, or two (replicas, shards).
+        ignored_modules: these, or those whose names match a regular expression, stay whole on every rank.
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
+        timeout: how long a collective may take.
+    """
+
+    name = "fsdp"
+    sharded = lockstep = True
+    shard_batch = None
+    own_buffers = True
+    """Nothing exchanges them in a step."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        sharding_strategy: str = "FULL_SHARD",
+        reshard_after_forward: bool | int | None = None,
+        auto_wrap_policy: Policy = None,
+        activation_checkpointing_policy: Policy = False,
+        cpu_offload: bool = False,
+        mixed_precision: MixedPrecisionPolicy | None = None,
+        device_mesh: tuple[int, ...] | DeviceMesh | None = None,
+        ignored_modules: str | Iterable[nn.Module] = (),
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        word = sharding_strategy.upper()
+        if word not in _RESHARDS:
+            found, fix = repr(sharding_strategy), f"use {', '.join(_RESHARDS)}, or DDPStrategy, which shards nothing"
+            raise StrategyError("unknown sharding strategy", found=found, fix=fix)
+        self.device = torch.device(device)
+        self.hybrid, self._mesh_shape = word.startswith("HYBRID"), device_mesh
+        self._reshards = _RESHARDS[word] if reshard_after_forward is None else reshard_after_forward
+        self._policy, self._recomputes = auto_wrap_policy, activation_checkpointing_policy
+        self.cpu_offload, self._mixed, self._ignored = cpu_offload, mixed_precision, ignored_modules
+        self.backend, self.timeout = process_group_backend, timeout
+        self._root: Any = None  # what gathers the rest of its module; None where that is several modules
+        self._units: list[FSDPModule] = []
+        self._parameters: list[nn.Parameter] = []
+        self._hooks: list[Any] = []
+        self._moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
+
+    @property
+    def gradient_divisor(self) -> int:
+        """FSDP averages over shards and replicas."""
+        return self.data.size
+
+    def start(self) -> None:
+        """Join the process group, or make one; then the mesh."""
+        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        self.data = self.world
+        shape = self._mesh_shape
+        if shape is None:
+            inside = Environment.detect().local_world_size if self.hybrid else self.world.size
+            shape = (self.world.size // inside, inside) if self.hybrid else (inside,)
+        if not isinstance(shape, DeviceMesh):
+            if torch.Size(shape).numel() != self.world.size:
+                found = f"device_mesh={shape} and {self.world.size} processes"
+                raise StrategyError("the mesh has another number of places than there are processes", found=found)
+            names = ("replicate", "shard")[-len(shape) :]
+            shape = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=names)
+        self.mesh: DeviceMesh = shape
+
+    def stop(self) -> None:
+        """Let go of the module; it stays divided."""
+        for hook in self._hooks:
+            hook.remove()
+        self._root, self._units, self._hooks, self._parameters = None, [], [], []
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are built on rank 0, in host memory; the other ranks get their parts of them."""
+        return built_once(self.world)
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
+        """Divide; evaluation alone has no room for whole weights either."""
+        self._divide(module, precision, [module] if getattr(module, "automatic_optimization", True) else _roots(module))
+
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+        """Divide; every rank gets its part of rank 0's weights.
+
+        In manual optimization the parts of the module are divided each by itself: a step of an optimizer falls between
+        two of their forwards.
+        """
+        self._every_backward = manual
+        self._divide(module, precision, _roots(module) if manual else [module])
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """Divide; it is called as it was before."""
+        self._divide(module, precision, [module])
+        return module
+
+    def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:
+        # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
+        # norms would compute in them too, and on a CPU refuse to.
+        policy = self._mixed or MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
+        shard = FullyShard(
+            self._policy,
+            reshard_after_forward=self._reshards,
+            mp_policy=policy,
+            cpu_offload=self.cpu_offload,
+            ignored=self._ignored,
+        )
+        weights, before = InitialWeights(module, self.world), dict(module.named_parameters())
+        if self._recomputes is not False:
+            ActivationCheckpointing(self._policy if self._recomputes is True else self._recomputes).apply(module)
+        shard.apply(module, self.mesh, roots)
+        weights.hand_out(module, self.device, torch.device("cpu") if self.cpu_offload else self.device)
+        self._root = module if list(roots) == [module] else None
+        self._units = [unit for root in roots for unit in sharded_units(root)]
+        self._parameters = list(module.parameters())
+        for name, parameter in module.named_parameters():
+            if parameter is not before[name]:
+                self._moved[id(before[name])] = (weakref.ref(before[name]), parameter)
+            if not hasattr(parameter, "placements"):  # what is whole is averaged as a whole, after each backward
+                hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def _average(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self.world.all_reduce(parameter.grad, "mean")
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Parameters that it had before they were divided become their parts."""
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                before, now = self._moved.get(id(parameter), (None, None))
+                if now is None or before is None or before() is not parameter:
+                    continue
+                if parameter in optimizer.state:
+                    fix = "make the optimizer before its first step, or after prepare()"
+                    raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
+                group["params"][index] = now
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """Through the root's hooks, which gather what no unit does."""
+        self._every_backward = self._every_backward or several
+        return method if self._root is None else _through(self._root, method)
+
+    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The same; weights are divided again after each call, as hooks and checkpoints look for them."""
+        call = method if self._root is None else _through(self._root, method)
+        units = self._units
+
+        def evaluate(*arguments: Any) -> Any:
+            output = call(*arguments)
+            for unit in units:
+                unit.reshard()
+            return output
+
+        return evaluate
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """The user's own, or autograd's; one that is to reach some parameters only leaves the others' gradients."""
+        return _Backward(self._parameters, backward or _autograd) if self._every_backward else backward
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's own step; in manual optimization nothing may stay gathered that was only read."""
+        if self._root is not None:
+            return optimizer.step
+        units = self._units
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            for unit in units:
+                unit.reshard()
+            return optimizer.step(*arguments, **options)
+
+        return step
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """One micro-batch after the other; gradients are reduced during the last backward."""
+        last, root = micro.count - 1, self._root
+        waits = last > 0 and root is not None and not self._every_backward
+        try:
+            for index in range(micro.count):
+                micro.begin(index)
+                if waits and index in (0, last):
+                    root.set_requires_gradient_sync(index == last)
+                loss = micro.forward(index)
+                if loss is not None:
+                    micro.backward(index, loss)
+                elif root is not None:
+                    raise _nothing_returned(self.world.rank)
+                micro.end(index)
+        except BaseException:
+            for unit in self._units:
+                abandon(unit)
+            raise
+
+    def arm(self, loss: Tensor) -> None:
+        """Every backward of manual optimization exchanges gradients."""
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """Clip by norm or by value, over all parts."""
+        clip_sharded_gradients(parameters, value, algorithm)
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's own, in parts."""
+        return dict(module.state_dict())
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Whole tensors, or parts."""
+        load_module_parts(module, state, strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's own, in parts."""
+        return optimizer_state(optimizer)
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """Whole tensors, or parts."""
+        load_optimizer_state(optimizer, groups, optimizer_parts(state))
+
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, running statistics are those of rank 0, as in its checkpoints."""
+        return borrowed_buffers(module, self.world)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.world.barrier()
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """A value of rank ``src`` for everyone."""
+        return self.world.broadcast(value, src)
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        kind = "hybrid FSDP" if self.hybrid else "FSDP"
+        if not hasattr(self, "mesh"):
+            return f"{kind} on {self.device.type}"
+        names = self.mesh.mesh_dim_names or ()
+        axes = " × ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=False))
+        kept = ", gathered until backward" if self._reshards is False else ""
+        where = ", parts in host memory" if self.cpu_offload else ""
+        units = f", {len(self._units)} units" if self._units else ""
+        return f"{kind} ({axes}) on {self.device.type}{units}{kept}{where}"
+
+
+def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method between the root's hooks; nothing of it stays on the module."""
+    root.__dict__["_step"] = method
+    register_fsdp_forward_method(root, "_step")
+    bound: Callable[..., Any] = root.__dict__.pop("_step")
+    return bound
+
+
+def _roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that have a forward; parameters outside of them stay whole."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _roots(child)
+        elif next(child.parameters(), None) is not None:
+            found.append(child)
+    owners: dict[int, nn.Module] = {}
+    for root in found:
+        for parameter in root.parameters():
+            other = owners.setdefault(id(parameter), root)
+            if other is not root:
+                raise StrategyError(
+                    "in manual optimization two parts of the module share a parameter, and each is divided by itself",
+                    found=f"{type(other).__name__} and {type(root).__name__}",
+                    fix="use automatic optimization, or DDPStrategy",
+                )
+    return found
+
+
+@final
+class _Backward:
+    """A backward that exchanges gradients, and may be told to leave those of other parameters alone."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], run: Callable[..., None]) -> None:
+        self.parameters, self.run = parameters, run
+
+    def __call__(self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any) -> None:
+        if inputs is None:
+            self.run(loss, *arguments, **options)
+            return
+        # autograd knows the gathered parameters only, so it cannot be told to reach those of which this rank has parts.
+        reached = {id(parameter) for parameter in inputs}
+        others = [(p, p.grad) for p in self.parameters if id(p) not in reached]
+        for parameter, _ in others:
+            parameter.grad = None
+        self.run(loss, *arguments, **options)
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
+def _autograd(loss: Tensor, **options: Any) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def _nothing_returned(rank: int) -> StrategyError:
+    return StrategyError(
+        "training_step returned None, and every rank is needed for the backward of the others",
+        found=f"rank {rank}",
+        fix="return the loss times 0 to skip a batch, or use DDPStrategy",
+    )

@@ -1,0 +1,82 @@
+"""The weights that training starts from: rank 0's, on every rank, wherever they are and however they are divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.protocols import Group
+from trainer_kit.strategies.state import part_of
+
+__all__ = ["InitialWeights", "built_once"]
+
+
+@contextmanager
+def built_once(group: Group) -> Iterator[None]:
+    """Inside, rank 0 builds modules in host memory, the others without storage; all draw the same random numbers."""
+    before = torch.get_rng_state()
+    with torch.device("cpu" if group.rank == 0 else "meta"):
+        yield
+    began, ended = group.broadcast((before, torch.get_rng_state()))
+    if torch.equal(before, began):  # the others drew nothing; what they draw next would differ
+        torch.set_rng_state(ended)
+
+
+@final
+class InitialWeights:
+    """What a module holds ahead of being divided, and its way to everybody after that.
+
+    Args:
+        module: as the user built it; on ranks other than the first its tensors may be without storage.
+        group: every rank of it makes the same calls.
+
+    Raises:
+        StrategyError: the first rank has no values either.
+    """
+
+    def __init__(self, module: nn.Module, group: Group) -> None:
+        self._group = group
+        found = {name: tensor.detach() for name, tensor in _tensors(module) if not hasattr(tensor, "placements")}
+        self._names = list(found)
+        self._whole = found if group.rank == 0 else {}
+        empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
+        if empty:
+            raise StrategyError(
+                "the weights to start from have no values",
+                found=f"{', '.join(empty[:3])} on the meta device on rank 0",
+                fix='build layers in configure_model without torch.device("meta"): ranks that need none hold none',
+            )
+
+    def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+        """Fill the module, divided by now, on every rank.
+
+        Args:
+            module: the same one.
+            device: where it computes.
+            parameters_on: where its parameters are kept.
+        """
+        if any(tensor.is_meta for _, tensor in _tensors(module)):
+            module.to_empty(device=parameters_on)
+        for part in module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    part._buffers[name] = buffer.to(device)
+        held = dict(_tensors(module))
+        with torch.no_grad():
+            for name in self._names:
+                own = held[name]
+                whole = self._whole.pop(name).to(device) if self._whole else None
+                if whole is None:
+                    whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+                self._group.broadcast(whole)
+                own.detach().copy_(part_of(whole, own))
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()

@@ -1,0 +1,220 @@
+"""`check_strategy`: does a strategy give the training that one process gives? What ours run, for anybody's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from trainer_kit.core.errors import add_note
+from trainer_kit.core.module import TrainModule
+from trainer_kit.testing.distributed import run_distributed
+from trainer_kit.trainer import Trainer
+
+__all__ = ["CHECKS", "Classifier", "Net", "assert_same", "check_strategy", "run_checks", "whole"]
+
+_Make = Callable[[], Any]
+"""Called on each rank, once for each Trainer."""
+
+_PER_RANK: Final = 3
+"""Samples of a batch on each rank."""
+
+
+def check_strategy(
+    strategy: _Make, world_size: int = 2, *, only: Iterable[str] | None = None, timeout: float = 120.0
+) -> None:
+    """Train small models with a strategy on gloo ranks of this machine, and compare with one process.
+
+    Args:
+        strategy: a class, or a function of the top level of a module, that makes the strategy.
+        world_size: number of ranks.
+        only: names of `CHECKS`; by default all of them.
+        timeout: seconds for all of them together.
+
+    Raises:
+        AssertionError: with the name of the check, and what differs.
+
+    Example:
+        >>> from trainer_kit.strategies import DDPStrategy
+        >>> check_strategy(DDPStrategy, only=["accumulation_and_clipping"])
+    """
+    run_distributed(run_checks, world_size, strategy, only, timeout=timeout)
+
+
+def run_checks(strategy: _Make, only: Iterable[str] | None = None) -> None:
+    """The checks, on ranks that are there already; every rank calls it."""
+    for name in CHECKS if only is None else only:
+        try:
+            CHECKS[name](strategy)
+        except BaseException as error:
+            add_note(error, f"check: {name}")
+            raise
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Blocks between two layers; 7 is no multiple of anything."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 4)
+        self.blocks = nn.ModuleList([_Block(width) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Shape (n, 4) for (n, 8)."""
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+class Classifier(TrainModule):
+    """A classification task of 8 features and 4 classes."""
+
+    def configure_model(self) -> None:
+        """Built where the strategy wants it; from rank 0's random numbers."""
+        if not hasattr(self, "net"):
+            self.net = Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """The mean cross entropy."""
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """SGD, whose steps are linear in the gradients: what differs shows."""
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class _TwoNets(Classifier):
+    """The second learns from what the first says, each with an optimizer of its own."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "left"):
+            self.left, self.right = Net(), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def losses(self, batch: Any) -> dict[str, Tensor]:
+        said = self.left(batch[0])
+        return {
+            "left": F.cross_entropy(self.right(said), batch[1]),
+            "right": F.mse_loss(self.right(said.detach()), said),
+        }
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.losses(batch)
+
+    def configure_optimizers(self) -> Any:
+        return {name: torch.optim.SGD(getattr(self, name).parameters(), lr=0.1) for name in ("left", "right")}
+
+
+class _ByHand(_TwoNets):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for name, optimizer in zip(("left", "right"), self.optimizers(), strict=True):
+            optimizer.zero_grad()
+            said = self.left(batch[0])
+            if name == "left":
+                loss = F.cross_entropy(self.right(said), batch[1])
+            else:
+                loss = F.mse_loss(self.right(said.detach()), torch.ones_like(said))
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return list(super().configure_optimizers().values())
+
+
+class _Frozen(Classifier):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.net.first.requires_grad_(False)
+        self.net.blocks[0].requires_grad_(False)
+
+
+def _samples(count: int) -> TensorDataset:
+    draw = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw))
+
+
+def _fit(
+    strategy: Any, make: Callable[[], Any], count: int, size: int, devices: int, **options: Any
+) -> tuple[Trainer, dict[str, Tensor]]:
+    torch.manual_seed(7)
+    module = make()
+    settings = {"max_epochs": 2, "barebones": True, "precision": "64-true", "seed": 0, **options}
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
+    trainer.fit(module, DataLoader(_samples(count), batch_size=size))
+    return trainer, whole(trainer.strategy.module_state(module))
+
+
+def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """A module's state as one process would have it, on every rank."""
+    parts = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {name: value.detach().clone() for name, value in parts.items()}
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
+    """Equal names, and values up to the order of sums in float64."""
+    assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=tolerance, atol=tolerance, msg=partial("{}: {}".format, name)
+        )
+
+
+def _compare(strategy: _Make, make: Callable[[], Any], counts: Iterable[int], **options: Any) -> None:
+    """Fits of so many samples, on these ranks and in this process alone."""
+    world = torch.distributed.get_world_size()
+    for count in counts:
+        try:
+            trainer, found = _fit(strategy(), make, count, _PER_RANK, world, **options)
+            assert trainer.world_size == world, "the strategy does not train on all ranks"
+            alone, expected = _fit("auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options)
+            assert_same(found, expected)
+            assert trainer.global_step == alone.global_step
+            assert trainer.progress.samples == alone.progress.samples
+        except BaseException as error:
+            add_note(error, f"with {count} samples")
+            raise
+
+
+def _accumulation_and_clipping(strategy: _Make) -> None:
+    limits: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    _compare(strategy, Classifier, [72], **limits)
+    _compare(strategy, Classifier, [24], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+def _frozen_parts(strategy: _Make) -> None:
+    _compare(strategy, _Frozen, [24], accumulate_grad_batches=2)
+
+
+def _named_losses(strategy: _Make) -> None:
+    _compare(strategy, _TwoNets, [48], accumulate_grad_batches=2, gradient_clip_val=0.5)
+
+
+def _manual_optimization(strategy: _Make) -> None:
+    _compare(strategy, _ByHand, [24])
+
+
+CHECKS: Final[dict[str, Callable[[_Make], None]]] = {
+    "accumulation_and_clipping": _accumulation_and_clipping,
+    "frozen_parts": _frozen_parts,
+    "named_losses": _named_losses,
+    "manual_optimization": _manual_optimization,
+}
+"""By name; each is called on every rank with what makes the strategy."""
