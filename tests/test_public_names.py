@@ -30,6 +30,7 @@ NAMES = [
     "LoggerType",
     "ParallelPlan",
     "PartialState",
+    "PipelinePlan",
     "ProfileKwargs",
     "Progress",
     "ProjectConfiguration",

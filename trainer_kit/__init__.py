@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer_kit.core.hooks import Callback
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.module import TrainModule as LightningModule
-    from trainer_kit.core.parallel import ContextPlan, ParallelPlan
+    from trainer_kit.core.parallel import ContextPlan, ParallelPlan, PipelinePlan
     from trainer_kit.core.progress import Progress
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
@@ -75,6 +75,7 @@ __all__ = [
     "LoggerType",
     "ParallelPlan",
     "PartialState",
+    "PipelinePlan",
     "ProfileKwargs",
     "Progress",
     "ProjectConfiguration",
@@ -129,6 +130,7 @@ _HOME = {
     "LoggerType": "raw.trackers:LoggerType",
     "ParallelPlan": "core.parallel:ParallelPlan",
     "PartialState": "accelerator:PartialState",
+    "PipelinePlan": "core.parallel:PipelinePlan",
     "ProfileKwargs": "raw.options:ProfileKwargs",
     "Progress": "core.progress:Progress",
     "ProjectConfiguration": "raw.options:ProjectConfiguration",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-__all__ = ["ContextPlan", "ParallelPlan"]
+__all__ = ["ContextPlan", "ParallelPlan", "PipelinePlan"]
 
 
 @final
@@ -60,4 +60,33 @@ class ParallelPlan:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     context: ContextPlan | None = None
-    pipeline: Any = None
+    pipeline: PipelinePlan | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class PipelinePlan:
+    """How a model becomes the stages of a pipeline. Its ``forward`` and the module's steps stay as they are.
+
+    The model runs blocks one after the other, each once (a ``ModuleList`` or ``Sequential``); what is around them
+    belongs to the first stage (embeddings) or to the last (norm, head).
+
+    Args:
+        model: the submodule that becomes stages; "" for the module itself, None for the only one with parameters.
+            Steps call it as a whole, once.
+        split_points: names in the model of the blocks at which the second and later stages begin, as in
+            ``["layers.4"]``; ``"auto"`` divides the largest list of blocks by number of parameters.
+        first: names in the model of what runs ahead of the blocks although it is defined behind them.
+        last: names of what runs behind them although it is defined ahead of them.
+        everywhere: names of modules with nothing to train that each stage needs a copy of (tables of rotations).
+
+    Example:
+        >>> PipelinePlan(model="net", split_points=["layers.2", "layers.4"]).first
+        ()
+    """
+
+    model: str | None = None
+    split_points: Sequence[str] | str = "auto"
+    first: Sequence[str] = ()
+    last: Sequence[str] = ()
+    everywhere: Sequence[str] = ()

@@ -37,6 +37,11 @@ class MicroSteps(Protocol):
     """The micro-batches of one window, as the engine hands them to a strategy: order is all that a strategy decides."""
 
     count: int
+    first: int
+    """The first one's number in its epoch."""
+    batch: Any
+    outputs: Any
+    contributed: bool
 
     def begin(self, index: int) -> None:
         """Move the batch and call ``on_train_batch_start``."""
@@ -49,6 +54,19 @@ class MicroSteps(Protocol):
 
     def end(self, index: int) -> None:
         """Count the batch; ``on_train_batch_end``, except for the last, whose comes after the optimizer step."""
+
+    def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
+        """Go back to a micro-batch that has begun, for strategies that have several under way."""
+
+    def rehearse(self, batch: Any, index: int) -> None:
+        """Run the user's step on a batch, unheard and unlogged."""
+
+    @property
+    def hears_backward(self) -> bool:
+        """Whether anybody listens to ``on_before_backward`` or ``on_after_backward``."""
+
+    def start_gradients(self) -> None:
+        """Drop the gradients of the window before, for strategies that run backward themselves."""
 
 
 class Group(Protocol):
@@ -85,6 +103,10 @@ class Strategy(Protocol):
     """All processes."""
     data: Group
     """The processes among which a global batch is divided; the others of one place in it get the same batches."""
+    reports: Group
+    """The processes whose logged values make one: the data ranks, and those that compute the same batches together."""
+    reporter: int
+    """The rank of the world whose values count for this one's batches: its own, but where only another one has them."""
     sharded: bool
     """Whether a rank's own state is only a part of it: checkpoints are then written by all ranks together."""
     shard_batch: Callable[[Any], Any] | None

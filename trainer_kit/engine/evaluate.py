@@ -82,7 +82,7 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
         for hook in run.listeners("epoch_end"):
             hook()
-        if run.listeners("epoch_end") or run.strategy.data.size > 1:  # who listens may differ from rank to rank
+        if run.listeners("epoch_end") or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
         for hook in run.listeners("end"):
             hook()

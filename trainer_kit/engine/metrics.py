@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.protocols import Group
+from trainer_kit.core.protocols import Group, Strategy
 from trainer_kit.engine.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
 from trainer_kit.engine.metric_objects import place_of, restore_running, running_states
 from trainer_kit.engine.reduction import agreed, reduced
@@ -38,6 +38,8 @@ class Metrics:
         weigh: what a batch weighs where the user's ``loss_weight`` says so, asked only by values without a batch size.
         module: whose metric objects are logged.
         by_batch: whether values of single batches were asked for in this evaluation.
+        counts: whether this rank's values do; else they are those of the rank that reports for it.
+        shares_all: whether no rank has a whole value of its own.
     """
 
     __slots__ = (
@@ -48,6 +50,7 @@ class Metrics:
         "absent",
         "by_batch",
         "callback",
+        "counts",
         "group",
         "hook",
         "loader",
@@ -55,6 +58,7 @@ class Metrics:
         "module",
         "progress",
         "progress_bar",
+        "shares_all",
         "table",
         "weigh",
         "weight",
@@ -70,6 +74,7 @@ class Metrics:
         self.by_batch = False
         self._flushed = -1
         self.group: Group | None = None
+        self.counts, self.shares_all = True, False
         self.module: Any = None
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
         self.table = self._tables["train"]
@@ -162,6 +167,12 @@ class Metrics:
         self.by_batch = self.by_batch or entry.on_step
         return entry
 
+    def heard_on(self, strategy: Strategy, module: Any) -> None:
+        """From here on values are those of this module, on the ranks of this strategy."""
+        self.group, self.module = strategy.reports, module
+        self.counts = strategy.reporter == strategy.world.rank
+        self.shares_all = strategy.reports.size > strategy.data.size
+
     def enter(self, stage: str) -> None:
         """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
         self._tables[stage] = self.table = {}
@@ -228,13 +239,14 @@ class Metrics:
     def _publish(self, entries: list[Entry], step: bool, ran: bool, log: bool = True) -> Reduced:
         group = self.group
         alone = group is None or group.size == 1
-        shared = [e for e in entries if not e.rank_zero and (e.sync or alone)]
+        shared = [e for e in entries if self.shares_all or (not e.rank_zero and (e.sync or alone))]
         if not alone and group is not None:
-            shared = agreed(sorted(shared, key=_by_name), group, ran, self.absent, self.module)
+            shared = sorted(shared, key=_by_name) if self.counts else []
+            shared = agreed(shared, group, ran and self.counts, self.absent, self.module)
         result = Reduced()
         for entry, value in zip(shared, reduced(shared, step, group), strict=True):
             self._deliver(result, entry, value, step)
-        own = [] if alone else [e for e in entries if e.rank_zero or not e.sync]
+        own = [] if alone or self.shares_all else [e for e in entries if e.rank_zero or not e.sync]
         for entry, value in zip(own, reduced(own, step, None), strict=True):
             self._deliver(result, entry, value, step)
         self._keep(result, log)

@@ -165,7 +165,7 @@ class Micro:
         batch = self.batch
         if batch is None:
             self.ghosts += 1
-            self._add_nothing()
+            self.start_gradients()
             self.absent()
             return None
         self._metrics.hook = "training_step"
@@ -227,7 +227,7 @@ class Micro:
         self.outputs = output
         if output is None:
             self.skipped += 1
-            self._add_nothing()
+            self.start_gradients()
             return None
         if self._several is not None and isinstance(output, Mapping) and self._several.keys() <= output.keys():
             named = {}
@@ -236,7 +236,7 @@ class Micro:
                     named[name] = self._weighed(output[name], output, index)
             self.outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
             if not named:
-                self._add_nothing()
+                self.start_gradients()
             return named or None
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if isinstance(loss, Tensor) and self._several is None:
@@ -314,20 +314,39 @@ class Micro:
                 "this rank has no data, and manual optimization needs every rank",
                 fix="use fewer processes, smaller batches, or automatic optimization",
             )
-        metrics, factors, seen = self._metrics, self.factors, (self.loss, self.loss_sum)
-        table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
+        factors, seen = self.factors, (self.loss, self.loss_sum)
         self.factors = [0.0]
         try:
-            with self._autocast or nullcontext():
-                self._step(self.earlier, self.first)
+            self.rehearse(self.earlier, self.first)
         finally:
-            metrics.table, self.factors, (self.loss, self.loss_sum) = table, factors, seen
+            self.factors, (self.loss, self.loss_sum) = factors, seen
+
+    def rehearse(self, batch: Any, index: int) -> None:
+        """Run the user's step on a batch, unheard and unlogged."""
+        metrics = self._metrics
+        table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
+        try:
+            with self._autocast or nullcontext():
+                self._step(batch, index)
+        finally:
+            metrics.table = table
+
+    def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
+        """Go back to a micro-batch that has begun, for strategies that have several under way."""
+        self.batch, self.index, self.outputs = batch, self.first + index, outputs
+        self._metrics.weight = self.weights[index]
 
     def let_go(self) -> None:
         """The fit is over: nothing may keep the strategy's wrapper, and with it its process group, alive."""
         self._step = _over
 
-    def _add_nothing(self) -> None:
+    @property
+    def hears_backward(self) -> bool:
+        """Whether anybody listens to ``on_before_backward`` or ``on_after_backward``."""
+        return bool(self._bus.on_before_backward or self._bus.on_after_backward)
+
+    def start_gradients(self) -> None:
+        """Drop the gradients of the window before, where nobody did yet."""
         if self.fresh:
             self.fresh = False
             self.zero()

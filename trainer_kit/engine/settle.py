@@ -64,7 +64,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
             hook()
-        if listeners or run.strategy.data.size > 1:  # who listens may differ from rank to rank
+        if listeners or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))
         run.publish(reduced.logger, progress.step)
         reduced = Reduced()

@@ -88,10 +88,13 @@ def collect(
         state["seed"] = seed
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
-        own = (rng_state(run.strategy.device), run.metrics.state_dict(), _own_buffers(run), reading_state(run, done))
-        state["rng"], state["metrics"], buffers, state["loaders"] = map(
-            list, zip(*run.strategy.world.all_gather_object(own), strict=True)
+        strategy = run.strategy
+        logged = (strategy.reporter, run.metrics.state_dict())
+        own = (rng_state(strategy.device), logged, _own_buffers(run), reading_state(run, done))
+        state["rng"], values, buffers, state["loaders"] = map(
+            list, zip(*strategy.world.all_gather_object(own), strict=True)
         )
+        state["metrics"] = [values[reporter][1] for reporter, _ in values]
         if any(buffers):
             state["buffers"] = buffers
     for hook in run.bus.on_save_checkpoint if hooks else ():

@@ -91,7 +91,7 @@ class Verb:
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
         self._attach()
-        trainer.metrics.group, trainer.metrics.module = trainer.strategy.data, module
+        trainer.metrics.heard_on(trainer.strategy, module)
         trainer.requests.clear()
         if stage == "fit":
             trainer.begin_fit()

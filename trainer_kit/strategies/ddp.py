@@ -94,7 +94,8 @@ class DDPStrategy:
     def start(self) -> None:
         """Join the process group, or make one."""
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        self.data = self.world
+        self.data = self.reports = self.world
+        self.reporter = self.world.rank
 
     def stop(self) -> None:
         """Let go of the wrapper and its hooks on the parameters; the process group stays until the process ends."""

@@ -105,7 +105,8 @@ class FSDPStrategy:
     def start(self) -> None:
         """Join the process group, or make one; then the mesh."""
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        self.data = self.world
+        self.data = self.reports = self.world
+        self.reporter = self.world.rank
         shape = self._mesh_shape
         if shape is None:
             inside = Environment.detect().local_world_size if self.hybrid else self.world.size

@@ -62,12 +62,13 @@ class SingleDeviceStrategy:
 
     name = "single_device"
     gradient_divisor = 1
+    reporter = 0
     sharded = lockstep = False
     shard_batch = None
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self.world = self.data = Alone()
+        self.world = self.data = self.reports = Alone()
 
     def start(self) -> None:
         """Nobody to join."""

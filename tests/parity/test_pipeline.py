@@ -1,0 +1,181 @@
+"""The stages of a pipeline train as one process does."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trainer_kit as tk
+from tests.parity.plain import case
+from tests.strategies.pipelines import Stages, Writer, texts, words
+from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.strategies.transforms.pipeline import SCHEDULES
+
+pytestmark = pytest.mark.slow
+
+RAGGED = (4,) * 10 + (3,)
+
+
+def train(module: Any, strategy: Any, batches: Any, val: Any = None, **options: Any) -> tk.Trainer:
+    quiet = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+    }
+    alone = strategy == "single_device"
+    devices = 1 if alone else dist.get_world_size()
+    options = {"max_epochs": 2, "accumulate_grad_batches": 4, **options}
+    trainer = tk.Trainer(accelerator="cpu", strategy=strategy, devices=devices, **quiet, **options)
+    trainer.fit(module, batches, val)
+    return trainer
+
+
+def both(make: Any, schedule: str = "1F1B", batches: Any = None, **options: Any) -> tuple[Any, Any]:
+    """The trainers of one process and of a pipeline, compared."""
+    batches = texts(RAGGED) if batches is None else batches
+    one, mine = make(), make()
+    start = {name: value.clone() for name, value in one.state_dict().items()}
+    alone = train(one, "single_device", batches, **options)
+    staged = train(mine, Stages(schedule), batches, **options)
+    whole, own = one.state_dict(), mine.state_dict()
+    everyone = staged.strategy.world.all_gather_object(list(own))
+    assert sorted(name for names in everyone for name in names) == sorted(whole)  # each on one rank
+    assert all(len(names) < len(whole) for names in everyone)
+    for name, value in own.items():
+        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    assert any(not torch.equal(start[name], value) for name, value in own.items())
+    assert {name for name, _ in mine.named_parameters()} <= own.keys()
+    assert staged.callback_metrics.keys() == alone.callback_metrics.keys()
+    for name, value in alone.callback_metrics.items():
+        torch.testing.assert_close(staged.callback_metrics[name], value, rtol=1e-6, atol=1e-6)
+    assert (staged.progress.samples, staged.global_step) == (alone.progress.samples, alone.global_step)
+    return alone, staged
+
+
+class Weighed(Writer):
+    def loss_weight(self, batch: Tensor) -> float:
+        return float((batch > 3).sum())
+
+
+class Noisy(Writer):
+    """Draws in its step, once ahead of the model and once behind it."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        noise = torch.randint(11, batch.shape)
+        logits = self.net(noise)["logits"]
+        self.heard.append(noise)
+        return F.cross_entropy(logits.flatten(0, 1), noise.flatten()) + 0 * torch.rand(())
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks() -> None:
+    for schedule in SCHEDULES:
+        with case(schedule=schedule):
+            alone, staged = both(Writer, schedule)
+            heard = staged.module.heard
+            assert sorted(heard) == sorted(alone.module.heard)
+            assert heard[:8] == [("start", i) for i in range(4)] + [("end", i, 4) for i in range(4)]
+    check_options()
+    check_evaluation()
+    check_what_a_step_draws()
+    check_other_models()
+    check_precision()
+
+
+def check_options() -> None:
+    for options in (
+        {"accumulate_grad_batches": 1, "max_steps": 3},
+        {"gradient_clip_val": 0.05},
+        {"gradient_clip_val": 0.001, "gradient_clip_algorithm": "value"},
+        {"loss_weighting": False},
+        {"accumulate_grad_batches": 3, "limit_train_batches": 8},
+    ):
+        with case(**options):
+            both(Writer, **options)
+    with case(module="Weighed"):
+        both(Weighed)
+        both(Weighed, batches=texts((2, 4, 4, 3, 4, 4, 1)))
+    with case(plan="by name"):
+        both(lambda: Writer(plan=PipelinePlan(model="net", split_points=["layers.1"])))
+
+
+def check_evaluation() -> None:
+    val = texts((3, 4, 2), seed=7)
+    alone, staged = both(Writer, val=val, max_epochs=1)
+    assert "val_loss" in staged.callback_metrics
+    results = [trainer.validate(trainer.module, val, verbose=False)[0]["val_loss"] for trainer in (alone, staged)]
+    assert results[0] == pytest.approx(results[1], rel=1e-12)
+    with warnings.catch_warnings():
+        one, other = (trainer.predict(trainer.module, val) for trainer in (alone, staged))
+    for theirs, mine in zip(one, other, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    fresh = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True)  # without training
+    torch.testing.assert_close(fresh.predict(Writer(), val)[0], Writer().predict_step(val[0], 0).detach())
+
+
+def check_what_a_step_draws() -> None:
+    torch.manual_seed(dist.get_rank())
+    module = Noisy()
+    staged = train(module, Stages(), texts((4,) * 8), max_epochs=1)
+    drawn = [value for value in module.heard if isinstance(value, Tensor)]
+    if staged.strategy.pipeline.last:
+        assert len(drawn) == 8
+        assert not torch.equal(drawn[0], drawn[1])
+    last = staged.strategy.world.all_gather(torch.rand(()))
+    assert last[0] != last[1]  # outside of steps every rank draws its own
+
+
+class Line(tk.TrainModule):
+    """A Sequential of changing shapes, called as the module itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        ).double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self(batch.double()).square().mean()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Itself(Line):
+    def configure_parallel(self, mesh: Any) -> Any:
+        return tk.ParallelPlan(pipeline=PipelinePlan(model=""))
+
+
+def check_other_models() -> None:
+    for make in (Line, Itself):
+        with case(model=make.__name__):
+            both(make, "GPipe")  # with running statistics, which the look at shapes leaves alone
+
+
+def check_precision() -> None:
+    one, mine = Writer(words().float()), Writer(words().float())
+    for module, strategy in ((one, "single_device"), (mine, Stages())):
+        train(module, strategy, texts(RAGGED), precision="bf16-mixed")
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-5, atol=1e-5)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.world_size(4)
+def test_four_ranks() -> None:
+    for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"):
+        with case(schedule=schedule):
+            both(Writer, schedule, max_epochs=1)

@@ -1,0 +1,211 @@
+"""How a model becomes stages, and what cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer_kit as tk
+from tests.parity.plain import case
+from tests.strategies.pipelines import Stages, Words, Writer, texts
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.strategies.transforms.split import Turn, make_stages
+from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model
+
+CPU = torch.device("cpu")
+
+
+def run(stages: list[Any], *inputs: Any) -> Any:
+    handed: Any = ()
+    for stage in stages:
+        stage.turns = iter([Turn(inputs, {})])
+        handed = stage(*handed)
+    return handed
+
+
+def split(model: nn.Module, count: int, plan: PipelinePlan | None = None) -> list[Any]:
+    return make_stages(model, lay_out(model, plan or PipelinePlan(), count), range(count), CPU)
+
+
+def test_blocks_are_divided_by_their_size_and_ends_belong_to_the_first_and_last() -> None:
+    layout = lay_out(Words(blocks=8), PipelinePlan(), 4)
+    assert [len(blocks) for blocks in layout.blocks] == [2, 2, 2, 2]
+    assert {name: at for name, at in layout.owners.items() if "layers" not in name} == {
+        "embedding": 0,
+        "positions": 0,
+        "norm": 3,
+        "head": 3,
+    }  # and a table with nothing to save on each
+    big = Words(blocks=4, width=8)
+    big.embedding = nn.Embedding(1000, 8)
+    assert [len(blocks) for blocks in lay_out(big, PipelinePlan(), 2).blocks] == [1, 3]
+    named = lay_out(Words(blocks=8), PipelinePlan(split_points=["layers.1", "layers.7"]), 3)
+    assert [blocks[0] for blocks in named.blocks] == ["layers.0", "layers.1", "layers.7"]
+
+
+def test_stages_one_after_the_other_are_the_model() -> None:
+    batch = texts((3,))[0]
+    for count in (2, 3, 5):
+        model = Words(blocks=5)
+        expected = model(batch)["logits"]
+        stages = split(model, count)
+        assert torch.equal(run(stages, batch)["logits"], expected)
+        run(stages, batch)["logits"].sum()
+        assert torch.equal(model(batch)["logits"], expected)  # all stages are here, and put back
+        trained = [p for stage in stages for p in stage.parameters()]
+        assert len({*map(id, trained)}) == len(trained) == len(list(model.parameters()))
+
+
+def test_a_stage_has_nothing_of_the_others() -> None:
+    model = Words(blocks=4)
+    (stage,) = make_stages(model, lay_out(model, PipelinePlan(), 2), [1], CPU)
+    names = list(model.state_dict())
+    assert {name.split(".")[0] for name in names} == {"layers", "norm", "head"}
+    assert {name.split(".")[1] for name in names if name.startswith("layers")} == {"2", "3"}
+    assert len(model.layers) == 4
+    assert len(list(stage.parameters())) == len(names)
+
+
+class Skips(Words):
+    """What the embedding made reaches a block of another stage, or the end."""
+
+    def __init__(self, at_end: bool) -> None:
+        super().__init__(blocks=2)
+        self.at_end = at_end
+
+    def forward(self, words: Tensor, *, half: bool = False) -> dict[str, Tensor]:
+        x = start = self.embedding(words)
+        for layer in self.layers:
+            x = layer(x, x if self.at_end else start)[0]
+        return {"logits": self.head(self.norm(x)) + (start.sum() if self.at_end else 0)}
+
+
+class Twice(Words):
+    def forward(self, words: Tensor, *, half: bool = False) -> dict[str, Tensor]:
+        x = self.embedding(words)
+        for layer in [*self.layers, *self.layers]:
+            x = layer(x, x)[0]
+        return {"logits": self.head(self.norm(x))}
+
+
+class HeadFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(x))  # type: ignore[no-any-return]
+
+
+def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
+    batch = texts((3,))[0]
+    for model, what in (
+        (Skips(at_end=False), "the input of layers.1 depends"),
+        (Skips(at_end=True), "what the model returns depends"),
+        (Twice(blocks=2), "layers.0 is called more than once|depends on what another stage"),
+    ):
+        with case(model=type(model).__name__), pytest.raises(StrategyError, match=what):
+            run(split(model, 2), batch)
+    with pytest.raises(StrategyError, match="depends on what another stage"):
+        run(split(HeadFirst(), 2), torch.ones(1, 4))
+    model = HeadFirst()
+    expected = model(torch.ones(1, 4))
+    assert torch.equal(run(split(model, 2, PipelinePlan(last=["head"])), torch.ones(1, 4)), expected)
+
+
+def test_plans_that_do_not_fit() -> None:
+    tied = Words(blocks=2)
+    tied.head.weight = tied.embedding.weight
+    for model, plan, what in (
+        (nn.Sequential(nn.Linear(2, 2)), {}, "cannot be split into 2 stages"),
+        (Words(blocks=4), {"split_points": ["layers.9"]}, "no block 'layers.9'"),
+        (Words(blocks=4), {"split_points": []}, "names 0 blocks"),
+        (Words(blocks=4), {"split_points": ["layers.0"]}, "out of order"),
+        (Words(blocks=4), {"split_points": "even"}, 'is "auto" or names'),
+        (Words(blocks=4), {"last": ["heads"]}, "names 'heads'(.|\n)*'head'"),
+        (Words(blocks=4), {"everywhere": ["norm"]}, "has parameters to train"),
+        (tied, {}, "embedding.weight and head.weight are one parameter, on stages 0 and 1"),
+    ):
+        with case(plan=plan), pytest.raises(StrategyError, match=what):
+            lay_out(model, PipelinePlan(**plan), 2)  # type: ignore[arg-type]
+    several = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
+    with pytest.raises(StrategyError, match="which submodule becomes the stages"):
+        pipelined_model(several, PipelinePlan())
+    with pytest.raises(StrategyError, match="has no such submodule"):
+        pipelined_model(several, PipelinePlan(model="tow"))
+
+
+class Outside(Writer):
+    def __init__(self) -> None:
+        super().__init__(plan=PipelinePlan(model="net"))
+        self.scale = nn.Linear(1, 1)
+
+
+class Skipping(Writer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.net(batch)
+        return None
+
+
+class NotCalling(Writer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return batch.sum()
+
+
+class CallingTwice(Writer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self.net(batch)["logits"].sum() + self.net(batch)["logits"].sum()
+
+
+class Listening(Writer):
+    def on_after_backward(self) -> None: ...
+
+
+class Failing(Writer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        self.net(batch)
+        raise KeyError("mine")
+
+
+def fit(make: Any) -> None:
+    trainer = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True, max_steps=1)
+    trainer.fit(make(), texts((4,) * 2))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "what"),
+    [
+        (Skipping, StrategyError, "training_step returned no loss, and the other stages"),
+        (CallingTwice, StrategyError, "a step calls the pipelined model twice"),
+        (Failing, KeyError, "mine"),
+    ],
+)
+@pytest.mark.slow
+def test_what_fails_on_the_last_stage_alone(make: Any, error: Any, what: str) -> None:
+    from trainer_kit.testing import run_distributed
+
+    with pytest.raises(error, match=what):
+        run_distributed(fit, 2, make)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_modules_that_have_no_place_in_a_pipeline() -> None:
+    for make, what in (
+        (Outside, "scale.weight is not in what becomes the stages"),
+        (NotCalling, "did not call the pipelined model"),
+        (Listening, "on_before_backward and on_after_backward have no place"),
+    ):
+        with case(module=make.__name__), pytest.raises(StrategyError, match=what):
+            fit(make)
+    module = Writer()
+    first = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True, max_steps=1)
+    first.fit(module, texts((4,) * 2))
+    second = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True)
+    with pytest.raises(StrategyError, match="was split by another pipeline"):
+        second.predict(module, texts((4,)))
