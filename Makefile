@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-quick soak check bench docs clean
+.PHONY: help demo test test-quick test-xla soak check bench docs clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
 	@echo "make test        every test"
 	@echo "make test-quick  the tests that are not marked slow"
+	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints and its samples cost, beside hand-written ones"
@@ -24,7 +25,7 @@ help:
 	@touch $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-quick soak check bench: export OMP_NUM_THREADS = 1
+test test-quick test-xla soak check bench: export OMP_NUM_THREADS = 1
 
 demo: .venv/.stamp
 	$(BIN)/python examples/digits.py
@@ -34,6 +35,27 @@ test: .venv/.stamp
 
 test-quick: .venv/.stamp
 	$(BIN)/python -m pytest -m "not slow"
+
+# torch_xla goes with one build of torch, and with none of the other libraries that ask for a newer one.
+XLA := .venv-xla/bin/python
+.venv-xla/.stamp: constraints.txt pyproject.toml tests/xla/stub_libraries.py
+	@echo "making .venv-xla (a few minutes the first time)"
+	test -x $(XLA) || $(PYTHON) -m venv .venv-xla
+	$(XLA) -m pip install --no-deps torch==2.9.0 torch_xla==2.9.0 torchdata==0.11.0
+	sed '/^torch==/d' constraints.txt > .venv-xla/constraints.txt
+	$(XLA) -m pip install -c .venv-xla/constraints.txt absl-py click docstring-parser filelock fsspec jinja2 jsonargparse \
+	  lightning-utilities networkx numpy pytest pytest-timeout PyYAML requests safetensors setuptools sympy tensorboard \
+	  tqdm typing_extensions xxhash
+	$(XLA) tests/xla/stub_libraries.py .venv-xla/lib/python3*/site-packages
+	@touch $@
+
+# The tests' own conftest is for the other environment. The process's devices are chosen when it starts.
+test-xla: export PYTHONPATH = .
+test-xla: export PJRT_DEVICE = CPU
+test-xla: export TF_CPP_MIN_LOG_LEVEL = 2
+test-xla: .venv-xla/.stamp
+	$(XLA) -m pytest --confcutdir=tests/xla tests/xla
+	CPU_NUM_DEVICES=4 XLA_FLAGS=--xla_force_host_platform_device_count=4 $(XLA) -m pytest --confcutdir=tests/xla tests/xla
 
 KILLS ?= 1000
 FLIPS ?= 100000

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+import torch
 
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, StrategyError
@@ -28,6 +31,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """What a word says beyond its class."""
 for _word in ("ddp", "ddp_notebook", "ddp_fork", "fsdp", "fsdp_full_shard", *_OPTIONS):
     STRATEGIES.register(_word, _DDP if _word.startswith("ddp") else _FSDP)
+_XLA = ("xla", "tpu", "xla_fsdp")
+for _word in _XLA:
+    STRATEGIES.register(_word, "trainer_kit.strategies.xla:XLAStrategy")
 STRATEGIES.register("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
 for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
     LOGGERS.register(_word, f"trainer_kit.loggers:{_name}")
@@ -94,6 +100,9 @@ def choose_strategy(
     Returns:
         The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
     """
+    found = _finds_devices(strategy, accelerator)
+    if found is not None:
+        return found, 1, None
     wanted = count_devices(devices, accelerator)
     explicit = devices not in ("auto", -1, "-1")
     local = environment.launched and explicit and wanted == 1 and environment.local_world_size > 1
@@ -129,6 +138,27 @@ def choose_strategy(
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start
+
+
+def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
+    """A strategy whose devices torch does not show as an accelerator: it finds them itself, in one process."""
+    made: Strategy | None = None
+    if isinstance(strategy, str) and strategy in _XLA:
+        made = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
+    elif strategy == "auto" and accelerator.lower() in _XLA:
+        made = STRATEGIES.get("xla")()
+    elif getattr(strategy, "finds_devices", False):
+        made = strategy
+    drives = torch.accelerator.current_accelerator()
+    if accelerator == "tpu" and strategy == "auto" and drives is not None and drives.type == "tpu":
+        return None  # torch shows this one itself
+    if made is not None and importlib.util.find_spec("torch_xla") is None:
+        raise StrategyError(
+            "torch_xla is not installed",
+            found=f"strategy={strategy!r}, accelerator={accelerator!r}",
+            fix="pip install torch_xla, in the version that goes with this torch",
+        )
+    return made
 
 
 def _make_strategy(word: str, device: Any) -> Strategy:

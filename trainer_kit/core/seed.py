@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -40,6 +41,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     random.seed(chosen)
     np.random.seed(chosen)
     torch.manual_seed(chosen)
+    xla = sys.modules.get("torch_xla")
+    if xla is not None and xla._XLAC._xla_runtime_is_initialized():
+        xla.manual_seed(chosen)  # torch seeds every accelerator but this; one that is not up yet takes torch's seed
     _last_seed = chosen
     return chosen
 
@@ -58,8 +62,17 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if device is not None and device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state(device)
+        state["device"] = _generators(device).get_rng_state(device)
     return state
+
+
+def _generators(device: torch.device) -> Any:
+    """Who keeps the generator of an accelerator; torch_xla is no module of torch, and its state is a number."""
+    if device.type != "xla":
+        return torch.get_device_module(device)
+    from torch_xla.core import xla_model
+
+    return xla_model
 
 
 def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
@@ -74,7 +87,8 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
     if "torch" in state:
         torch.set_rng_state(state["torch"].cpu())
     if "device" in state and device is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(state["device"].cpu(), device)
+        kept = state["device"]
+        _generators(device).set_rng_state(kept.cpu() if isinstance(kept, torch.Tensor) else kept, device)
 
 
 @contextmanager

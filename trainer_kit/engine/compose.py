@@ -83,8 +83,11 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
         precision=precision,
         strategy=strategy,
         move=move,
-        # Tensors made under inference_mode cannot be used in training, and gloo cannot send them.
-        inference_mode=settings.inference_mode and trainer.state_verb != "fit" and strategy.world.size == 1,
+        # Tensors made under inference_mode cannot be used in training, sent by gloo, or traced by XLA.
+        inference_mode=settings.inference_mode
+        and trainer.state_verb != "fit"
+        and strategy.world.size == 1
+        and strategy.device.type != "xla",
         publish=lambda reduced, batch: trainer.sanity_checking or trainer.log_metrics(reduced.logger, batch),
     )
 

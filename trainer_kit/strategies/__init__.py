@@ -10,10 +10,15 @@ from trainer_kit.strategies.single import SingleDeviceStrategy
 if TYPE_CHECKING:
     from trainer_kit.strategies.ddp import DDPStrategy
     from trainer_kit.strategies.fsdp import FSDPStrategy
+    from trainer_kit.strategies.xla import XLAStrategy
 
-__all__ = ["DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy"]
+__all__ = ["DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy", "XLAStrategy"]
 
-_LAZY = {"DDPStrategy": "ddp", "FSDPStrategy": "fsdp"}  # torch.distributed is only needed by those who use it
+_LAZY = {
+    "DDPStrategy": "ddp",
+    "FSDPStrategy": "fsdp",
+    "XLAStrategy": "xla",
+}  # torch.distributed is only needed by those who use it
 
 
 def __getattr__(name: str) -> Any:

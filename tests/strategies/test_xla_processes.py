@@ -1,0 +1,131 @@
+"""One process a device on XLA, against a recording stand-in: torch_xla's CPU cannot run several processes."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.parts import choose_strategy
+from trainer_kit.precision import make_precision
+from trainer_kit.strategies.xla import XLAStrategy
+from trainer_kit.strategies.xla_group import XLAGroup
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """torch_xla as process 1 of 2 sees it; process 0 holds the same values plus one."""
+    made: list[Any] = []
+
+    def all_reduce(kind: str, tensors: list[Tensor], scale: float = 1.0) -> list[Tensor]:
+        made.append(("all_reduce", kind, len(tensors), scale))
+        for tensor in tensors:
+            other = tensor + 1
+            together = {"sum": tensor + other, "min": torch.minimum(tensor, other), "max": torch.maximum(tensor, other)}
+            tensor.copy_(together[kind] * scale)
+        return tensors
+
+    def rendezvous(tag: str, payload: bytes = b"") -> list[bytes]:
+        made.append(("rendezvous", tag))
+        return [payload, payload]
+
+    def all_gather(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor + 1, tensor])
+
+    root, core, model, runtime = (
+        ModuleType(f"torch_xla{name}") for name in ("", ".core", ".core.xla_model", ".runtime")
+    )
+    vars(root).update(
+        core=core,
+        runtime=runtime,
+        device=lambda: torch.device("cpu"),
+        sync=lambda: made.append("sync"),
+        _XLAC=type("C", (), {"_xla_runtime_is_initialized": staticmethod(lambda: True)}),
+    )
+    vars(core).update(xla_model=model)
+    vars(model).update(all_reduce=all_reduce, rendezvous=rendezvous, all_gather=all_gather)
+    vars(runtime).update(local_process_count=lambda: 2, world_size=lambda: 2, global_ordinal=lambda: 1)
+    for module in (root, core, model, runtime):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return made
+
+
+def started(**options: Any) -> XLAStrategy:
+    strategy = XLAStrategy(**options)
+    strategy.start()
+    return strategy
+
+
+def test_a_group_over_its_collectives(calls: list[Any]) -> None:
+    group = XLAGroup()
+    assert (group.rank, group.size) == (1, 2)
+    for op, expected in (("sum", 5.0), ("mean", 2.5), ("min", 2.0), ("max", 3.0)):
+        tensor = torch.tensor([2.0])
+        assert group.all_reduce(tensor, op).item() == expected
+        assert tensor.item() == expected
+    with pytest.raises(ConfigurationError, match="unknown reduction 'product'"):
+        group.all_reduce(torch.zeros(1), "product")
+    assert group.all_gather(torch.tensor([1.0, 2.0])).tolist() == [[2.0, 3.0], [1.0, 2.0]]
+    assert group.all_gather_object({"a": (1, "b")}) == [{"a": (1, "b")}] * 2
+    assert group.broadcast(torch.tensor([1.0])).tolist() == [2.0]
+    assert group.broadcast({"run": 3}, source=1) == {"run": 3}
+    assert group.agree([1.5, float("inf")]) == [[1.5, float("inf")]] * 2
+    group.barrier()
+    assert calls[-1] == ("rendezvous", "barrier")
+
+
+def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls: list[Any]) -> None:
+    strategy, module = started(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
+    assert strategy.gradient_divisor == strategy.data.size == 2
+    calls.clear()
+
+    class Micro:
+        count = 2
+
+        def begin(self, index: int) -> None:
+            calls.append(f"begin {index}")
+
+        def forward(self, index: int) -> Tensor:
+            return module[0](torch.ones(1, 2)).sum()  # the second layer has no gradient here
+
+        def backward(self, index: int, loss: Tensor) -> None:
+            loss.backward()
+
+        def end(self, index: int) -> None:
+            calls.append(f"end {index}")
+
+    strategy.forward_backward(Micro())
+    assert calls == ["begin 0", "end 0", "begin 1", "end 1", ("all_reduce", "sum", 4, 0.5)]
+    assert module[0].bias.grad is not None
+    assert module[0].bias.grad.tolist() == [2.5, 2.5]  # two micro-batches here; one more there: (2 + 3) / 2
+    assert module[1].bias.grad is not None
+    assert module[1].bias.grad.tolist() == [0.5]
+    optimizer = torch.optim.SGD(module.parameters(), 1.0)
+    calls.clear()
+    strategy.bind_step(optimizer)()
+    assert calls == ["sync"]
+    assert strategy.describe() == "torch_xla, 2 processes, one device each"
+
+
+def test_what_several_processes_cannot_do_is_said_before_the_first_step(calls: list[Any]) -> None:
+    with pytest.raises(StrategyError, match="weights in parts need one process"):
+        started(shard_parameters=True)
+    with pytest.raises(StrategyError, match="weights in parts need one process"):
+        XLAStrategy(shard_parameters=True, spmd=False)
+    with pytest.raises(StrategyError, match="manual optimization on XLA"):
+        started().prepare_module(nn.Linear(1, 1), True, make_precision("32-true", "cpu"))
+
+
+@pytest.mark.parametrize(("strategy", "accelerator"), [("xla", "auto"), ("auto", "tpu"), (XLAStrategy(), "auto")])
+def test_without_torch_xla_the_error_says_so(strategy: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer_kit.core.environment import Environment
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(StrategyError, match="torch_xla is not installed"):
+        choose_strategy(strategy, accelerator, "auto", 1, Environment.detect({}))
