@@ -9,9 +9,14 @@ cases:
   ours_waiting  the same with `async_save=False`
   torch_save    a plain loop with `torch.save`, a temporary file and a rename
   torch_async   a plain loop with `torch.distributed.checkpoint.async_save`
+  memory        what saves add to the peak of `Trainer`
 
 The copy is one of the whole state into host memory that was touched before: what no saving behind a loop can do
 without. Verification is on one core. `resume 100 MB` reads, verifies and restores a state of that size.
+
+Memory is the peak of a training with saves, less that of one without any, in processes whose malloc gives large blocks
+back (MALLOC_MMAP_THRESHOLD_). Otherwise the gradients, which come and go with each step, leave holes on
+the heap, and the peaks, those of the cases too, vary by several gradients from run to run, with and without saves.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-CASES = ["ours", "ours_waiting", "torch_save", "torch_async"]
+CASES = ["ours", "ours_waiting", "torch_save", "torch_async", "memory"]
 WIDTH = 2828  # 8 M parameters a layer, 96 MB with both moments of AdamW
 SMALL = 1  # layers of the state of about 100 MB
 
@@ -57,7 +62,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def run_ours(layers: int, steps: int, every: int, directory: Path, behind: bool) -> list[float]:
+def run_ours(layers: int, steps: int, every: int | None, directory: Path, behind: bool) -> list[float]:
     import trainer_kit as tk
 
     class Net(tk.TrainModule):
@@ -80,11 +85,12 @@ def run_ours(layers: int, steps: int, every: int, directory: Path, behind: bool)
             starts.append(time.perf_counter())
 
     starts: list[float] = []
-    keeper = tk.callbacks.ModelCheckpoint(directory, every_n_train_steps=every)
+    keepers = [tk.callbacks.ModelCheckpoint(directory, every_n_train_steps=every)] if every else []
     trainer = tk.Trainer(
         max_steps=steps + 1,
         accelerator="cpu",
-        callbacks=[Clock(), keeper],
+        callbacks=[Clock(), *keepers],
+        enable_checkpointing=bool(keepers),
         default_root_dir=directory,
         logger=False,
         enable_progress_bar=False,
@@ -177,6 +183,25 @@ def measure(case: str, layers: int, steps: int, every: int, directory: Path) -> 
     }
 
 
+def measure_peak(case: str, layers: int, directory: Path) -> int:
+    """The most memory, in bytes, of a training with three saves (``ours``), or without any (``none``)."""
+    import torch
+
+    torch.set_num_threads(1)
+    run_ours(layers, 9, None if case == "none" else 3, directory, behind=True)
+    return peak()
+
+
+def measure_memory(layers: int, directory: Path) -> dict[str, float]:
+    """What saves add to the peak of memory, in copies of the state."""
+    peaks = []
+    for case in ("none", "ours"):
+        with tempfile.TemporaryDirectory(dir=directory) as place:
+            peaks.append(in_process("peak", str(layers), case, place, MALLOC_MMAP_THRESHOLD_=str(1 << 20)))
+    without, with_saves = peaks
+    return {"without_gb": without / 1e9, "copies": (with_saves - without) / state_size(layers)}
+
+
 def measure_copy(layers: int) -> float:
     """Seconds of one copy of the whole state into host memory that was touched before."""
     import torch
@@ -205,7 +230,7 @@ def measure_reading(layers: int, directory: Path) -> dict[str, float]:
     net(batch()).square().mean().backward()
     optimizer.step()
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    size = 3 * sum(p.numel() * p.element_size() for p in net.parameters())
+    size = state_size(layers)
 
     def seconds(act: Callable[[], Any]) -> float:
         times = []
@@ -239,10 +264,15 @@ def measure_reading(layers: int, directory: Path) -> dict[str, float]:
     }
 
 
-def in_process(*arguments: str) -> Any:
+def state_size(layers: int) -> int:
+    """Weights and both moments, in bytes."""
+    return 3 * 4 * WIDTH * WIDTH * layers
+
+
+def in_process(*arguments: str, **environment: str) -> Any:
     """One measurement in a fresh process."""
     command = [sys.executable, __file__, "--only", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
     if ran.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{ran.stdout}{ran.stderr}")
     return json.loads(ran.stdout.splitlines()[-1])
@@ -251,12 +281,13 @@ def in_process(*arguments: str) -> Any:
 def report(options: argparse.Namespace) -> dict[str, Any]:
     layers, steps, every = str(options.layers), str(options.steps), str(options.every)
     directory = options.directory or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
-    size = 3 * 4 * WIDTH * WIDTH * options.layers / 1e9
+    size = state_size(options.layers) / 1e9
     print(f"{size:.2f} GB of state, a save every {every} of {steps} steps, one thread, in {directory}\n", flush=True)
     found: dict[str, Any] = {"copy": in_process("copy", layers)}
     print(f"one copy of the state       {found['copy']:7.3f} s (the stall may be 1.1 of it)", flush=True)
     print(f"\n{'':14}{'step':>9}{'stall':>9}{'first':>9}{'beside':>9}{'of 100 steps':>14}{'peak':>10}")
-    for case in options.case or CASES:
+    cases = options.case or CASES
+    for case in (case for case in cases if case != "memory"):
         with tempfile.TemporaryDirectory(dir=directory) as place:
             one = found[case] = in_process(case, layers, steps, every, place)
         share = 100 * one["stall"] / (100 * one["step"])
@@ -264,6 +295,11 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
             f"{case:14}{one['step']:7.3f} s{one['stall']:7.3f} s{one['first_stall']:7.3f} s{one['beside']:7.3f} s"
             f"{share:12.2f} %{one['peak_gb']:7.2f} GB",
             flush=True,
+        )
+    if "memory" in cases:
+        one = found["memory"] = measure_memory(options.layers, Path(directory))
+        print(
+            f"\nmemory of saves {one['copies']:.3f} copies of the state, beside {one['without_gb']:.2f} GB", flush=True
         )
     print(f"\n{'':14}{'save':>9}{'verify':>9}{'':>12}{'load':>9}{'resume':>9}{'torch.save':>12}{'torch.load':>12}")
     for name, count in (("whole", layers), ("100 MB", str(SMALL))):
@@ -281,6 +317,8 @@ def only(arguments: list[str]) -> Any:
     what, layers, *rest = arguments
     if what == "copy":
         return measure_copy(int(layers))
+    if what == "peak":
+        return measure_peak(rest[0], int(layers), Path(rest[1]))
     if what == "reading":
         return measure_reading(int(layers), Path(rest[0]))
     return measure(what, int(layers), int(rest[0]), int(rest[1]), Path(rest[2]))
