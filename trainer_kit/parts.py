@@ -20,7 +20,11 @@ from trainer_kit.precision.native import NAMES
 __all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy", "with_launchers"]
 
 _DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
+_DEEPSPEED = "trainer_kit.strategies.deepspeed:DeepSpeedStrategy"
 _OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
     "ddp_find_unused_parameters_true": {"find_unused_parameters": True},
     "ddp_find_unused_parameters_false": {"find_unused_parameters": False},
     "ddp_static_graph": {"static_graph": True},
@@ -29,8 +33,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp_cpu_offload": {"cpu_offload": True},
 }
 """What a word says beyond its class."""
-for _word in ("ddp", "ddp_notebook", "ddp_fork", "fsdp", "fsdp_full_shard", *_OPTIONS):
-    STRATEGIES.register(_word, _DDP if _word.startswith("ddp") else _FSDP)
+_CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
+for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
+    STRATEGIES.register(_word, _CLASSES[_word.split("_")[0]])
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
     STRATEGIES.register(_word, "trainer_kit.strategies.xla:XLAStrategy")
@@ -51,7 +56,8 @@ for _word, _name in (
 READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
 
 _FORKED = ("ddp_notebook", "ddp_fork")
-_LAUNCHED = ("ddp", "fsdp", "fsdp_full_shard", *_OPTIONS)
+# Not DeepSpeed: one process alone has a host to offload to.
+_LAUNCHED = ("ddp", "fsdp", "fsdp_full_shard", *(word for word in _OPTIONS if not word.startswith("deepspeed")))
 
 
 def with_launchers(

@@ -95,7 +95,12 @@ class Group(Protocol):
 
 
 class Strategy(Protocol):
-    """Where tensors live and who talks to whom. It has no hooks and knows no Trainer."""
+    """Where tensors live and who talks to whom. It has no hooks and knows no Trainer.
+
+    Optional, called where it exists: ``configure(**facts)``, for an engine with a configuration of its own: what the
+    run says about it (``precision`` before the module is built; ``batch_size``, ``accumulation`` and ``clip`` before
+    it is prepared), to fill it in and to refuse what contradicts it.
+    """
 
     name: str
     device: torch.device

@@ -103,7 +103,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     _check_tokens(settings, module)
     manual = _is_manual(trainer, module)
     precision.convert_module(module)
-    made, step = _wrap(trainer, module, manual)
+    made, step = _wrap(trainer, module, manual, feed)
     for optimizer in made.optimizers:
         strategy.prepare_optimizer(optimizer)
         optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
@@ -176,9 +176,12 @@ def _is_manual(trainer: Any, module: Any) -> bool:
     return manual
 
 
-def _wrap(trainer: Any, module: Any, manual: bool) -> tuple[Optimizers, Callable[..., Any]]:
+def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
     """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
     strategy = trainer.strategy
+    if hasattr(strategy, "configure"):
+        facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
+        strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module)
     if not made.optimizers:

@@ -176,7 +176,10 @@ class Verb:
             pass
 
     def _call_configure_model(self) -> None:
-        with self.trainer.precision_plugin.init_context(), self.trainer.strategy.init_context():
+        strategy, precision = self.trainer.strategy, self.trainer.precision_plugin
+        if hasattr(strategy, "configure"):
+            strategy.configure(precision=precision.name)
+        with precision.init_context(), strategy.init_context():
             self.module.configure_model()
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:

@@ -156,6 +156,10 @@ class MixedPrecision:
         """Layers are made in float32."""
         return nullcontext()
 
+    def hand_over(self) -> None:
+        """An engine scales losses by itself: nothing is scaled here."""
+        self.scales, self.scaler = False, None
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale; the scale adapts first if a step of this turn has been finished (manual mode)."""
         if self.scaler is None:

@@ -1,0 +1,249 @@
+"""DeepSpeed's stages train as one process does on the same global batches, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    adamw,
+    case,
+    make_batches,
+    make_net,
+    merged,
+    plain_loop,
+    same_state,
+    sgd,
+    train,
+)
+from trainer_kit.engine.resume import read_state
+from trainer_kit.strategies import DeepSpeedStrategy
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+]
+
+STAGES = [0, 1, 2, 3]
+PER_RANK = 3
+
+
+def samples(count: int) -> TensorDataset:
+    return TensorDataset(*merged(make_batches(1, size=count)))
+
+
+def loader(count: int, size: int = PER_RANK) -> DataLoader[Any]:
+    return DataLoader(samples(count), batch_size=size)
+
+
+def fit(module: tk.TrainModule, data: Any, stage: int, val: Any = None, **options: Any) -> tk.Trainer:
+    options = {"strategy": DeepSpeedStrategy(stage=stage), "devices": dist.get_world_size(), **options}
+    return train(module, data, val, **options)
+
+
+def weights(trainer: tk.Trainer, module: nn.Module) -> dict[str, Tensor]:
+    """Whole, on every rank."""
+    state = trainer.strategy.module_state(module)
+    return trainer.strategy.world.broadcast(state)
+
+
+def assert_equal(trainer: tk.Trainer, module: Classifier, net: nn.Module, tolerance: float = 1e-6) -> None:
+    mine = weights(trainer, module)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(
+            mine[f"net.{name}"], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+class Tokens(Classifier):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=-1)
+
+    def loss_weight(self, batch: Batch) -> Tensor:
+        return (batch[1] >= 0).sum()
+
+
+class Skipping(Classifier):
+    """No loss of these batches."""
+
+    def __init__(self, net: nn.Module, skipped: set[int]) -> None:
+        super().__init__(net)
+        self.skipped = skipped
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if batch_idx not in self.skipped else None
+
+
+class Leaving(tk.Callback):
+    """Leaves the first epoch inside a window."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+        return -1 if trainer.current_epoch == 0 and batch_idx == 3 else None
+
+
+class Clipped(Classifier):
+    """Clips in the first step only."""
+
+    def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
+        if self.global_step == 0:
+            self.clip_gradients(optimizer, 0.05)
+
+
+@pytest.mark.world_size(2)
+def test_weights_are_those_of_one_process() -> None:
+    for stage in STAGES:
+        for count, length, limit in [(18, 1, None), (26, 3, 0.2), (32, 2, 0.05)]:  # ragged where there is a remainder
+            with case(stage=stage, count=count, length=length, limit=limit):
+                net, mine = make_net(), make_net(seed=dist.get_rank())
+                clipping = None if limit is None else partial(nn.utils.clip_grad_norm_, max_norm=limit)
+                plain_loop(net, [list(loader(count, 2 * PER_RANK * length))] * 2, sgd(net), clip=clipping)
+                options = {"max_epochs": 2, "accumulate_grad_batches": length, "gradient_clip_val": limit}
+                trainer = fit(Classifier(mine), loader(count), stage, **options)
+                assert_equal(trainer, trainer.module, net)
+                assert trainer.progress.samples == 2 * count
+        with case(stage=stage, what="token weights"):
+            batches = make_batches(6, size=6)
+            for (_, y), kept in zip(batches, (6, 1, 4, 2, 5, 3), strict=True):
+                y[kept:] = -1
+            plain, module = Tokens(make_net()), Tokens(make_net())
+            optimizer = sgd(plain.net)
+            for i in range(0, 6, 4):
+                optimizer.zero_grad()
+                plain.training_step(merged(batches[i : i + 4]), 0).backward()
+                optimizer.step()
+            assert_equal(fit(module, batches, stage, accumulate_grad_batches=2), module, plain.net)
+        with case(stage=stage, what="clipping by hand"):
+            net, module = make_net(), Clipped(make_net())
+            limits = iter([0.05, 1e9, 1e9])
+            clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, next(limits))  # noqa: B023, E731
+            plain_loop(net, [list(loader(18, 6))], sgd(net), clip=clip)
+            assert_equal(fit(module, loader(18), stage), module, net)
+
+
+@pytest.mark.world_size(2)
+def test_windows_without_a_loss_and_windows_that_end_early() -> None:
+    for stage in STAGES:
+        whole = list(loader(36, 6))
+        with case(stage=stage, what="skipped"):
+            # Windows of two: the second has no loss at its end, the third none at all.
+            net, module = make_net(), Skipping(make_net(), {3, 4, 5})
+            optimizer = sgd(net)
+            for window, weight in [(whole[0:2], 12), (whole[2:3], 12)]:
+                optimizer.zero_grad()
+                x, y = merged(window)
+                (F.cross_entropy(net(x), y, reduction="sum") / weight).backward()
+                optimizer.step()
+            assert_equal(fit(module, loader(36), stage, accumulate_grad_batches=2), module, net)
+        with case(stage=stage, what="left"):
+            # The first epoch ends inside its second window, of which nothing stays.
+            net, mine = make_net(), make_net()
+            plain_loop(net, [[merged(whole[0:2])], [merged(whole[i : i + 2]) for i in (0, 2, 4)]], sgd(net))
+            options = {"accumulate_grad_batches": 2, "callbacks": [Leaving()], "max_epochs": 2}
+            trainer = fit(Classifier(mine), loader(36), stage, barebones=False, **QUIET, **options)
+            assert_equal(trainer, trainer.module, net)
+
+
+class Judged(Classifier):
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("val_loss", loss)
+        return loss
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.net(batch[0])
+
+
+@pytest.mark.world_size(2)
+def test_evaluation_in_training_after_it_and_alone() -> None:
+    x, y = samples(18).tensors
+    for stage in STAGES:
+        with case(stage=stage):
+            net, module = make_net(), Judged(make_net())
+            plain_loop(net, [list(loader(18, 6))], sgd(net))
+            trainer = fit(module, loader(18), stage, loader(18))
+            expected = F.cross_entropy(net(x), y).item()
+            assert float(trainer.callback_metrics["val_loss"]) == pytest.approx(expected, abs=1e-6)
+            (tested,) = trainer.test(module, loader(18), verbose=False)
+            assert tested["val_loss"] == pytest.approx(expected, abs=1e-6)
+            predicted = torch.cat(trainer.predict(module, loader(18)))
+            torch.testing.assert_close(predicted, net(x), rtol=0, atol=1e-6)
+            # And once more: a second fit takes the module over from the first.
+            plain_loop(net, [list(loader(18, 6))], sgd(net))
+            again = fit(module, loader(18), stage)
+            assert_equal(again, module, net)
+            alone = tk.Trainer(strategy=DeepSpeedStrategy(stage=stage), devices=2, accelerator="cpu", barebones=True)
+            (tested,) = alone.test(Judged(net), loader(18), verbose=False)
+            assert tested["val_loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), abs=1e-6)
+
+
+def resumed(module: Classifier, path: Path | None, steps: int, size: int, **options: Any) -> tk.Trainer:
+    """A run up to this step, and its checkpoint; a ragged batch is in it."""
+    trainer = tk.Trainer(max_steps=steps, accelerator="cpu", seed=1, **QUIET, **options)
+    trainer.fit(module, loader(34, size), ckpt_path=path)
+    return trainer
+
+
+def states(path: Path) -> tuple[Any, Any]:
+    state = read_state(path, False)
+    return state["state_dict"], state["optimizer_states"][0]["state"]
+
+
+def single(module: Classifier, path: Path | None, steps: int) -> tk.Trainer:
+    return resumed(module, path, steps, 2 * PER_RANK, strategy="single_device", devices=1)
+
+
+def divided(module: Classifier, path: Path | None, steps: int, stage: int) -> tk.Trainer:
+    return resumed(module, path, steps, PER_RANK, strategy=DeepSpeedStrategy(stage=stage), devices=2)
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpoint_of_any_stage_loads_into_any_other_and_into_one_process(tmp_path: Path) -> None:
+    rank, root = dist.get_rank(), tmp_path
+    for make, tolerance in [(sgd, 1e-6), (adamw, 2e-4)]:
+        straight = Classifier(make_net(), make)
+        single(straight, None, 8)
+        one = Classifier(make_net(), make)
+        single(one, None, 3).save_checkpoint(root / f"one-{rank}-{make.__name__}")
+        for stage in STAGES:
+            with case(stage=stage, make=make.__name__):
+                path = root / f"{stage}-{make.__name__}"
+                divided(Classifier(make_net(), make), None, 3, stage).save_checkpoint(path)
+                # Into one process, which goes on as if it had been one from the start.
+                module = Classifier(make_net(seed=7), make)
+                single(module, path, 8)
+                for name, value in straight.net.state_dict().items():
+                    torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=tolerance)
+                # Into the next stage: every bit of weights and moments arrives, and it, too, goes on.
+                to = STAGES[stage - 1]
+                there = divided(Classifier(make_net(seed=8), make), path, 3, to)
+                there.save_checkpoint(root / f"{stage}-{to}-{make.__name__}")
+                same_state(states(root / f"{stage}-{to}-{make.__name__}"), states(path))
+                module = Classifier(make_net(seed=9), make)
+                assert_equal(divided(module, path, 8, to), module, straight.net, tolerance)
+                # From one process.
+                module = Classifier(make_net(seed=9), make)
+                assert_equal(
+                    divided(module, root / f"one-0-{make.__name__}", 8, stage), module, straight.net, tolerance
+                )
+
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}

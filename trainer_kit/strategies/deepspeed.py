@@ -1,0 +1,376 @@
+"""ZeRO by DeepSpeed: optimizer state, gradients and parameters divided among the data ranks; the engine steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.overrides import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import PrecisionError, StrategyError
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed_library import deepspeed_of, dividing, local_rank, quiet, release
+from trainer_kit.strategies.deepspeed_state import (
+    Piece,
+    find_pieces,
+    load_module,
+    load_optimizer,
+    module_state,
+    optimizer_states,
+)
+from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
+from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
+
+__all__ = ["DeepSpeedStrategy"]
+
+
+@final
+class DeepSpeedStrategy:
+    """DeepSpeed's ZeRO (Rajbhandari et al., SC 2020; https://www.deepspeed.ai).
+
+    The engine runs backward, averages gradients, clips and steps; windows, weights, hooks and checkpoints are ours.
+    A checkpoint holds whole tensors in full precision by the module's own names, so that it loads into any other
+    strategy, stage and number of ranks, and continues there.
+
+    Args:
+        device: where this rank computes; the Trainer fills it in.
+        stage: 0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too. The JSON's by default,
+            or 2.
+        offload_optimizer: masters and moments live, and are stepped, in the host's memory.
+        offload_parameters: parameters wait in the host's memory; stage 3 only.
+        config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` stands for what the run says: batch sizes,
+            accumulation, clipping, precision; sizes of buckets follow the model's ``config.hidden_size``. The
+            optimizer and the scheduler are the module's.
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
+        timeout: how long a collective may take.
+
+    Raises:
+        StrategyError: DeepSpeed is not installed, or the JSON and the arguments contradict each other.
+
+    Example:
+        >>> DeepSpeedStrategy(stage=3, offload_optimizer=True).describe()
+        'DeepSpeed ZeRO stage 3 on cpu, optimizer on the host'
+    """
+
+    name = "deepspeed"
+    sharded = False
+    lockstep = True
+    shard_batch = None
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        stage: int | None = None,
+        offload_optimizer: bool = False,
+        offload_parameters: bool = False,
+        config: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        if importlib.util.find_spec("deepspeed") is None:
+            raise StrategyError("DeepSpeed is not installed", fix='pip install "trainer-kit[deepspeed]"')
+        self.device = torch.device(device)
+        self.config = with_arguments(read_config(config), stage, offload_optimizer, offload_parameters)
+        self.stage: int = self.config["zero_optimization"]["stage"]
+        self.backend, self.timeout = process_group_backend, timeout
+        self._facts = RunFacts()
+        self._step = _Step(nn.Module())
+        self._engine: Any = None
+        self._optimizer: Optimizer | None = None
+        self._groups: list[list[nn.Parameter]] = []
+        self._pieces: dict[nn.Parameter, Piece] = {}
+        self._clip = self._own_clip = 0.0
+        self._unfinished = False
+
+    @property
+    def gradient_divisor(self) -> int:
+        """The engine averages over the ranks, unless its JSON tells it to sum."""
+        return 1 if self.config.get("gradient_allreduce_op") == "sum" else self.world.size
+
+    def start(self) -> None:
+        """Join the process group, or make one; a process alone makes one of its own."""
+        if not dist.is_initialized() and not Environment.detect().launched:
+            backend = self.backend or ("gloo" if self.device.type == "cpu" else None)
+            alone = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=self.timeout)
+        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        self.data = self.world
+
+    def configure(self, **facts: Any) -> None:
+        """What the run says, for the JSON: fields of `RunFacts`. Contradictions are raised here."""
+        self._facts = replace(self._facts, world=self.world.size, **facts)
+        filled(self.config, self._facts)
+        if (
+            self._facts.precision.startswith("16-")
+            and not deepspeed_of(self.device).accelerator.get_accelerator().is_fp16_supported()
+        ):
+            raise PrecisionError(
+                "DeepSpeed cannot run float16 on this device", found=self.device.type, fix='precision="bf16-mixed"'
+            )
+
+    def stop(self) -> None:
+        """The engine lets go of the module; at stage 3 nobody else could run it, so there it stays."""
+        if self._engine is not None and self.stage < 3:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with quiet():
+            self._engine.module_forward_pre_hook.remove()
+            self._engine.module_forward_post_hook.remove()
+            self._engine.destroy()
+        self._engine, self._step = None, _Step(nn.Module())
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """On the device; at stage 3 every layer is divided as soon as it is made."""
+        if self.stage < 3:
+            return torch.device(self.device)
+        return dividing(self.device, filled(self.config, self._facts))
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
+        """Move the module, and give every rank rank 0's weights; one that is divided runs through its engine."""
+        if self._engine is not None and self._step.module is module:
+            return
+        if self._release(module):
+            self._step = _Step(module)
+            self._initialize(None)
+        else:
+            module.to(self.device)
+            for parameter in module.parameters():
+                self.world.broadcast(parameter.data)
+        broadcast_buffers(module, self.world)
+
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+        """Check what the engine cannot do; it takes the module over when the optimizer is known, too."""
+        if manual:
+            raise StrategyError(
+                "DeepSpeed's engine steps by itself, which manual optimization does not allow",
+                fix="automatic_optimization = True, or another strategy",
+            )
+        if is_overridden("optimizer_step", module, TrainModule):
+            raise StrategyError(
+                "DeepSpeed's engine steps by itself", found=f"{type(module).__name__}.optimizer_step", fix="remove it"
+            )
+        hidden = getattr(getattr(module, "config", None), "hidden_size", None) or _hidden_size(module)
+        self.configure(precision=precision.name, hidden_size=hidden)
+        if precision.scales:
+            precision.hand_over()  # type: ignore[attr-defined]
+        self._engine = self._optimizer = None
+        self._pieces, self._step = {}, _Step(module)
+        if not self._release(module):
+            module.to(self.device)
+        broadcast_buffers(module, self.world)
+
+    def _release(self, module: nn.Module) -> bool:
+        """Take the module over from an earlier run; returns whether its parameters are divided."""
+        divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+        if divided and self.stage < 3:
+            raise StrategyError(
+                "an earlier run divided the parameters of this module",
+                found=f"stage 3, and now stage {self.stage}",
+                fix="make the module anew, and load its checkpoint",
+            )
+        release(module)
+        return divided
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """Not in a loop of the user's own: there the weights of a window are known too late."""
+        raise StrategyError("DeepSpeed runs under a Trainer only", fix="tk.Trainer(strategy='deepspeed')")
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Module and optimizer go to the engine, which puts flat masters of its own into the optimizer's groups."""
+        if self._optimizer is not None:
+            raise StrategyError("DeepSpeed steps one optimizer", fix="return one from configure_optimizers")
+        if optimizer.state:
+            raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
+        self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
+        self._optimizer = optimizer
+        self._initialize(optimizer)
+        self._pieces = find_pieces(self._engine.optimizer)
+
+    def _initialize(self, optimizer: Optimizer | None) -> None:
+        deepspeed = deepspeed_of(self.device)
+        config = filled(self.config, self._facts)
+        self._own_clip = self._clip = config["gradient_clipping"]
+        with quiet(), local_rank():
+            self._engine, *_ = deepspeed.initialize(model=self._step, optimizer=optimizer, config=config)
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """Through the engine, which gathers parameters for it at stage 3."""
+        if several:
+            raise StrategyError(
+                "DeepSpeed runs one backward a micro-batch", fix="return one loss and one optimizer, or use DDP"
+            )
+        return self._through(method, lambda: self._engine)
+
+    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Through the module that the engine gathers parameters for; the method itself below stage 3."""
+        if self._engine is None or self.stage < 3:
+            return method
+        return self._through(method, lambda: self._step)
+
+    def _through(self, method: Callable[..., Any], find: Callable[[], Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            called = find()
+            if called is None:  # there is nothing to optimize
+                return method(*args)
+            self._step.__dict__["forward"] = method
+            return called(*args)
+
+        return run
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """The engine's."""
+        if backward is not None:
+            raise StrategyError("DeepSpeed's engine runs backward by itself", found="backward is overridden")
+        return self._backward
+
+    def _backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss, scale_wrt_gas=False)  # each loss is weighed already
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The engine's, which clips."""
+        return self._take_step
+
+    def _take_step(self, closure: Any = None) -> None:
+        engine = self._engine
+        engine._config.gradient_clipping = self._clip
+        if hasattr(engine.optimizer, "clip_grad"):
+            engine.optimizer.clip_grad = self._clip
+        engine.step()
+        self._clip, self._unfinished = self._own_clip, False
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """One micro-batch after the other; the engine is told which one is the last of the window."""
+        engine = self._engine
+        if self._unfinished:
+            _forget_gradients(engine)
+        last, ran = micro.count - 1, True
+        for index in range(micro.count):
+            micro.begin(index)
+            engine.set_gradient_accumulation_boundary(index == last)
+            loss = micro.forward(index)
+            ran = loss is not None
+            if ran:
+                self._unfinished = True
+                micro.backward(index, loss)
+            if index == last and not ran and self._unfinished:
+                _finish_gradients(engine)
+            micro.end(index)
+
+    def arm(self, loss: Tensor) -> None:
+        """There is no manual optimization."""
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """The engine clips all gradients in its step, by norm."""
+        if algorithm != "norm":
+            raise StrategyError("DeepSpeed clips by norm only", found=repr(algorithm), fix='algorithm="norm"')
+        self._clip = value
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
+        return module_state(self._pieces, module, self.world.rank == 0)
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Each rank takes its pieces."""
+        load_module(self._pieces, module, state, strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """Whole moments of the module's own parameters, on rank 0; the other ranks have their shapes."""
+        if not self._pieces:
+            return optimizer_state(optimizer)
+        return self._groups, optimizer_states(self._pieces, optimizer, self.world.rank == 0)
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """Each rank takes its pieces."""
+        if not self._pieces:
+            load_optimizer_state(optimizer, groups, state)
+            return
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)
+        load_optimizer(self._pieces, optimizer, state)
+
+    @property
+    def own_buffers(self) -> bool:
+        """The engine leaves buffers alone."""
+        return True
+
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, running statistics are those of rank 0, as in its checkpoints."""
+        return borrowed_buffers(module, self.world)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.world.barrier()
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """A value of rank ``src`` for everyone."""
+        return self.world.broadcast(value, src)
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        size = f" over {self.world.size} ranks" if hasattr(self, "world") else ""
+        zero = self.config["zero_optimization"]
+        hosted = [
+            word
+            for word, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
+            if (zero.get(key) or {}).get("device", "none") != "none"
+        ]
+        there = f", {' and '.join(hosted)} on the host" if hosted else ""
+        return f"DeepSpeed ZeRO stage {self.stage}{size} on {self.device.type}{there}"
+
+
+class _Step(nn.Module):
+    """What the engine wraps: the module, with the method that is called where the engine looks for ``forward``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _hidden_size(module: nn.Module) -> int | None:
+    """Of the first part that says so, as Hugging Face's models do."""
+    for part in module.modules():
+        size = getattr(getattr(part, "config", None), "hidden_size", None)
+        if isinstance(size, int):
+            return size
+    return None
+
+
+def _forget_gradients(engine: Any) -> None:
+    """An earlier window ended without a step: nothing of it may stay in the engine."""
+    optimizer = engine.optimizer
+    optimizer.zero_grad(set_to_none=True)
+    if hasattr(optimizer, "micro_step_id"):
+        optimizer.micro_step_id = 0 if engine.zero_optimization_stage() == 3 else -1
+    for name in ("all_grad_tensors", "averaged_gradients"):
+        kept = getattr(optimizer, name, None)
+        if isinstance(kept, dict):
+            kept.update(dict.fromkeys(kept))
+
+
+def _finish_gradients(engine: Any) -> None:
+    """The last micro-batch of the window had no backward, in which the engine would have finished the others'."""
+    if engine.zero_optimization_partition_gradients():
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()

@@ -1,0 +1,88 @@
+"""The library DeepSpeed: imported when it is needed, over the process group that is there, and without a word."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["deepspeed_of", "dividing", "local_rank", "quiet", "release"]
+
+
+def deepspeed_of(device: torch.device) -> Any:
+    """The library, for ranks that compute on this kind of device."""
+    # DeepSpeed calls these once a step or more, and has no other name for them yet.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+    )
+    with _environment("DS_ACCELERATOR", device.type), quiet():
+        import deepspeed
+
+        if device.type == "cpu":
+            # Collectives through shared memory would be compiled first, for minutes, and serve inference only.
+            importlib.import_module("deepspeed.comm.torch").build_shm_op = _nothing  # type: ignore[attr-defined]
+        if not deepspeed.comm.is_initialized():
+            with local_rank():
+                deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    return deepspeed
+
+
+@contextmanager
+def dividing(device: torch.device, config: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the parameters of every layer are divided among the ranks as soon as it is made."""
+    deepspeed = deepspeed_of(device)
+    with quiet(), local_rank(), torch.device(device), deepspeed.zero.Init(config_dict_or_path=dict(config)):
+        yield
+
+
+def release(module: nn.Module) -> None:
+    """An engine of an earlier run lets go of the module; what it divided stays so, for the next one to take over."""
+    earlier: set[Any] = {getattr(parameter, "_z3_optimizer", None) for parameter in module.parameters()} - {None}
+    with quiet():
+        for optimizer in earlier:
+            optimizer._partition_all_parameters()
+            optimizer.destroy()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """DeepSpeed tells of every setting, and what it imports of torch is deprecated; errors are still said."""
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def local_rank() -> Iterator[None]:
+    """DeepSpeed reads it from the environment, which a process alone does not have."""
+    with _environment("LOCAL_RANK", "0"):
+        yield
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    given = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]
+
+
+def _nothing() -> None:
+    """No such operation."""
