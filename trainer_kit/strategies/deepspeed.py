@@ -107,7 +107,8 @@ class DeepSpeedStrategy:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=self.timeout)
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        self.data = self.world
+        self.data = self.reports = self.world
+        self.reporter = self.world.rank
 
     def configure(self, **facts: Any) -> None:
         """What the run says, for the JSON: fields of `RunFacts`. Contradictions are raised here."""
