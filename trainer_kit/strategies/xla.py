@@ -86,7 +86,8 @@ class XLAStrategy:
         if fresh:
             torch_xla.manual_seed(torch.initial_seed() % 2**63)
         group: Group = XLAGroup() if launched and xr.world_size() > 1 else Alone()
-        self.world = self.data = group
+        self.world = self.data = self.reports = group
+        self.reporter = group.rank
 
     def _start_spmd(self, count: int) -> None:
         import numpy as np
