@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from trainer_kit import Callback, DataModule, Trainer, TrainModule, seed_everything
 from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint
 from trainer_kit.core import seed as seeds
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, TrainerKitError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, StrategyError, TrainerKitError
 
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -654,6 +654,45 @@ def test_compiling_gives_the_same_weights():
     fit(compiled, compile={"backend": "eager"})
     assert torch.equal(weights(plain), weights(compiled))
     assert "log" not in vars(compiled)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # torch's own, where it looks at a block's input
+def test_one_graph_serves_all_blocks_of_a_class():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x).tanh()
+
+    class Deep(Net):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(2, 2)
+            self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+
+        def training_step(self, batch, batch_idx):
+            return self.blocks(self.first(batch)).pow(2).mean()
+
+    graphs = []
+
+    def backend(graph, examples):
+        graphs.append(graph)
+        return graph.forward
+
+    plain, compiled = Deep(), Deep()
+    compiled.load_state_dict(plain.state_dict())
+    fit(plain)
+    fit(compiled, compile={"regional": True, "backend": backend})
+    fit(compiled, compile={"regional": True, "backend": backend})
+    fit(plain)
+    assert len(graphs) == 1
+    assert torch.equal(weights(plain), weights(compiled))
+    with pytest.raises(StrategyError, match="no blocks to compile each by itself"):
+        fit(Net(), compile={"regional": True})
 
 
 @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.01), (None, 0.01), ("value", 0.001)])

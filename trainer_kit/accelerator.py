@@ -267,13 +267,15 @@ def _dynamo(backend: str | None) -> TorchDynamoPlugin:
     """What was asked for, else what the launcher says of torch.compile."""
     if backend is not None:
         return TorchDynamoPlugin(backend=backend)
-    said = {name: variable(f"dynamo_{name}") for name in ("backend", "mode", "use_fullgraph", "use_dynamic")}
+    names = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
+    said = {name: variable(f"dynamo_{name}") for name in names}
     found = {name: chosen.value for name, chosen in said.items() if chosen is not None}
     return TorchDynamoPlugin(
         backend=str(found.get("backend", "no")).lower(),
         mode=found.get("mode"),
         fullgraph=is_true(found.get("use_fullgraph")),
         dynamic=is_true(found["use_dynamic"]) if "use_dynamic" in found else None,
+        use_regional_compilation=is_true(found.get("use_regional_compilation")),
     )
 
 

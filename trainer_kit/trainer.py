@@ -78,7 +78,8 @@ class Trainer(Session):
         default_root_dir: where runs are written (default: the working directory). A URL that fsspec knows takes the
             checkpoints; loggers stay on this machine.
         max_duration: a limit in any unit.
-        compile: True, or arguments of ``torch.compile``, for ``training_step``.
+        compile: True, or arguments of ``torch.compile``, for ``training_step``; with ``"regional": True`` among them
+            each block of the model by itself, which compiles once for all blocks of a class.
         seed: of the order of the data; by default `seed_everything`'s, else drawn once and kept in checkpoints.
         resume: ``"auto"`` goes on with the newest unfinished run of this script and root; by default a new one starts.
         global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
@@ -208,6 +209,7 @@ class Trainer(Session):
             "sync_batchnorm": sync_batchnorm,
         }
         self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+        self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
         self.async_save = async_save
         self.barebones, self.fast_dev_run = barebones, bool(fast_dev_run)
         given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []

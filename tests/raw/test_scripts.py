@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import trainer_kit as tk
-from trainer_kit.core.errors import ConfigurationError, PrecisionError
+from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 
 pytestmark = pytest.mark.slow  # programs are started
 
@@ -321,6 +321,18 @@ def test_prepared_models_are_compiled(backend):
     assert accelerator.prepare(model) is model
     x = torch.ones(3, 2)
     assert torch.equal(model(x), own(x))
+
+
+def test_blocks_are_compiled_each_by_itself():
+    plugin = tk.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
+    accelerator = tk.Accelerator(cpu=True, dynamo_plugin=plugin)
+    own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = accelerator.prepare(own)
+    assert model is own
+    assert model[0]._compiled_call_impl is not None
+    assert model._compiled_call_impl is None
+    with pytest.raises(StrategyError, match="no blocks to compile each by itself"):
+        accelerator.prepare(nn.Linear(2, 1))
 
 
 def test_a_compiled_model_may_stay_compiled():

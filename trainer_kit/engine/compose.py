@@ -30,6 +30,7 @@ from trainer_kit.engine.schedule import Schedule
 from trainer_kit.engine.settings import Settings
 from trainer_kit.engine.state import configured
 from trainer_kit.engine.windows import Windows
+from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["check_module", "compose_evaluation", "compose_fit", "prepare_data", "trainable_in_eval"]
 
@@ -182,6 +183,8 @@ def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimize
     if hasattr(strategy, "configure"):
         facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
         strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
+    if trainer.compile_regional:  # before it is sharded
+        Compile(options=trainer.compile_options).apply(module)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module)
     if not made.optimizers:
@@ -189,7 +192,7 @@ def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimize
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
-    if trainer.compile_options is not None:
+    if trainer.compile_options is not None and not trainer.compile_regional:
         method = torch.compile(method, **trainer.compile_options)
         # Values go where no graph can follow; `Verb` takes this off again.
         module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]

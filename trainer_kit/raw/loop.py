@@ -28,6 +28,7 @@ from trainer_kit.raw.options import (
 )
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.wrapping import apply_precision, unwrap, without_exchange
+from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["Loop"]
 
@@ -160,13 +161,15 @@ class Loop(Gathering):
         if self._watch is not None and not evaluation_mode and not compiles:  # a hook would break the compiled graph
             self._watch.model(model)
         apply_precision(model, self.precision)
+        if compiles and plugin.use_regional_compilation:  # before it is sharded
+            Compile(options=_of_compile(plugin)).apply(model)
         if evaluation_mode:
             made = model.to(self.device) if self._places(device_placement) else model
         elif self._places(device_placement) or self.use_distributed:
             made = self.strategy.wrap_module(model, self.precision)
         else:
             made = model
-        if compiles:
+        if compiles and not plugin.use_regional_compilation:
             made = _compiled(made, plugin)
         if not evaluation_mode:
             self._models.append(made)
@@ -373,13 +376,16 @@ def _has_gradients(optimizer: Optimizer) -> bool:
 
 
 def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    made: Any = torch.compile(
-        model,
-        backend=plugin.backend.lower(),
-        mode=plugin.mode,
-        fullgraph=plugin.fullgraph,
-        dynamic=plugin.dynamic,
-        options=None if plugin.options is None else dict(plugin.options),
-        disable=plugin.disable,
-    )
+    made: Any = torch.compile(model, **_of_compile(plugin))
     return made  # type: ignore[no-any-return]
+
+
+def _of_compile(plugin: TorchDynamoPlugin) -> dict[str, Any]:
+    return {
+        "backend": plugin.backend.lower(),
+        "mode": plugin.mode,
+        "fullgraph": plugin.fullgraph,
+        "dynamic": plugin.dynamic,
+        "options": None if plugin.options is None else dict(plugin.options),
+        "disable": plugin.disable,
+    }
