@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-quick test-xla soak check bench docs clean
+.PHONY: help demo test test-quick test-slurm test-xla soak check bench docs clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
 	@echo "make test        every test"
 	@echo "make test-quick  the tests that are not marked slow"
+	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
@@ -25,7 +26,7 @@ help:
 	@touch $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-quick test-xla soak check bench: export OMP_NUM_THREADS = 1
+test test-quick test-slurm test-xla soak check bench: export OMP_NUM_THREADS = 1
 
 demo: .venv/.stamp
 	$(BIN)/python examples/digits.py
@@ -35,6 +36,9 @@ test: .venv/.stamp
 
 test-quick: .venv/.stamp
 	$(BIN)/python -m pytest -m "not slow"
+
+test-slurm: .venv/.stamp
+	tests/slurm/start $(BIN)/python -m pytest tests/slurm
 
 # torch_xla goes with one build of torch, and with none of the other libraries that ask for a newer one.
 XLA := .venv-xla/bin/python

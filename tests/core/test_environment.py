@@ -95,10 +95,21 @@ def test_slurm_step_nodes_win_and_ports_agree_over_ranks() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"SLURM_STEP_ID": ""}, {"SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "interactive"}, {"SLURM_PROCID": ""}],
+    [
+        {"SLURM_STEP_ID": ""},
+        {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "40397"},
+        {"SLURM_JOB_NAME": "interactive", "SLURM_STEP_ID": "4294967290"},
+        {"SLURM_PROCID": ""},
+    ],
 )
 def test_a_batch_script_and_a_shell_in_slurm_are_plain(change: dict[str, str]) -> None:
     assert not Environment.detect({**SLURM, **change}).launched
+
+
+@pytest.mark.parametrize("change", [{"SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "interactive"}])
+def test_a_step_that_a_shell_starts_is_launched(change: dict[str, str]) -> None:
+    """``srun bash -c ...``, and ``srun`` typed into the shell of ``salloc``: its tasks must not train alone."""
+    assert Environment.detect({**SLURM, **change}).source == "slurm"
 
 
 def test_a_step_of_one_task_is_launched() -> None:

@@ -25,6 +25,7 @@ __all__ = [
 _Source = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
+_SLURM_SHELL: Final = str(0xFFFFFFFA)  # the step of the shell of ``salloc``, where that runs on a node
 try:
     START_DIRECTORY: Final = os.getcwd()
 except OSError:  # somebody removed it under us
@@ -168,9 +169,12 @@ def _torchrun(variables: _Variables) -> Environment | None:
 
 def _slurm(variables: _Variables) -> Environment | None:
     # The batch script carries SLURM_PROCID=0 and SLURM_NTASKS too, but nobody starts its other tasks: only a step does.
-    step = "SLURM_STEP_ID" in variables or "SLURM_STEPID" in variables
-    interactive = variables.environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    if "SLURM_PROCID" not in variables or not step or interactive:
+    step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get("SLURM_STEPID")
+    # Steps that `srun` starts from a shell of `salloc` inherit the shell's job name, and must not be taken for it.
+    shell = step == _SLURM_SHELL or (
+        variables.environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in variables
+    )
+    if "SLURM_PROCID" not in variables or not step or shell:
         return None
     rank, world = variables.number("SLURM_PROCID"), variables.number("SLURM_NTASKS", "SLURM_NPROCS")
     node = variables.number("SLURM_NODEID", default=0)
