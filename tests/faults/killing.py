@@ -20,6 +20,7 @@ import trainer_kit.callbacks.model_checkpoint
 import trainer_kit.callbacks.model_summary
 import trainer_kit.loggers.journal
 import trainer_kit.strategies.ddp
+import trainer_kit.strategies.fsdp
 import trainer_kit.trainer  # noqa: F401
 
 FILE_EVENTS = {"open", "os.link", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}

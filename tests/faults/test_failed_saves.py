@@ -275,7 +275,8 @@ def test_a_full_disk(tmp_path, capsys, size, reason):
 
 
 @pytest.mark.world_size(2)
-def test_all_ranks_learn_it(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_all_ranks_learn_it(tmp_path, strategy):
     told = []
 
     class Asks(Callback):
@@ -293,7 +294,7 @@ def test_all_ranks_learn_it(tmp_path):
                 (tmp_path / "away").rename(tmp_path / "at")
 
     trainer = Trainer(
-        max_epochs=1, callbacks=[Asks(), OneDiskFails()], strategy="ddp", enable_checkpointing=False, **QUIET
+        max_epochs=1, callbacks=[Asks(), OneDiskFails()], strategy=strategy, enable_checkpointing=False, **QUIET
     )
     trainer.fit(Wide(), [torch.ones(2, 64)] * 8)
     assert told == [("saved", 1), ("failed", 2), ("saved", 3), ("saved", 4)]

@@ -64,6 +64,7 @@ keeper = tk.callbacks.ModelCheckpoint("kept", monitor="loss", every_n_train_step
 trainer = tk.Trainer(
     max_epochs=3, accelerator="cpu", devices=int(sys.argv[1]), callbacks=keeper, log_every_n_steps=1,
     logger=tk.loggers.JSONLLogger(".", name="", version=""), enable_progress_bar=False,
+    strategy=(*sys.argv[2:], "auto")[0],
 )
 trainer.fit(Net(), DataLoader(Points(), batch_size=4, shuffle=True, num_workers=2), ckpt_path="last")
 """
@@ -131,13 +132,13 @@ def assert_same(one: Any, other: Any, at: str = "") -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[Any, float]]:
-    """By the number of ranks: how a run ends that nobody kills, and how many seconds it takes."""
+def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, float]]:
+    """By the number of ranks, and a strategy: how a run ends that nobody kills, and how many seconds it takes."""
 
     @cache
-    def run(ranks: int) -> tuple[Any, float]:
+    def run(ranks: int, *words: str) -> tuple[Any, float]:
         directory = tmp_path_factory.mktemp("undisturbed") / "run"
-        answer = server.run(directory, SCRIPT, ranks)
+        answer = server.run(directory, SCRIPT, ranks, words)
         assert answer["ended"] == [0] * ranks, said(directory)
         whole = outcome(directory)
         assert len(whole["steps"][0]) == STEPS[ranks], "every step once"
@@ -230,15 +231,20 @@ def test_every_moment_from_the_last_step_to_the_end(
     assert point > 60, "a start, a save and three deletions"
 
 
-def test_a_rank_is_killed_and_the_job_is_started_again(server: Server, undisturbed: Any, tmp_path: Path) -> None:
-    whole, _ = undisturbed(2)
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_rank_is_killed_and_the_job_is_started_again(
+    server: Server, undisturbed: Any, tmp_path: Path, strategy: str
+) -> None:
+    whole, _ = undisturbed(2, strategy)
     directory = tmp_path / "killed"
-    # Rank 1 writes no checkpoint: its points are the steps that it trains on.
-    for victim, point, within in [(1, 3, "steps-1"), (0, 90, str(directory / "kept"))]:
-        ended = server.run(directory, SCRIPT, ranks=2, victim=victim, point=point, within=within)["ended"]
+    kept = str(directory / "kept")
+    # Under DDP rank 1 writes no checkpoint: its points are the steps that it trains on.
+    points = [(1, 3, "steps-1"), (0, 90, kept)] if strategy == "ddp" else [(1, 7, kept), (0, 90, kept)]
+    for victim, point, within in points:
+        ended = server.run(directory, SCRIPT, 2, (strategy,), victim=victim, point=point, within=within)["ended"]
         assert ended[victim] == -signal.SIGKILL, said(directory)
         assert ended[1 - victim] not in (0, "hung"), said(directory)
-    assert server.run(directory, SCRIPT, ranks=2)["ended"] == [0, 0], said(directory)
+    assert server.run(directory, SCRIPT, 2, (strategy,))["ended"] == [0, 0], said(directory)
     assert_same(outcome(directory), whole)
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from trainer_kit.checkpoint.convert import export
     from trainer_kit.checkpoint.mend import Repair, repair
     from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
-    from trainer_kit.checkpoint.reshard import read_sharded
+    from trainer_kit.checkpoint.reshard import read_divided, read_sharded
     from trainer_kit.checkpoint.sharded import (
         ShardedSnapshot,
         take_sharded_snapshot,
@@ -32,6 +32,7 @@ __all__ = [
     "diff",
     "export",
     "read_checkpoint",
+    "read_divided",
     "read_sharded",
     "read_weights",
     "repair",
@@ -52,6 +53,7 @@ _MODULES = {
     "diff": "compare",
     "export": "convert",
     "read_checkpoint": "read",
+    "read_divided": "reshard",
     "read_sharded": "reshard",
     "read_weights": "weights",
     "repair": "mend",

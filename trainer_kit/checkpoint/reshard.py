@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -42,7 +42,7 @@ from trainer_kit.core.location import is_url, locate
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["read_sharded"]
+__all__ = ["read_divided", "read_sharded"]
 
 
 def read_sharded(
@@ -88,15 +88,63 @@ def read_sharded(
     ranks = Collective(group)
     with ExitStack() as stack:
         source = ranks.each(lambda: _open(path, list(state), stack))
-        if verify:
-            # From a URL each rank has fetched files of its own.
-            share = (0, 1) if is_url(path) else (ranks.rank, ranks.size)
-            ranks.each(lambda: _verify(source, *share))
-        files = stack.enter_context(ShardFiles(source.root))
+        _fill_together(path, source, state, ranks, verify)
+        return None if source.number == ranks.size else f"resharding {source.number} → {ranks.size}"
+
+
+def read_divided(
+    path: str | os.PathLike[str],
+    like: Mapping[str, Any],
+    *,
+    parts: Iterable[str] | None = None,
+    group: ProcessGroup | None = None,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """The state that was written, by part, with what belongs to a divided tensor divided as that is.
+
+    Whatever wrote the checkpoint; a rank reads what it holds. A tensor belongs to a name in ``like`` when that is one
+    of the keys on the way to it, and it has the same shape: weights, their averages, and what optimizers keep of them.
+    Every other tensor is whole.
+
+    Args:
+        path: a checkpoint directory, or its URL, the same on all ranks.
+        like: by name; those that are ``DTensor`` count.
+        parts: which parts to read; None for all.
+        group: as for `read_sharded`.
+        verify: likewise.
+
+    Raises:
+        CheckpointError: on every rank, for a missing, damaged or foreign file.
+        RankError: on every rank, when one of them fails in any other way.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.sharded import write_sharded
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = write_sharded(f"{directory}/step-3", {"model": {"w": torch.ones(2)}, "progress": {"step": 3}})
+        ...     read_divided(path, {"w": torch.zeros(2)}, parts=["model"])
+        {'model': {'w': tensor([1., 1.])}}
+    """
+    ranks = Collective(group)
+    divided = {name: tensor for name, tensor in like.items() if hasattr(tensor, "placements")}
+    with ExitStack() as stack:
+        source = ranks.each(lambda: _open(path, parts, stack))
+        state = ranks.each(lambda: {part: source.template(part, divided) for part in source.parts})
+        _fill_together(path, source, state, ranks, verify)
+        return state
+
+
+def _fill_together(
+    path: str | os.PathLike[str], source: _Source, state: MutableMapping[str, Any], ranks: Collective, verify: bool
+) -> None:
+    if verify:
+        # From a URL each rank has fetched files of its own.
+        share = (0, 1) if is_url(path) else (ranks.rank, ranks.size)
+        ranks.each(lambda: _verify(source, *share))
+    with ShardFiles(source.root) as files:
         target = ranks.each(lambda: _Target(source, files, state))
         ranks.reduce(target.strided, _check_boxes)
         ranks.each(target.load)
-        return None if source.number == ranks.size else f"resharding {source.number} → {ranks.size}"
 
 
 @final
@@ -116,8 +164,36 @@ class _Source:
                 for file in shards_of(manifest, part):
                     self.layout[part] |= tensors_in(root / file)
 
+    def template(self, part: str, like: Mapping[str, Any]) -> Any:
+        """What of a part is to be filled: memory for tensors that are divided; None takes whatever is stored."""
+        return self._template(self.trees[part], self.layout[part], like, (part,), None)
 
-def _open(path: str | os.PathLike[str], parts: list[str], stack: ExitStack) -> _Source:
+    def _template(
+        self, tree: Any, layout: Mapping[str, TensorLayout], like: Mapping[str, Any], at: tuple[str, ...], own: Any
+    ) -> Any:
+        document = self.root / DOCUMENT
+        record = tensor_record(tree)
+        if record is not None:
+            stored = None if own is None else layout.get(str(record.get("v")))
+            if stored is not None and "dtype" in record:
+                stored = _carried(record, stored, document, ".".join(at))
+            if stored is None or stored.shape != tuple(own.shape):
+                return None
+            return torch.empty_like(own, dtype=stored.dtype, requires_grad=False)
+        inside = children(tree, at=".".join(at), file=document)
+        if inside is None:
+            return None
+        pairs = enumerate(inside) if isinstance(inside, list) else inside.items()
+        made = {
+            key: self._template(value, layout, like, (*at, str(key)), like.get(key, own) if type(key) is str else own)
+            for key, value in pairs
+        }
+        if all(value is None for value in made.values()):
+            return None
+        return list(made.values()) if isinstance(inside, list) else made
+
+
+def _open(path: str | os.PathLike[str], parts: Iterable[str] | None, stack: ExitStack) -> _Source:
     manifest = read_manifest(locate(path))
     root = files_of(locate(path), manifest)
     check_files(root, manifest)

@@ -93,13 +93,19 @@ class Group(Protocol):
     def agree(self, values: list[float]) -> list[list[float]]:
         """A few numbers of every rank, one row a rank, on a CPU group: no device is synchronised."""
 
+    def apart(self) -> Any:
+        """torch's group of the same processes that takes CPU tensors and that training does not use.
+
+        For what goes on beside training; every process makes the first call at the same time. None for one process.
+        """
+
 
 class Strategy(Protocol):
     """Where tensors live and who talks to whom. It has no hooks and knows no Trainer.
 
     Optional, called where it exists: ``configure(**facts)``, for an engine with a configuration of its own: what the
     run says about it (``precision`` before the module is built; ``batch_size``, ``accumulation`` and ``clip`` before
-    it is prepared), to fill it in and to refuse what contradicts it. It may return a line for the user.
+    it is prepared), to fill it in and to refuse what contradicts it.
     """
 
     name: str

@@ -7,18 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from trainer_kit.checkpoint.lock import is_free
-from trainer_kit.checkpoint.manifest import MANIFEST
+from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.protocols import Strategy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero
 from trainer_kit.engine.runs import RUN, read_records
 from trainer_kit.engine.state import fitting
 
-__all__ = ["find_checkpoint", "find_start", "holds_weights", "load_weights", "read_state"]
+__all__ = [
+    "find_checkpoint",
+    "find_start",
+    "holds_weights",
+    "load_weights",
+    "read_rest",
+    "read_start",
+    "read_state",
+]
 
 
 def find_start(
@@ -165,14 +174,42 @@ def _changed(directory: Path) -> int:
 def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
     """The whole state, or the weights of anything that holds weights."""
     if path.is_dir() and is_complete(path) and not weights_only:
-        state = read_checkpoint(path)
-        if not isinstance(state.get("model"), dict):
-            raise CheckpointError(path, "model", "there are no weights in this checkpoint")
-        state["state_dict"] = state.pop("model")
-        return state
+        return _with_weights(path, read_checkpoint(path))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
     return {"state_dict": read_weights(path)}
+
+
+def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[str, Any]:
+    """`read_state`; where ranks hold parts, what a fit is composed with, and None for what `read_rest` reads."""
+    if not strategy.sharded:
+        return read_state(path, weights_only)
+    if not (path.is_dir() and is_complete(path)):
+        return {}
+    known = read_manifest(path)["parts"]
+    return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
+
+
+def read_rest(
+    state: dict[str, Any], path: Location, weights_only: bool, strategy: Strategy, module: Any
+) -> dict[str, Any]:
+    """The whole state, after `read_start`: each rank has of a divided module's tensors what it holds."""
+    if not strategy.sharded:
+        return state
+    if not (path.is_dir() and is_complete(path)):
+        return read_state(path, weights_only)
+    from trainer_kit.checkpoint.reshard import read_divided  # torch.distributed's planner
+
+    parts = [part for part in read_manifest(path)["parts"] if part == "model" or not weights_only]
+    like = strategy.module_state(module)
+    return _with_weights(path, read_divided(path, like, parts=parts, group=strategy.world.apart()))
+
+
+def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(path, "model", "there are no weights in this checkpoint")
+    state["state_dict"] = state.pop("model")
+    return state
 
 
 def holds_weights(path: Location | None) -> CheckpointError:
@@ -182,10 +219,11 @@ def holds_weights(path: Location | None) -> CheckpointError:
     )
 
 
-def load_weights(module: Any, path: Location, bus: Bus) -> None:
+def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> None:
     """Put the weights of a checkpoint into a module."""
-    state = read_state(path, weights_only=not (path.is_dir() and is_complete(path)))
+    alone = not (path.is_dir() and is_complete(path))
+    state = read_rest({}, path, alone, strategy, module) if strategy.sharded else read_state(path, weights_only=alone)
     for hook in bus.on_load_checkpoint:
         hook(state)
     with fitting("state_dict", RuntimeError):
-        module.load_state_dict(state["state_dict"], strict=module.strict_loading)
+        strategy.load_module_state(module, state["state_dict"], module.strict_loading)

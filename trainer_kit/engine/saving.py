@@ -1,4 +1,6 @@
-"""Saving what was asked for: a copy on the training thread, the writing behind it. Rank 0 writes.
+"""Saving what was asked for: a copy on the training thread, the writing behind it.
+
+Rank 0 writes, or every rank the part of the state that it holds, and rank 0 commits.
 
 One save is under way at a time. A storage that fails is reported, the checkpoint does not exist, and training goes on.
 """
@@ -6,11 +8,13 @@ One save is under way at a time. A storage that fails is reported, the checkpoin
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, final
 
-from trainer_kit.checkpoint.background import Background
+from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.errors import CheckpointError
@@ -19,6 +23,9 @@ from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.engine.finite import check_finite, finite_weights
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Outcome, Save, Saver
+
+if TYPE_CHECKING:
+    from trainer_kit.checkpoint.sharded import ShardedSnapshot
 
 __all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
 
@@ -112,57 +119,119 @@ def abandon_save(run: Fit) -> None:
         settle_save(run)
         return
     run.saver.save = None
-    if save.writing is not None:
-        for path, failure in save.writing.result().items():
-            if failure is not None:
-                _report(run, save, locate(path), failure)
+    if save.writing is None:
+        return
+    try:
+        outcome = save.writing.result()
+    except Exception as error:
+        if not run.strategy.sharded:
+            raise
+        run.say(f"save of step {save.step} ended with another rank: {type(error).__name__}")
+        return
+    for path, failure in outcome.items():
+        if failure is not None:
+            _report(run, save, locate(path), failure)
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
-    """Copy the states, on rank 0, and start to write them. What no disk can hold is refused, on every rank."""
+    """Copy the states, where they are written, and start to. What no disk can hold is refused, on every rank."""
     world, progress, saver = run.strategy.world, run.progress, run.saver
     copies = saver.behind and not save.last  # else nothing changes until it is written
     problem: Exception | None = None
-    if world.rank == 0:
+    together = run.strategy.sharded
+    group = world.apart() if together else None
+    if world.rank == 0 or together:
         info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
         snapshots = {}
         slow = threading.Timer(_SLOW, _say_slow, (run, save))
         slow.daemon = True
         try:
             for weights_only, state in states.items():
-                parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
-                copy = saver.buffers[weights_only] if copies else False
-                snapshots[weights_only] = take_snapshot(parts, info=info, copy=copy)
+                copy = saver.buffers[weights_only] if copies else None
+                snapshots[weights_only] = _take(run, state, info, group, copy)
             names = [name for name, _ in run.module.named_parameters()]
             slow.start()
-            save.writing = Background(partial(_write, saver, save, snapshots, names), done=partial(_written, run, slow))
+            writes = _Writing(group, together, world.rank == 0, frozenset(names))
+            save.writing = Background(
+                partial(_write, saver, save, snapshots, writes), done=partial(_written, run, slow)
+            )
         except Exception as error:  # also where memory or threads do not suffice: the others wait to hear of it
             slow.cancel()
             problem = error
     if world.size > 1:
-        problem = world.broadcast(problem)
+        problem = world.broadcast(problem) or problem
     if problem is not None:
         raise problem
     saver.save = save
 
 
-def _write(saver: Saver, save: Save, snapshots: dict[bool, Snapshot], names: list[str]) -> Outcome:
+def _take(
+    run: Fit, state: dict[str, Any], info: dict[str, Any], group: Any, copy: HostBuffers | None
+) -> Snapshot | ShardedSnapshot:
+    parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
+    if not run.strategy.sharded:
+        return take_snapshot(parts, info=info, copy=False if copy is None else copy)
+    from trainer_kit.checkpoint.sharded import take_sharded_snapshot  # torch's planner: half a second
+
+    if run.strategy.own_buffers and run.strategy.data.rank > 0:
+        # What several ranks hold is written by any of them: of running statistics those of the first count.
+        theirs = {name for name, _ in run.module.named_buffers()}
+        parts["model"] = {name: value for name, value in parts["model"].items() if name not in theirs}
+    return take_sharded_snapshot(parts, info=info, group=group, copy=copy)
+
+
+@final
+@dataclass(frozen=True)
+class _Writing:
+    """How a save is written: by this rank, or by all that call it ``together`` in ``group``.
+
+    Attributes:
+        first: whether this rank commits, and tells those who asked.
+        names: of the parameters.
+    """
+
+    group: Any
+    together: bool
+    first: bool
+    names: frozenset[str]
+
+    def write(self, path: str, snapshot: Any) -> None:
+        if not self.together:
+            write_snapshot(path, snapshot, overwrite=True)
+            return
+        from trainer_kit.checkpoint.sharded import write_sharded_snapshot
+
+        write_sharded_snapshot(path, snapshot, group=self.group, overwrite=True)
+
+    def is_finite(self, snapshot: Any) -> bool:
+        if not self.together:
+            return finite_weights(snapshot.tensors.get("model", {}), self.names)
+        from trainer_kit.checkpoint.collective import Collective
+
+        mine = all(
+            finite_weights(shard, [key for key in shard if key.partition("#")[0] in self.names])
+            for shard in snapshot.shards.values()
+        )
+        return bool(Collective(self.group).reduce(lambda: mine, all))
+
+
+def _write(saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Writing) -> Outcome:
     """In the background: only files are touched. Whoever asked deletes here what gave way to it."""
     outcome: Outcome = {}
     for path, weights_only in save.paths.items():
         try:
-            write_snapshot(path, snapshots[weights_only], overwrite=True)
+            writing.write(path, snapshots[weights_only])
         except CheckpointError as error:
             outcome[path] = error
             continue
         outcome[path] = None
         if save.abandoned:
             return outcome
-        finite = finite_weights(snapshots[weights_only].tensors.get("model", {}), names)
+        finite = writing.is_finite(snapshots[weights_only])
         if saver.finite and not finite:
             save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite ones stays")
         saver.finite = finite
-        for request in save.requests_of(path):
+        for request in save.requests_of(path) if writing.first else ():
             if not finite:
                 getattr(request, "not_finite", _nothing)()
             problem = (

@@ -26,7 +26,7 @@ from trainer_kit.engine.directories import take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.requests import requeue_once, terminable
-from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights, load_weights, read_state
+from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import abandon_save, save_requested
 from trainer_kit.engine.settle import settle_end
@@ -188,7 +188,7 @@ class Verb:
         _check_keepers(trainer)
         removed = take_directories(trainer, self.unwinding.cleanup)
         path, weights_only, told = find_start(trainer, ckpt_path, weights_only, removed)
-        state = None if path is None else read_state(path, weights_only)
+        state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
         if state is not None and trainer.seed is None:
@@ -201,7 +201,8 @@ class Verb:
         run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
         run.id = "" if trainer.record is None else trainer.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
-        if state is not None:
+        if state is not None and path is not None:
+            state = read_rest(state, path, weights_only, trainer.strategy, module)
             strict = module.strict_loading
             size = trainer.settings.global_batch_size
             restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
@@ -252,9 +253,11 @@ class Verb:
             ckpt_path = "best"
         path = find_checkpoint(trainer, ckpt_path, keepers)
         trainer.precision_plugin.convert_module(module)
-        if path is not None:
-            load_weights(module, path, self.bus)
-        trainer.strategy.place_module(module, trainer.precision_plugin)
+        load = _nobody if path is None else partial(load_weights, module, path, self.bus, trainer.strategy)
+        divided = trainer.strategy.sharded  # each rank reads the parts that it has by then
+        steps: list[Callable[[], Any]] = [partial(trainer.strategy.place_module, module, trainer.precision_plugin), load]
+        for step in steps if divided else reversed(steps):
+            step()
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
@@ -379,7 +382,7 @@ def _dry_run(trainer: Any, run: Fit) -> None:
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
-    encode({**state, "loaders": run.windows.feed.first_state()}, {}, copy=False)
+    encode({**state, "loaders": run.windows.feed.first_state()}, {}, copy=False, sharded=run.strategy.sharded)
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.print(

@@ -131,6 +131,7 @@ class FSDPStrategy:
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide; evaluation alone has no room for whole weights either."""
+        self.stop()
         self._divide(module, precision, [module] if getattr(module, "automatic_optimization", True) else _roots(module))
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
@@ -139,6 +140,7 @@ class FSDPStrategy:
         In manual optimization the parts of the module are divided each by itself: a step of an optimizer falls between
         two of their forwards.
         """
+        self.stop()
         self._every_backward = manual
         self._divide(module, precision, _roots(module) if manual else [module])
 

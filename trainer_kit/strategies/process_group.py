@@ -22,6 +22,10 @@ from trainer_kit.launch.machines import meet_without_agent
 __all__ = ["ProcessGroup", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
 
 
+_APART: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
+"""By the world they are a part of, which is kept so that its id stays its own, and their ranks."""
+
+
 def join_world(device: torch.device, backend: str | None, timeout: timedelta) -> ProcessGroup:
     """Join the process group of the environment (torchrun's variables, SLURM's or MPI's), or reuse it.
 
@@ -124,6 +128,14 @@ class ProcessGroup:
         rows = [torch.empty_like(mine) for _ in range(self.size)]
         dist.all_gather(rows, mine, group=self._cpu)
         return [row.tolist() for row in rows]  # no sync point: on the host
+
+    def apart(self) -> dist.ProcessGroup:
+        """torch's gloo group of the same processes that training does not use; the first call makes it."""
+        whole, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(self.group))
+        key = id(whole), ranks
+        if key not in _APART:  # kept: one for each fit would be threads and sockets for each
+            _APART[key] = whole, _beside(self.group)
+        return _APART[key][1]
 
 
 def _beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

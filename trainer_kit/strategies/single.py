@@ -47,6 +47,9 @@ class Alone:
         """One row."""
         return [values]
 
+    def apart(self) -> None:
+        """Nobody to go on beside training with."""
+
 
 @final
 class SingleDeviceStrategy:

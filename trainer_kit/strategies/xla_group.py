@@ -66,6 +66,9 @@ class XLAGroup:
         layout = f"{len(values)}d"
         return [list(struct.unpack(layout, row)) for row in self._xm.rendezvous("agree", struct.pack(layout, *values))]
 
+    def apart(self) -> None:
+        """Every rank has the whole state: nothing is written together."""
+
     def average(self, gradients: list[Tensor]) -> None:
         """Average over the ranks, in place, as part of the step's own graph."""
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
@@ -16,7 +17,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.testing.distributed import run_distributed
 from trainer_kit.trainer import Trainer
 
-__all__ = ["CHECKS", "Classifier", "Net", "assert_same", "check_strategy", "run_checks", "whole"]
+__all__ = ["CHECKS", "Classifier", "Net", "assert_same", "check_strategy", "continues", "fit", "run_checks", "whole"]
 
 _Make = Callable[[], Any]
 """Called on each rank, once for each Trainer."""
@@ -151,15 +152,76 @@ def _samples(count: int) -> TensorDataset:
     return TensorDataset(torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw))
 
 
-def _fit(
-    strategy: Any, make: Callable[[], Any], count: int, size: int, devices: int, **options: Any
+class _Adaptive(Classifier):
+    """What an optimizer and a scheduler keep is part of the result."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def fit(
+    strategy: Any,
+    make: Callable[[], Any],
+    count: int,
+    size: int,
+    devices: int,
+    *,
+    ckpt_path: str | None = None,
+    save: str | None = None,
+    **options: Any,
 ) -> tuple[Trainer, dict[str, Tensor]]:
+    """One fit, and the weights it ends with, whole on every rank.
+
+    Args:
+        strategy: as the Trainer takes it.
+        make: the module.
+        count: of samples.
+        size: of a batch of the loader.
+        devices: as the Trainer takes it.
+        ckpt_path: to go on from.
+        save: where to save in the end.
+        options: of the Trainer.
+    """
     torch.manual_seed(7)
     module = make()
     settings = {"max_epochs": 2, "barebones": True, "precision": "64-true", "seed": 0, **options}
     trainer = Trainer(accelerator="cpu", devices=devices, strategy=strategy, **settings)
-    trainer.fit(module, DataLoader(_samples(count), batch_size=size))
+    trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
+    trainer.fit(module, DataLoader(_samples(count), batch_size=size), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
     return trainer, whole(trainer.strategy.module_state(module))
+
+
+def continues(strategies: Mapping[str, Any], directory: str, found: Iterable[str] = ()) -> None:
+    """Half of a training saved by each strategy, and gone on with by each other one, as if it were one training.
+
+    Args:
+        strategies: by name, of this many ranks; ``"one"`` is one process.
+        directory: on storage that all ranks see.
+        found: names of checkpoints that are there already, from other numbers of ranks.
+    """
+    world = torch.distributed.get_world_size()
+    options: dict[str, Any] = {"max_steps": 3, "max_epochs": 1, "global_batch_size": 12}
+    for name, strategy in strategies.items():
+        alone = name == "one"
+        if not alone or torch.distributed.get_rank() == 0:
+            fit(strategy(), _Adaptive, 72, 12, 1 if alone else world, save=f"{directory}/{name}", **options)
+        torch.distributed.barrier()
+    _, expected = fit("auto", _Adaptive, 72, 12, 1, **{**options, "max_steps": 6})
+    for reader, strategy in strategies.items():
+        for writer in [*strategies, *found]:
+            if reader == writer == "one":
+                continue
+            path, devices = f"{directory}/{writer}", 1 if reader == "one" else world
+            try:
+                _, now = fit(strategy(), _Adaptive, 72, 12, devices, ckpt_path=path, **{**options, "max_steps": 6})
+                assert_same(now, expected)
+            except BaseException as error:
+                add_note(error, f"saved by {writer}, read by {reader}")
+                raise
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -182,9 +244,9 @@ def _compare(strategy: _Make, make: Callable[[], Any], counts: Iterable[int], **
     world = torch.distributed.get_world_size()
     for count in counts:
         try:
-            trainer, found = _fit(strategy(), make, count, _PER_RANK, world, **options)
+            trainer, found = fit(strategy(), make, count, _PER_RANK, world, **options)
             assert trainer.world_size == world, "the strategy does not train on all ranks"
-            alone, expected = _fit("auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options)
+            alone, expected = fit("auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options)
             assert_same(found, expected)
             assert trainer.global_step == alone.global_step
             assert trainer.progress.samples == alone.progress.samples
@@ -211,10 +273,19 @@ def _manual_optimization(strategy: _Make) -> None:
     _compare(strategy, _ByHand, [24])
 
 
+def _checkpoints(strategy: _Make) -> None:
+    with tempfile.TemporaryDirectory() as own:
+        box = [own]
+        torch.distributed.broadcast_object_list(box, 0)
+        continues({"one": lambda: "auto", "it": strategy}, box[0])
+        torch.distributed.barrier()
+
+
 CHECKS: Final[dict[str, Callable[[_Make], None]]] = {
     "accumulation_and_clipping": _accumulation_and_clipping,
     "frozen_parts": _frozen_parts,
     "named_losses": _named_losses,
     "manual_optimization": _manual_optimization,
+    "checkpoints": _checkpoints,
 }
 """By name; each is called on every rank with what makes the strategy."""

@@ -1,0 +1,122 @@
+"""A checkpoint of any strategy and number of ranks is gone on with by any other, as if it were one training."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trainer_kit as tk
+from trainer_kit.checkpoint.manifest import read_manifest
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy
+from trainer_kit.testing import conformance, run_distributed
+from trainer_kit.testing.conformance import Classifier, assert_same, continues, whole
+
+HYBRID = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+
+
+def four_ranks(directory: str, found: list[str]) -> None:
+    continues({"fsdp4": FSDPStrategy, "hsdp": HYBRID}, directory, found)
+
+
+def two_ranks(directory: str, found: list[str]) -> None:
+    continues({"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy}, directory, found)
+
+
+@pytest.mark.slow
+def test_any_into_any_other(tmp_path: Path) -> None:
+    run_distributed(four_ranks, 4, str(tmp_path), [], timeout=120)
+    run_distributed(two_ranks, 2, str(tmp_path), ["fsdp4", "hsdp"], timeout=120)
+    run_distributed(four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2"], timeout=120)
+    for name, ranks in (("one", 1), ("ddp2", 1), ("fsdp2", 2), ("hsdp", 4), ("fsdp4", 4)):
+        assert read_manifest(tmp_path / name).get("shards", 1) == ranks
+    # What each rank of a hybrid holds alike is written by one of them.
+    sizes = {name: sum(file.stat().st_size for file in (tmp_path / name).glob("model*")) for name in ("hsdp", "one")}
+    assert sizes["hsdp"] < 1.5 * sizes["one"]
+
+
+class Logs(Classifier):
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.seen += 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else 1
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", super().training_step(batch, batch_idx))
+
+
+def kept(root: Path, **options: Any) -> tuple[tk.Trainer, Logs]:
+    torch.manual_seed(3)
+    module = Logs()
+    keeper = tk.callbacks.ModelCheckpoint(
+        root / "kept", every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
+    )
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
+    trainer = tk.Trainer(accelerator="cpu", callbacks=[keeper], default_root_dir=root, **{**quiet, **options})
+    data = DataLoader(conformance._samples(48), batch_size=4)
+    trainer.fit(module, data, data, ckpt_path="last" if options.get("max_steps", 0) > 3 else None)
+    return trainer, module
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) -> None:
+    rank = torch.distributed.get_rank()
+    together: dict[str, Any] = {"strategy": "fsdp", "devices": 2}
+    trainer, module = kept(tmp_path, max_steps=3, **together)
+    world = trainer.strategy.world
+    names = sorted(name for name in os.listdir(tmp_path / "kept") if name.startswith("step-"))
+    assert len(names) in (2, 3), names  # two of the best, and the last
+    weights = whole(trainer.strategy.module_state(module))
+    last = tmp_path / "kept" / "step-00000003"
+
+    # Weights: into one process, and into evaluation on ranks that are divided already, or not yet.
+    loaded = Logs.load_from_checkpoint(last, map_location="cpu")
+    loaded_state = dict(loaded.state_dict())
+    assert loaded_state.pop("seen").tolist() == [3.0] * 3  # those of rank 0, whoever wrote them
+    assert_same(loaded_state, {name: value for name, value in weights.items() if name != "seen"}, 0.0)
+    data = DataLoader(conformance._samples(48), batch_size=4)
+    (there,) = trainer.validate(module, data, ckpt_path=last, verbose=False)
+    (fresh,) = tk.Trainer(accelerator="cpu", barebones=True, **together).validate(Logs(), data, ckpt_path=last)
+    alone = tk.Trainer(accelerator="cpu", barebones=True, devices=1).validate(loaded, data, verbose=False)[0]
+    assert there["val"] == pytest.approx(alone["val"], rel=1e-6)
+    assert fresh["val"] == pytest.approx(alone["val"], rel=1e-6)
+
+    # Weights alone; what is none of a run's is refused as such.
+    trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
+    assert_same(
+        whole(Logs.load_from_checkpoint(tmp_path / "weights").state_dict()), {**loaded_state, "seen": loaded.seen}, 0.0
+    )
+    with pytest.raises(CheckpointError, match="weights_only"):
+        tk.Trainer(accelerator="cpu", barebones=True, **together).fit(Logs(), data, ckpt_path=tmp_path / "weights")
+    started = Logs()
+    starter = tk.Trainer(accelerator="cpu", barebones=True, max_steps=0, **together)
+    starter.fit(started, data, ckpt_path=tmp_path / "weights", weights_only=True)
+    assert_same(whole(starter.strategy.module_state(started)), {**loaded_state, "seen": loaded.seen}, 0.0)
+
+    # A shard of the newest is damaged: the run goes on from the one before, on both ranks.
+    if rank == 0:
+        shard = next(iter(sorted(last.glob("model-00002*"))))
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content)
+    world.barrier()
+    again, module = kept(tmp_path, max_steps=5, **together)
+    assert again.global_step == 5
+    assert (tmp_path / "kept" / "step-00000003.damaged").exists()
