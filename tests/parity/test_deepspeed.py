@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -190,11 +191,89 @@ def test_evaluation_in_training_after_it_and_alone() -> None:
             assert tested["val_loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), abs=1e-6)
 
 
+class Built(Classifier):
+    """Is made under the strategy's care."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Module())
+
+    def configure_model(self) -> None:
+        if isinstance(self.net, nn.Sequential):
+            return
+        self.net = make_net()
+        self.divided = [hasattr(parameter, "ds_id") for parameter in self.net.parameters()]
+
+    def configure_optimizers(self) -> Any:
+        return sgd(self.net)
+
+
+@pytest.mark.world_size(2)
+def test_offloaded_in_bfloat16_and_built_in_parts() -> None:
+    for options in HOSTED:
+        with case(**options):
+            net, mine = make_net(), make_net()
+            clip = partial(nn.utils.clip_grad_norm_, max_norm=0.1)
+            plain_loop(net, [list(loader(32, 12))] * 2, sgd(net), clip=clip)
+            chosen = {"strategy": DeepSpeedStrategy(**options), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+            trainer = fit(Classifier(mine), loader(32), 0, max_epochs=2, **chosen)
+            assert_equal(trainer, trainer.module, net)
+    for stage, precision in product(STAGES, ["bf16-mixed", "bf16-true"]):
+        with case(stage=stage, precision=precision):
+            net, mine = make_net(), make_net()
+            plain_loop(net, [list(loader(36, 12))] * 2, sgd(net))
+            trainer = fit(
+                Classifier(mine), loader(36), stage, precision=precision, accumulate_grad_batches=2, max_epochs=2
+            )
+            assert_equal(trainer, trainer.module, net, 5e-3)
+            assert {p.dtype for p in mine.parameters()} == {torch.bfloat16}
+            masters = weights(trainer, trainer.module)
+            assert {value.dtype for value in masters.values()} == {torch.float32}
+            assert any((value != value.bfloat16()).any() for value in masters.values()), "rounded"
+    net, module = make_net(), Built()
+    plain_loop(net, [list(loader(18, 6))], sgd(net))
+    assert_equal(fit(module, loader(18), 3), module, net)
+    assert module.divided == [True] * 4
+
+
+HOSTED: list[dict[str, Any]] = [
+    {"stage": 2, "offload_optimizer": True},
+    {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+]
+
+
 def resumed(module: Classifier, path: Path | None, steps: int, size: int, **options: Any) -> tk.Trainer:
-    """A run up to this step, and its checkpoint; a ragged batch is in it."""
+    """A run up to this step; a ragged batch is in it."""
     trainer = tk.Trainer(max_steps=steps, accelerator="cpu", seed=1, **QUIET, **options)
     trainer.fit(module, loader(34, size), ckpt_path=path)
     return trainer
+
+
+def single(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
+    return resumed(module, path, steps, 2 * PER_RANK, strategy="single_device", devices=1, **options)
+
+
+def divided(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
+    stages = {name: options.pop(name) for name in tuple(options) if name != "precision"}
+    return resumed(module, path, steps, PER_RANK, strategy=DeepSpeedStrategy(**stages), devices=2, **options)
+
+
+@pytest.mark.world_size(2)
+def test_every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
+    straight = Classifier(make_net())
+    single(straight, None, 8)
+    one = tmp_path / f"one-{dist.get_rank()}"
+    single(Classifier(make_net()), None, 3).save_checkpoint(one)
+    for stage in STAGES:
+        with case(stage=stage):
+            path, other = tmp_path / f"{stage}", STAGES[stage - 1]
+            divided(Classifier(make_net()), None, 3, stage=stage).save_checkpoint(path)
+            module = Classifier(make_net(seed=7))
+            single(module, path, 8)
+            for name, value in straight.net.state_dict().items():
+                torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
+            for start, to in [(path, other), (tmp_path / "one-0", stage)]:
+                module = Classifier(make_net(seed=9))
+                assert_equal(divided(module, start, 8, stage=to), module, straight.net)
 
 
 def states(path: Path) -> tuple[Any, Any]:
@@ -202,43 +281,23 @@ def states(path: Path) -> tuple[Any, Any]:
     return state["state_dict"], state["optimizer_states"][0]["state"]
 
 
-def single(module: Classifier, path: Path | None, steps: int) -> tk.Trainer:
-    return resumed(module, path, steps, 2 * PER_RANK, strategy="single_device", devices=1)
-
-
-def divided(module: Classifier, path: Path | None, steps: int, stage: int) -> tk.Trainer:
-    return resumed(module, path, steps, PER_RANK, strategy=DeepSpeedStrategy(stage=stage), devices=2)
-
-
 @pytest.mark.world_size(2)
-def test_a_checkpoint_of_any_stage_loads_into_any_other_and_into_one_process(tmp_path: Path) -> None:
-    rank, root = dist.get_rank(), tmp_path
-    for make, tolerance in [(sgd, 1e-6), (adamw, 2e-4)]:
-        straight = Classifier(make_net(), make)
-        single(straight, None, 8)
-        one = Classifier(make_net(), make)
-        single(one, None, 3).save_checkpoint(root / f"one-{rank}-{make.__name__}")
-        for stage in STAGES:
-            with case(stage=stage, make=make.__name__):
-                path = root / f"{stage}-{make.__name__}"
-                divided(Classifier(make_net(), make), None, 3, stage).save_checkpoint(path)
-                # Into one process, which goes on as if it had been one from the start.
-                module = Classifier(make_net(seed=7), make)
-                single(module, path, 8)
-                for name, value in straight.net.state_dict().items():
-                    torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=tolerance)
-                # Into the next stage: every bit of weights and moments arrives, and it, too, goes on.
-                to = STAGES[stage - 1]
-                there = divided(Classifier(make_net(seed=8), make), path, 3, to)
-                there.save_checkpoint(root / f"{stage}-{to}-{make.__name__}")
-                same_state(states(root / f"{stage}-{to}-{make.__name__}"), states(path))
-                module = Classifier(make_net(seed=9), make)
-                assert_equal(divided(module, path, 8, to), module, straight.net, tolerance)
-                # From one process.
-                module = Classifier(make_net(seed=9), make)
-                assert_equal(
-                    divided(module, root / f"one-0-{make.__name__}", 8, stage), module, straight.net, tolerance
-                )
+def test_every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
+    ring = [*({"stage": stage} for stage in STAGES), *HOSTED]
+    for precision in ["32-true", "bf16-mixed"]:
+        for number, options in enumerate(ring):
+            with case(precision=precision, **options):
+                path = tmp_path / f"{precision}-{number}"
+                divided(Classifier(make_net(), adamw), None, 3, precision=precision, **options).save_checkpoint(path)
+                there = divided(Classifier(make_net(seed=8), adamw), path, 3, precision=precision, **ring[number - 1])
+                there.save_checkpoint(f"{path}-again")
+                same_state(states(tmp_path / f"{path.name}-again"), states(path))
+                here = single(Classifier(make_net(seed=8), adamw), path, 3, precision=precision)
+                here.save_checkpoint(tmp_path / f"{path.name}-{dist.get_rank()}")
+                same_state(states(tmp_path / f"{path.name}-{dist.get_rank()}"), states(path))
+                _, moments = states(path)
+                assert {int(one["step"]) for one in moments.values()} == {3}
+                assert all((one["exp_avg"] != 0).any() for one in moments.values())
 
 
 QUIET: dict[str, Any] = {

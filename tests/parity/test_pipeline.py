@@ -15,7 +15,7 @@ import trainer_kit as tk
 from tests.parity.plain import case
 from tests.strategies.pipelines import Stages, Writer, texts, words
 from trainer_kit.core.parallel import PipelinePlan
-from trainer_kit.strategies.transforms.pipeline import SCHEDULES
+from trainer_kit.strategies.transforms.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
 

@@ -17,6 +17,7 @@ from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.strategies.process_group import join_world
 from trainer_kit.strategies.single import Alone, SingleDeviceStrategy
 from trainer_kit.strategies.transforms.pipeline import Pipeline
+from trainer_kit.strategies.transforms.schedules import bubble
 
 WORDS, LENGTH = 11, 6
 
@@ -129,6 +130,12 @@ class Stages:
         if "pipeline" not in self.__dict__:
             self.pipeline = Pipeline(dist.group.WORLD, self.world, self.device, self.schedule)  # type: ignore[arg-type]
         self.reporter = self.pipeline.reporter
+
+    def configure(self, **facts: Any) -> str | None:
+        return bubble(facts["accumulation"], self.pipeline.count) if "accumulation" in facts else None
+
+    def load_module_state(self, module: Any, state: Any, strict: bool) -> None:
+        self.pipeline.load_state(module, state, strict)
 
     def init_context(self) -> Any:
         return nullcontext()

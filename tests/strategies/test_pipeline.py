@@ -47,6 +47,7 @@ def test_blocks_are_divided_by_their_size_and_ends_belong_to_the_first_and_last(
     assert [blocks[0] for blocks in named.blocks] == ["layers.0", "layers.1", "layers.7"]
 
 
+@pytest.mark.slow
 def test_stages_one_after_the_other_are_the_model() -> None:
     batch = texts((3,))[0]
     for count in (2, 3, 5):
@@ -102,6 +103,7 @@ class HeadFirst(nn.Module):
         return self.head(self.layers(x))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
     batch = texts((3,))[0]
     for model, what in (

@@ -105,7 +105,7 @@ class Strategy(Protocol):
 
     Optional, called where it exists: ``configure(**facts)``, for an engine with a configuration of its own: what the
     run says about it (``precision`` before the module is built; ``batch_size``, ``accumulation`` and ``clip`` before
-    it is prepared), to fill it in and to refuse what contradicts it.
+    it is prepared), to fill it in and to refuse what contradicts it. It may return a line for the user.
     """
 
     name: str

@@ -182,7 +182,9 @@ def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimize
     strategy = trainer.strategy
     if hasattr(strategy, "configure"):
         facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
-        strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
+        told = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
+        if told:
+            trainer.print(told)
     if trainer.compile_regional:  # before it is sharded
         Compile(options=trainer.compile_options).apply(module)
     strategy.prepare_module(module, manual, trainer.precision_plugin)

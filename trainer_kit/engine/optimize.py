@@ -188,7 +188,10 @@ class Stepper:
         self.clip, self.metrics = clip, metrics
         self.replay: Callable[[], Any] | None = None
         self.window: Any = None
-        self._parameters = {id(o): parameters_of(o) for o in made.optimizers}
+        # The module's own: an engine may have put others into the groups, whose gradients are its business.
+        self._parameters = {
+            id(o): [p for group in strategy.optimizer_state(o)[0] for p in group] for o in made.optimizers
+        }
         self._all = [p for parameters in self._parameters.values() for p in parameters]
         self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)
         self._own_clip = is_overridden("configure_gradient_clipping", module, TrainModule)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -139,8 +140,21 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
         called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
         groups.append({**kept, "params": called})
         state.update({name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states})
+    if strategy.sharded:
+        _unite_names(strategy, groups)
     started = getattr(optimizer, "_configured_options", None)
     return {"state": state, "param_groups": groups, _CONFIGURED: started or configured(optimizer)}
+
+
+def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
+    """Stages of a pipeline have parameters of their own in the same groups: a group has those of all ranks."""
+    own = [group["params"] for group in groups]
+    digest = zlib.crc32(repr(own).encode())
+    rows = strategy.world.agree([digest])
+    if all(row == rows[0] for row in rows):
+        return
+    for group, *everyone in zip(groups, *strategy.world.all_gather_object(own), strict=True):
+        group["params"] = list(dict.fromkeys(name for names in everyone for name in names))
 
 
 def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int) -> str:

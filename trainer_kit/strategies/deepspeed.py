@@ -199,7 +199,16 @@ class DeepSpeedStrategy:
         self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         self._optimizer = optimizer
         self._initialize(optimizer)
+        if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
+            raise StrategyError(
+                "DeepSpeed makes an optimizer of its own in place of this one", found=type(optimizer).__name__
+            )
         self._pieces = find_pieces(self._engine.optimizer)
+        if optimizer.state:  # below ZeRO the engine tries a step, which counts and decays weights
+            optimizer.state.clear()
+            for parameter, piece in self._pieces.items():
+                piece.of(piece.master).copy_(piece.in_whole(parameter))
+        optimizer.zero_grad = _nothing  # type: ignore[method-assign]  # the engine needs those of offloaded masters
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
         deepspeed = deepspeed_of(self.device)
@@ -346,6 +355,10 @@ class _Step(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+
+def _nothing(set_to_none: bool = True) -> None:
+    """The engine drops gradients by itself."""
 
 
 def _hidden_size(module: nn.Module) -> int | None:

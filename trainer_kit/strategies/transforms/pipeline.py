@@ -1,7 +1,6 @@
 """Pipeline parallel: each rank holds some stages of the model, and a window's micro-batches flow through them.
 
-The schedules are torch's (``torch.distributed.pipelining``; GPipe: Huang et al., 2019; 1F1B and interleaved: Narayanan
-et al., 2021; breadth-first: Lamy-Poirier, 2023; zero bubble: Qi et al., 2024).
+Nothing of the user's is written for it: his step runs up to the model on every rank, and through it on the last.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -18,31 +17,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from trainer_kit.core.errors import StrategyError, did_you_mean
+from trainer_kit.core.errors import DataError, PrecisionError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.relay import Relay
+from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
 from trainer_kit.strategies.transforms.split import Stage, StandIn, Turn, make_stages
 from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model
 
-if TYPE_CHECKING:
-    from torch.distributed.pipelining import PipelineStage
-
-__all__ = ["SCHEDULES", "Pipeline"]
-
-SCHEDULES: Final = {
-    "GPipe": "one",
-    "1F1B": "one",
-    "Interleaved1F1B": "loop",
-    "LoopedBFS": "loop",
-    "InterleavedZeroBubble": "loop",
-    "ZBVZeroBubble": "v",
-}
-"""By name: whether a rank has one stage, or several, which go around the ranks in a loop or there and back."""
-_KEPT: Final = 4
-"""Schedules whose buffers are kept: the usual window's, the last one's of an epoch, and what is between."""
+__all__ = ["Pipeline"]
 
 
 class _Taken(BaseException):
@@ -74,9 +60,7 @@ class Pipeline:
         schedule: str = "1F1B",
         stages_per_rank: int = 2,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise StrategyError(f"no pipeline schedule {schedule!r}", fix=did_you_mean(schedule, list(SCHEDULES)))
-        kind = SCHEDULES[schedule]
+        kind = check_schedule(schedule)
         self.group, self.world, self.device, self.schedule = group, world, device, schedule
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         self.count = size * {"one": 1, "loop": stages_per_rank, "v": 2}[kind]
@@ -92,8 +76,9 @@ class Pipeline:
         self._takes = self._answers = False
         self._answer: Any = None
         self._evaluations = 0
-        self._schedules: dict[tuple[Any, int], Any] = {}
+        self._earlier: Any = None
         self._relay: Relay
+        self._schedules: Schedules
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -105,6 +90,12 @@ class Pipeline:
         """
         if self._is_split(module):
             return
+        if precision.scales:
+            raise PrecisionError(
+                "gradients of a pipeline are not scaled",
+                found=f"precision={precision.name!r}: an overflow on one stage would skip the step there alone",
+                fix='use precision="bf16-mixed", which needs no scaling',
+            )
         plan = (parallel and parallel.pipeline) or PipelinePlan()
         name, model = pipelined_model(module, plan)
         inside = {id(parameter) for parameter in model.parameters()}
@@ -124,6 +115,7 @@ class Pipeline:
         for stage in self.stages:
             stage.context = context
         self._relay = Relay(self.stages, self.ranks, self.group, self.device)
+        self._schedules = Schedules(self.schedule, self.stages, self.count, self.group, self.device)
         model.__dict__["forward"] = self._called
         rows = self.world.agree([torch.initial_seed() % 2**32])
         self._seed = int(rows[self._source][0])
@@ -189,9 +181,18 @@ class Pipeline:
                 fix="use on_before_optimizer_step, which comes when all gradients are complete",
             )
         batches: list[Any] = []
+        absent: set[int] = set()
         for index in range(micro.count):
             micro.begin(index)
-            batches.append(micro.batch)
+            if micro.batch is None:  # other data ranks have more
+                absent.add(index)
+            else:
+                self._earlier = micro.batch
+            batches.append(self._earlier)
+        if self._earlier is None:
+            raise DataError(
+                "this rank has no data, and the stages of a pipeline wait for each other", fix="use smaller batches"
+            )
         starts, unknown = self._agree(batches)
         inputs = [self._take(micro, batch, index) for index, batch in enumerate(batches)]
         micro.start_gradients()
@@ -200,6 +201,8 @@ class Pipeline:
 
         def finish(index: int) -> Callable[[Any], Any]:
             def run(output: Any) -> Any:
+                if index in absent:
+                    return _nothing_of(output)
                 micro.turn_to(index, batches[index])
                 loss = self._loss(micro, index, output)
                 outputs[index] = micro.outputs
@@ -214,7 +217,7 @@ class Pipeline:
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
             self._run(key, turns)
         for index, batch in enumerate(batches):
-            micro.turn_to(index, batch, outputs[index])
+            micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
 
     def _agree(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
@@ -263,7 +266,7 @@ class Pipeline:
         return loss
 
     def _run(self, key: Any, turns: Sequence[Turn]) -> None:
-        schedule = self._schedule(key, len(turns))
+        schedule = self._schedules.get(key, len(turns), self._relay.known[key])
         for stage in self.stages:
             stage.turns = iter(turns)
         numbers = torch.arange(len(turns), device=self.device)
@@ -285,45 +288,6 @@ class Pipeline:
                 raise cause.__cause__ from None
             raise
 
-    def _schedule(self, key: Any, count: int) -> Any:
-        found = self._schedules.pop((key, count), None)
-        if found is None:
-            found = self._make_schedule(self._relay.known[key], count)
-        self._schedules[key, count] = found  # the latest is at the end
-        if len(self._schedules) > _KEPT:
-            del self._schedules[next(iter(self._schedules))]
-        return found
-
-    def _make_schedule(self, shapes: Mapping[int, tuple[Tensor, ...]], count: int) -> Any:
-        from torch.distributed.pipelining import schedules
-
-        stages: list[Any] = [self._torch_stage(stage, shapes) for stage in self.stages]
-        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _loss_itself, "scale_grads": False}
-        one = SCHEDULES[self.schedule] == "one"
-        made = schedules.get_schedule_class(self.schedule)
-        try:
-            return made(stages[0] if one else stages, **options)
-        except ValueError:  # too few micro-batches for it, or not a multiple of what it wants
-            return (
-                schedules.ScheduleGPipe(stages[0], **options) if one else schedules.ScheduleLoopedBFS(stages, **options)
-            )
-
-    def _torch_stage(self, stage: Stage, shapes: Mapping[int, tuple[Tensor, ...]]) -> PipelineStage:
-        from torch.distributed.pipelining import PipelineStage
-
-        # The first one's input is the number of the micro-batch, the last one's output is the loss.
-        numbers = torch.empty(1, dtype=torch.int64, device="meta")
-        loss = torch.empty((), device="meta", requires_grad=True)
-        return PipelineStage(
-            stage,
-            stage.index,
-            self.count,
-            self.device,
-            input_args=numbers if stage.index == 0 else shapes[stage.index],
-            output_args=loss if stage.last else shapes[stage.index + 1],
-            group=self.group,
-        )
-
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clip whole gradients, over all stages."""
         if algorithm != "norm":
@@ -333,24 +297,38 @@ class Pipeline:
         dist.all_reduce(square, group=self.group)
         nn.utils.clip_grads_with_norm_(parameters, value, square.sqrt())
 
+    def load_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Put what this rank holds of the whole module's state back; what is missing is missed on every rank."""
+        whole = dict.fromkeys(self.names)
+        missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
+        if strict and (missing or foreign):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {foreign}"
+            )
+        own = module.state_dict()
+        load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=False)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether weights get their gradients apart from activations: they must stay gathered in between."""
+        return "ZeroBubble" in self.schedule
+
+    @property
+    def loose(self) -> list[nn.Parameter]:
+        """Parameters of no module that a stage holds: nothing gathers them, so that they stay whole."""
+        return [parameter for stage in self.stages for parameter in stage.loose]
+
     def describe(self) -> str:
         """One line for ``explain()``."""
         size = len(set(self.ranks))
         each = f", {self.count // size} a rank" if self.count > size else ""
         return f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
 
-    def bubble(self, count: int) -> str | None:
-        """A line about windows that leave most ranks waiting; None where they do not."""
-        if count >= self.count:
-            return None
-        return (
-            f"{count} micro-batches an optimizer step for {self.count} stages: a rank waits most of the time"
-            f" (accumulate_grad_batches={2 * self.count} or more keeps them busy)"
-        )
 
-
-def _loss_itself(output: Any, target: Any) -> Any:
-    return output
+def _nothing_of(output: Any) -> Tensor:
+    """A loss that depends on the output, and changes nothing."""
+    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
 
 
 def _shapes(batch: Any) -> tuple[Any, ...]:

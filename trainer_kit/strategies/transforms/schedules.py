@@ -1,0 +1,131 @@
+"""torch's schedules of a pipeline, by name.
+
+``torch.distributed.pipelining``; GPipe: Huang et al., 2019; 1F1B, interleaved: Narayanan et al., 2021; breadth-first:
+Lamy-Poirier, 2023; zero bubble: Qi et al., 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer_kit.core.errors import StrategyError, did_you_mean
+from trainer_kit.strategies.transforms.split import Stage
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage
+
+__all__ = ["SCHEDULES", "Schedules", "bubble", "check_schedule"]
+
+SCHEDULES: Final = {
+    "GPipe": "one",
+    "1F1B": "one",
+    "Interleaved1F1B": "loop",
+    "LoopedBFS": "loop",
+    "InterleavedZeroBubble": "loop",
+    "ZBVZeroBubble": "v",
+}
+"""By name: whether a rank has one stage, or several, which go around the ranks in a loop or there and back."""
+_KEPT: Final = 4
+"""Schedules whose buffers are kept: the usual window's, the last one's of an epoch, and what is between."""
+
+
+def check_schedule(name: str) -> str:
+    """How a schedule's stages lie on the ranks.
+
+    Raises:
+        StrategyError: there is none of this name.
+    """
+    if name not in SCHEDULES:
+        raise StrategyError(f"no pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES)))
+    return SCHEDULES[name]
+
+
+def bubble(batches: int, stages: int) -> str | None:
+    """A line about windows that leave ranks waiting for most of the time; None where they do not.
+
+    Args:
+        batches: micro-batches of a window.
+        stages: of the pipeline.
+
+    Example:
+        >>> bubble(8, 4), bubble(2, 4)[:41]
+        (None, '2 micro-batches an optimizer step for 4 s')
+    """
+    if batches >= stages:
+        return None
+    return (
+        f"{batches} micro-batches an optimizer step for {stages} stages of a pipeline: its ranks wait most of the time"
+        f" (accumulate_grad_batches={2 * stages} or more keeps them busy)"
+    )
+
+
+@final
+class Schedules:
+    """One of each length and shape, made when it is needed.
+
+    Args:
+        name: of `SCHEDULES`.
+        stages: of this rank.
+        count: of stages on all ranks.
+        group: of the ranks that share one model.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, name: str, stages: Sequence[Stage], count: int, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.name, self.stages, self.count, self.group, self.device = name, stages, count, group, device
+        self._made: dict[tuple[Any, int], Any] = {}
+
+    def get(self, key: Any, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
+        """The schedule of so many micro-batches of one shape.
+
+        Args:
+            key: of the shape.
+            batches: how many.
+            shapes: what the stages take and return, as `Relay` knows it.
+        """
+        found = self._made.pop((key, batches), None) or self._make(batches, shapes)
+        self._made[key, batches] = found  # the latest is at the end
+        if len(self._made) > _KEPT:
+            del self._made[next(iter(self._made))]
+        return found
+
+    def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
+        from torch.distributed.pipelining import schedules
+
+        stages: list[Any] = [self._torch_stage(stage, shapes) for stage in self.stages]
+        options: dict[str, Any] = {"n_microbatches": batches, "loss_fn": _loss_itself, "scale_grads": False}
+        one = SCHEDULES[self.name] == "one"
+        made = schedules.get_schedule_class(self.name)
+        try:
+            return made(stages[0] if one else stages, **options)
+        except ValueError:  # too few micro-batches for it, or not a multiple of what it wants
+            return (
+                schedules.ScheduleGPipe(stages[0], **options) if one else schedules.ScheduleLoopedBFS(stages, **options)
+            )
+
+    def _torch_stage(self, stage: Stage, shapes: Mapping[int, tuple[Tensor, ...]]) -> PipelineStage:
+        from torch.distributed.pipelining import PipelineStage
+
+        # The first one's input is the number of the micro-batch, the last one's output is the loss.
+        numbers = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        return PipelineStage(
+            stage,
+            stage.index,
+            self.count,
+            self.device,
+            input_args=numbers if stage.index == 0 else shapes[stage.index],
+            output_args=loss if stage.last else shapes[stage.index + 1],
+            group=self.group,
+        )
+
+
+def _loss_itself(output: Any, target: Any) -> Any:
+    return output
