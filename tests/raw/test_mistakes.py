@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import re
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit import Accelerator
 from trainer_kit.core.errors import ConfigurationError, RankError
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def _nobody_looks():
+    gc.collect()  # an Accelerator is a cycle, and looks until it is gone or its first steps are over
+    assert not _global_optimizer_pre_hooks
 
 
 def sgd(model):
@@ -29,14 +37,43 @@ def test_an_optimizer_that_is_not_prepared(options, harm):
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(3, 1)
     optimizer = sgd(model)
+    before = model.weight.detach().clone()
     model = accelerator.prepare(model)
-    with pytest.raises(ConfigurationError, match="an optimizer that is not prepared") as problem:  # noqa: PT012
-        for _ in range(2):
-            with accelerator.accumulate(model):
-                accelerator.backward(model(X).mean())
-                optimizer.step()
-                optimizer.zero_grad()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X).mean())
+        with pytest.raises(ConfigurationError, match="an optimizer that is not prepared") as problem:
+            optimizer.step()
     assert harm in problem.value.found
+    assert torch.equal(model.weight, before)
+    assert not _global_optimizer_pre_hooks
+
+
+def test_an_accelerator_that_is_gone_looks_at_nothing():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    accelerator.backward(model(X).mean())
+    assert len(_global_optimizer_pre_hooks) == 1
+    del accelerator, model
+    gc.collect()
+    assert not _global_optimizer_pre_hooks
+
+
+def test_an_optimizer_that_is_not_prepared_beside_one_that_is():
+    """Its step comes when the first window ends; steps of models that are not prepared are nobody's business."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    one, two, other = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
+    optimizer = sgd(two)
+    one, first = accelerator.prepare(one, sgd(one))
+    two = accelerator.prepare(two)
+    with pytest.raises(ConfigurationError, match="an optimizer that is not prepared"):  # noqa: PT012
+        for _ in range(4):
+            with accelerator.accumulate(one, two):
+                accelerator.backward((one(X) + two(X)).mean())
+                sgd(other).step()
+                first.step()
+                if accelerator.sync_gradients:
+                    optimizer.step()
+    assert accelerator.sync_gradients
 
 
 def test_where_it_does_no_harm_nothing_is_said():
@@ -93,16 +130,19 @@ def test_a_batch_on_another_device():
     accelerator.prepare(Lengths(3, 1))(X, torch.ones(16, device="meta"))  # as lengths of sequences, which stay behind
 
 
-def test_no_look_is_left_after_the_first_steps():
-    accelerator = Accelerator(cpu=True)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_no_look_is_left_after_the_first_steps(steps):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(model, sgd(model))
-    for _ in range(3):
-        accelerator.backward(model(X).mean())
-        optimizer.step()
+    for _ in range(3 * steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X).mean())
+            optimizer.step()
     assert accelerator._watch is None
     assert optimizer._before_first_step is None
     assert not model._forward_pre_hooks
+    assert not _global_optimizer_pre_hooks
 
 
 @pytest.mark.world_size(2)

@@ -283,7 +283,7 @@ class Loop(Gathering):
         elif self.precision.scales:
             harm = "gradients are scaled for float16"
         assert self._watch is not None
-        if not self._watch.backward(harm, any_loader=bool(self._dataloaders)):
+        if not self._watch.backward(harm, bool(self._dataloaders), self.window.steps):
             self._watch = None
 
     def _before_first_step(self, optimizer: Optimizer) -> None:

@@ -207,7 +207,6 @@ class Saving(Loop):
         for hook in list(self._before_load.values()):
             hook(models, str(_beside(path)))
         self._refuse_others(path, state)
-        self._first_steps.forget()
         for i, model in enumerate(self._models):
             if any(model is left for left in models):
                 unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"], **load_model_func_kwargs)

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.protocols import Group
 
 __all__ = ["Watch"]
 
-_LOOKS: Final = 3  # backwards that are looked at, and forwards without gradients
+_LOOKS: Final = 3  # steps that are looked at, and forwards without gradients
 
 
 @final
 class Watch:
-    """Looks at the first forward of each model, the first backwards, and each optimizer's first step.
+    """Looks at the first forward of each model, the first backwards, and the first steps of optimizers.
 
     Args:
         world: the processes.
@@ -29,8 +31,8 @@ class Watch:
 
     def __init__(self, world: Group, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
         self._world, self._say, self._models = world, say, models
-        self._versions: dict[nn.Parameter, int] = {}
-        self._stepped: set[int] = set()
+        self._prepared: set[int] = set()  # parameters, once their optimizer steps
+        self._steps: weakref.finalize[..., Watch] | None = None  # ends the look at every optimizer's steps
         self._looks = 0
         self._sample: float | None = None
 
@@ -60,21 +62,19 @@ class Watch:
                 fix="prepare the loader, or move the batch: batch.to(accelerator.device)",
             )
 
-    def backward(self, harm: str | None, any_loader: bool) -> bool:
+    def backward(self, harm: str | None, any_loader: bool, steps: int) -> bool:
         """A backward begins.
 
         Args:
             harm: what goes wrong when an optimizer steps that is not prepared, or None.
             any_loader: whether a prepared loader is there.
+            steps: micro-batches of a window.
 
         Returns:
             Whether to be called at the next one too.
-
-        Raises:
-            ConfigurationError: weights were changed by somebody else than a prepared optimizer.
         """
-        if harm is not None:
-            self._look_for_steps(harm)
+        if harm is not None and self._steps is None:
+            self._look_at_steps(harm)
         if self._looks == 0 and self._world.size > 1 and not any_loader and self._sample is not None:
             rows = self._world.agree([self._sample])
             if all(row == rows[0] for row in rows):
@@ -83,26 +83,37 @@ class Watch:
                     "accelerator.prepare(model, optimizer, loader)"
                 )
         self._looks += 1
-        if self._looks < _LOOKS:
+        if self._looks < _LOOKS * steps:
             return True
-        self._versions.clear()
+        if self._steps is not None:
+            self._steps()
         return False
 
-    def forget(self) -> None:
-        """Weights are changed on purpose."""
-        self._versions.clear()
+    def _look_at_steps(self, harm: str) -> None:
+        """Whoever steps a prepared model without being prepared is stopped before the weights change.
 
-    def _look_for_steps(self, harm: str) -> None:
+        torch calls this for every optimizer of the process, so it goes after the first steps, and with this object.
+        """
+        watch = weakref.ref(self)
+
+        def look(optimizer: Optimizer, arguments: Any, options: Any) -> None:
+            mine = watch()
+            if mine is not None:
+                mine._compare(optimizer, harm)
+
+        self._steps = weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+
+    def _compare(self, optimizer: Optimizer, harm: str) -> None:
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped -= self._prepared
         for model in self._models:
             for name, parameter in model.named_parameters():
-                version = parameter._version
-                if parameter.requires_grad and self._versions.setdefault(parameter, version) != version:
-                    if id(parameter) in self._stepped:
-                        self._versions[parameter] = version
-                        continue
+                if id(parameter) in stepped:
+                    assert self._steps is not None
+                    self._steps()
                     raise ConfigurationError(
                         "an optimizer that is not prepared steps a prepared model",
-                        found=f"{type(model).__name__}.{name} has changed, and {harm}",
+                        found=f"{type(optimizer).__name__} steps {type(model).__name__}.{name}, and {harm}",
                         fix="optimizer = accelerator.prepare(optimizer), and step what that returns",
                     )
 
@@ -113,7 +124,7 @@ class Watch:
             RankError: none of its parameters belongs to a prepared model, so each process would train on its own.
         """
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._stepped |= mine
+        self._prepared |= mine
         if self._world.size == 1:
             return
         if not any(id(parameter) in mine for model in self._models for parameter in model.parameters()):
