@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
+from tests.strategies.pipelines import Stages
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy
@@ -26,15 +27,16 @@ def four_ranks(directory: str, found: list[str]) -> None:
 
 
 def two_ranks(directory: str, found: list[str]) -> None:
-    continues({"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy}, directory, found)
+    made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": Stages}
+    continues(made, directory, found)
 
 
 @pytest.mark.slow
 def test_any_into_any_other(tmp_path: Path) -> None:
     run_distributed(four_ranks, 4, str(tmp_path), [], timeout=120)
     run_distributed(two_ranks, 2, str(tmp_path), ["fsdp4", "hsdp"], timeout=120)
-    run_distributed(four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2"], timeout=120)
-    for name, ranks in (("one", 1), ("ddp2", 1), ("fsdp2", 2), ("hsdp", 4), ("fsdp4", 4)):
+    run_distributed(four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2", "pp2"], timeout=120)
+    for name, ranks in (("one", 1), ("ddp2", 1), ("fsdp2", 2), ("pp2", 2), ("hsdp", 4), ("fsdp4", 4)):
         assert read_manifest(tmp_path / name).get("shards", 1) == ranks
     # What each rank of a hybrid holds alike is written by one of them.
     sizes = {name: sum(file.stat().st_size for file in (tmp_path / name).glob("model*")) for name in ("hsdp", "one")}

@@ -146,6 +146,9 @@ class Stages:
     def prepare_module(self, module: Any, manual: bool, precision: Any) -> None:
         self.place_module(module, precision)
 
+    def prepare_optimizer(self, optimizer: Any) -> None:
+        self.pipeline.prepare_optimizer(optimizer)
+
     def bind(self, method: Any, several: bool) -> Any:
         return self.pipeline.bind(method)
 

@@ -32,12 +32,13 @@ def restore_reading(run: Fit, state: Mapping[str, Any], global_batch_size: int |
     Raises:
         CheckpointError: on these ranks, or with this loader, there is no such place.
     """
-    ranks = len(state["rng"])
-    feed, rank = run.windows.feed, run.strategy.world.rank
-    if ranks != run.strategy.world.size and global_batch_size is not None:
+    data = run.strategy.data
+    ranks = len(state.get("loaders") or state["rng"])
+    feed, rank = run.windows.feed, data.rank
+    if ranks != data.size and global_batch_size is not None:
         run.say(
             f"global_batch_size={global_batch_size} stays: a batch is {feed.per_rank_batch_size} samples on each rank,"
-            f" of {run.strategy.world.size} now and {ranks} before"
+            f" of {data.size} now and {ranks} before"
         )
     _divide_anew(run, state.get("stride"), global_batch_size)
     saved = state.get("loaders")

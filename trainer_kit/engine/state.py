@@ -91,11 +91,11 @@ def collect(
         state["stride"] = run.windows.feed.stride
         strategy = run.strategy
         logged = (strategy.reporter, run.metrics.state_dict())
-        own = (rng_state(strategy.device), logged, _own_buffers(run), reading_state(run, done))
-        state["rng"], values, buffers, state["loaders"] = map(
-            list, zip(*strategy.world.all_gather_object(own), strict=True)
-        )
+        reading = (strategy.data.rank, reading_state(run, done))
+        own = (rng_state(strategy.device), logged, _own_buffers(run), reading)
+        state["rng"], values, buffers, places = map(list, zip(*strategy.world.all_gather_object(own), strict=True))
         state["metrics"] = [values[reporter][1] for reporter, _ in values]
+        state["loaders"] = [place for _, place in sorted(dict(places).items())]  # of each data rank
         if any(buffers):
             state["buffers"] = buffers
     for hook in run.bus.on_save_checkpoint if hooks else ():

@@ -255,7 +255,10 @@ class Verb:
         trainer.precision_plugin.convert_module(module)
         load = _nobody if path is None else partial(load_weights, module, path, self.bus, trainer.strategy)
         divided = trainer.strategy.sharded  # each rank reads the parts that it has by then
-        steps: list[Callable[[], Any]] = [partial(trainer.strategy.place_module, module, trainer.precision_plugin), load]
+        steps: list[Callable[[], Any]] = [
+            partial(trainer.strategy.place_module, module, trainer.precision_plugin),
+            load,
+        ]
         for step in steps if divided else reversed(steps):
             step()
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)

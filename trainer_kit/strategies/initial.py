@@ -42,7 +42,7 @@ class InitialWeights:
     def __init__(self, module: nn.Module, group: Group) -> None:
         self._group = group
         found = {name: tensor.detach() for name, tensor in _tensors(module) if not hasattr(tensor, "placements")}
-        self._names = list(found)
+        self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
         self._whole = found if group.rank == 0 else {}
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
         if empty:
@@ -53,7 +53,7 @@ class InitialWeights:
             )
 
     def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-        """Fill the module, divided by now, on every rank.
+        """Fill the module, divided by now, on every rank; what a rank does not hold any more passes it by.
 
         Args:
             module: the same one.
@@ -68,13 +68,13 @@ class InitialWeights:
                     part._buffers[name] = buffer.to(device)
         held = dict(_tensors(module))
         with torch.no_grad():
-            for name in self._names:
-                own = held[name]
+            for name, (shape, dtype) in self._shapes.items():
                 whole = self._whole.pop(name).to(device) if self._whole else None
                 if whole is None:
-                    whole = torch.empty(own.shape, dtype=own.dtype, device=device)
+                    whole = torch.empty(shape, dtype=dtype, device=device)
                 self._group.broadcast(whole)
-                own.detach().copy_(part_of(whole, own))
+                if name in held:
+                    held[name].detach().copy_(part_of(whole, held[name]))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

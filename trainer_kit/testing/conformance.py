@@ -71,8 +71,9 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
-        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 4)
+        self.first = nn.Linear(8, width)
         self.blocks = nn.ModuleList([_Block(width) for _ in range(2)])
+        self.last = nn.Linear(width, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         """Shape (n, 4) for (n, 8)."""
@@ -192,7 +193,10 @@ def fit(
     trainer.fit(module, DataLoader(_samples(count), batch_size=size), ckpt_path=ckpt_path)
     if save is not None:
         trainer.save_checkpoint(save)
-    return trainer, whole(trainer.strategy.module_state(module))
+    found = whole(trainer.strategy.module_state(module))
+    for own in trainer.strategy.world.all_gather_object(found):  # stages of a pipeline have some names each
+        found = {**own, **found}
+    return trainer, found
 
 
 def continues(strategies: Mapping[str, Any], directory: str, found: Iterable[str] = ()) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import DataError, PrecisionError, StrategyError
@@ -22,6 +23,7 @@ from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.relay import Relay
 from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
@@ -83,7 +85,7 @@ class Pipeline:
     # -- the model -----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module, parallel: ParallelPlan | None, precision: Precision) -> None:
-        """Leave of the module, in place, what the stages of this rank hold, with rank 0's weights.
+        """Leave of the module, in place, what the stages of this rank hold, on the device, with rank 0's weights.
 
         Raises:
             StrategyError: the module cannot be split that way.
@@ -108,9 +110,12 @@ class Pipeline:
             )
         layout = lay_out(model, plan, self.count)
         self.names = list(module.state_dict())
-        for tensor in [*module.parameters(), *module.buffers()]:
-            tensor.data.copy_(self.world.broadcast(tensor.data.to(self.device)))
+        weights = InitialWeights(module, self.world)
         self.stages = make_stages(model, layout, self.own, self.device)
+        weights.hand_out(module, self.device, self.device)
+        module.to(self.device)
+        for stage in self.stages:
+            stage.find_loose()
         context = precision.forward_context()
         for stage in self.stages:
             stage.context = context
@@ -296,6 +301,11 @@ class Pipeline:
         square = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square().to(self.device)
         dist.all_reduce(square, group=self.group)
         nn.utils.clip_grads_with_norm_(parameters, value, square.sqrt())
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Leave out what other stages train, where a group was made of parameters by their places in the model."""
+        for group in optimizer.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
 
     def load_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Put what this rank holds of the whole module's state back; what is missing is missed on every rank."""

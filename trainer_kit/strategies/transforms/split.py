@@ -156,7 +156,7 @@ class Stage(nn.Module):
         index: of the stage.
         last: whether it is the last one.
         held: the modules, by name.
-        loose: parameters that are directly the model's, by name.
+        loose: where it has parameters that are directly the model's.
         borders: where it lies in the model.
 
     Attributes:
@@ -169,19 +169,26 @@ class Stage(nn.Module):
         index: int,
         last: bool,
         held: Mapping[str, nn.Module],
-        loose: Mapping[str, nn.Parameter],
+        loose: Sequence[_Slot],
         borders: _Borders,
     ) -> None:
         super().__init__()
         self.index, self.last, self.borders = index, last, borders
         self.held = nn.ModuleList(held.values())
-        self.loose = nn.ParameterList(loose.values())
+        self._loose = list(loose)
+        self.find_loose()
         self._output: Any = None
         self._hooked = False
         self.names = list(held)
         self.turns: Iterator[Turn] = iter(())
         self.context: AbstractContextManager[Any] | None = None
         self.running = False
+
+    def find_loose(self) -> None:
+        """Look again for parameters that are directly the model's: others may have taken their places."""
+        for slot in self._loose:
+            slot.real = slot.parent._parameters[slot.key]
+        self.loose = nn.ParameterList([slot.real for slot in self._loose])
 
     def forward(self, *arrived: Tensor) -> Any:
         """The outputs of its last block, flat; on the last stage what is made of the model's output.
@@ -263,7 +270,7 @@ def _check(values: Any, what: str) -> None:
 
 
 def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device) -> list[Stage]:
-    """Leave of a model, in place, what some stages of it hold, on the device.
+    """Leave of a model, in place, what some stages of it hold.
 
     Args:
         model: the whole.
@@ -288,7 +295,6 @@ def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: to
         if slot.stage not in own:
             slot.put(real=False)
             slot.real = None
-    model.to(device)
     forward, made = model.forward, []
     mine = list(zip(layout.owners, slots, strict=True))
     last = len(layout.blocks) - 1
@@ -302,6 +308,6 @@ def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: to
             held[layout.blocks[index][-1]],
         )
         modules = {name: real for name, real in held.items() if isinstance(real, nn.Module)}
-        loose = {name: real for name, real in held.items() if isinstance(real, nn.Parameter)}
+        loose = [slot for _, slot in mine if slot.stage == index and isinstance(slot.real, nn.Parameter)]
         made.append(Stage(index, index == last, modules, loose, borders))
     return made
