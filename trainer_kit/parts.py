@@ -11,7 +11,7 @@ import torch
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.location import is_url
-from trainer_kit.core.origins import Chosen, choose, is_true, steps_of
+from trainer_kit.core.origins import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, STRATEGIES
 from trainer_kit.precision import make_precision
@@ -55,6 +55,10 @@ for _word, _name in (
     CALLBACKS.register(_word, f"trainer_kit.callbacks:{_name}")
 READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
 
+_DEEPSPEED_KEYS = (
+    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
+    "deepspeed_moe_layer_cls_names",
+)  # fmt: skip
 _FORKED = ("ddp_notebook", "ddp_fork")
 # Not DeepSpeed: one process alone has a host to offload to.
 _LAUNCHED = ("ddp", "fsdp", "fsdp_full_shard", *(word for word in _OPTIONS if not word.startswith("deepspeed")))
@@ -136,6 +140,10 @@ def choose_strategy(
             "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
         )
     device = pick_device(accelerator, environment.local_rank, devices)
+    if strategy == "auto" and (engine := variable("distributed_type")) and engine.value == "DEEPSPEED":
+        from trainer_kit.strategies.deepspeed_config import from_launcher
+
+        strategy = STRATEGIES.get("deepspeed")(device, **from_launcher(_told(_DEEPSPEED_KEYS)))
     made = _make_strategy(word, device) if isinstance(strategy, str) else strategy
     if not hasattr(made, "forward_backward"):
         raise StrategyError(
@@ -165,6 +173,11 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
             fix="pip install torch_xla, in the version that goes with this torch",
         )
     return made
+
+
+def _told(names: Iterable[str]) -> dict[str, str]:
+    """What the launcher says about these options."""
+    return {name: str(found.value) for name in names if (found := variable(name)) is not None}
 
 
 def _make_strategy(word: str, device: Any) -> Strategy:

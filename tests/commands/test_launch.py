@@ -322,7 +322,6 @@ def test_nothing_listens_to_the_outside(how: str) -> None:
         (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
         (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
         (["--use_fsdp", "raw.py"], "FSDP is not here yet"),
-        (["--use-deepspeed", "--zero-stage", "2", "raw.py"], "DeepSpeed is not here yet"),
         (["--use_megatron_lm", "raw.py"], "Megatron-LM is not here yet"),
         (["--tpu", "raw.py"], "TPU is not here yet"),
         (["--cpu", "--multi_gpu", "raw.py"], "one kind of run at a time"),

@@ -133,12 +133,21 @@ def test_contradictions(text: str, given: dict[str, Chosen], problem: str) -> No
         plan(options(text, given), ALONE)
 
 
+def test_deepspeed_reaches_the_ranks() -> None:
+    made = plan(options(SAMPLES["deepspeed.yaml"]), ALONE)
+    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
+    assert (made.processes, told["distributed_type"], told["zero_stage"]) == (2, "DEEPSPEED", "3")
+    assert (told["offload_param_device"], float(told["gradient_clipping"])) == ("cpu", 1.0)
+    assert {"offload_optimizer_device", "gradient_accumulation_steps"}.isdisjoint(told)
+    assert made.left_out == ("deepspeed_multinode_launcher", "deepspeed_hostfile", "zero3_save_16bit_model")
+    assert "zero_stage" not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [
         ("fsdp.yaml", "FSDP"),
         ("fsdp2.yaml", "FSDP"),
-        ("deepspeed.yaml", "DeepSpeed"),
         ("megatron.yaml", "Megatron-LM"),
         ("tpu.yaml", "TPU"),
         ("fp8.yaml", "fp8"),

@@ -145,6 +145,41 @@ def test_words() -> None:
         assert (strategy.stage, strategy.describe(), processes, start) == (stage, line, 2, "agent")
 
 
+def test_what_the_launcher_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "distributed_type": "DEEPSPEED",
+        "zero_stage": "3",
+        "offload_param_device": "cpu",
+        "gradient_clipping": "0.5",
+        "deepspeed_moe_layer_cls_names": "Experts, Router",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"TRAINER_KIT_{name.upper()}", value)
+    strategy = choose_strategy("auto", "cpu", 2, 1, Environment.detect())[0]
+    assert isinstance(strategy, DeepSpeedStrategy)
+    assert strategy.config == {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": {"device": "cpu"},
+            "leaf_module": {"classes": ["Experts", "Router"]},
+        },
+        "gradient_clipping": 0.5,
+    }
+    assert not isinstance(choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0], DeepSpeedStrategy)
+    # The file, and what contradicts it.
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}')
+    monkeypatch.setenv("TRAINER_KIT_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
+    with pytest.raises(StrategyError, match=r"zero_optimization\.stage: 1, but DeepSpeedStrategy\(stage=\.\.\.\): 3"):
+        choose_strategy("auto", "cpu", 2, 1, Environment.detect())
+    (tmp_path / "ds.json").write_text('{"gradient_clipping": 1.0}')
+    with pytest.raises(StrategyError, match=r"gradient_clipping: 1\.0, but the launcher: 0\.5"):
+        choose_strategy("auto", "cpu", 2, 1, Environment.detect())
+    monkeypatch.delenv("TRAINER_KIT_DEEPSPEED_CONFIG_FILE")
+    monkeypatch.setenv("TRAINER_KIT_OFFLOAD_OPTIMIZER_DEVICE", "nvme")
+    with pytest.raises(StrategyError, match="NVMe"):
+        choose_strategy("auto", "cpu", 2, 1, Environment.detect())
+
+
 class Manual(Classifier):
     def __init__(self) -> None:
         super().__init__(make_net())

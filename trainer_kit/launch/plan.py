@@ -18,7 +18,11 @@ __all__ = ["Plan", "plan"]
 
 _PASSED: Final = ("mixed_precision", "gradient_accumulation_steps", "use_cpu", "debug")
 _VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_NO_EFFECT: Final = ("downcast_bf16", "enable_cpu_affinity", "mpirun_hostfile", "mpirun_ccl", "ipex", "use_xpu")
+_NO_EFFECT: Final = (
+    "downcast_bf16", "enable_cpu_affinity", "mpirun_hostfile", "mpirun_ccl", "ipex", "use_xpu",
+    "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+    "zero3_save_16bit_model",
+)  # fmt: skip
 _PORT: Final = 29500
 
 
@@ -162,6 +166,8 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
 
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     passed = [*_PASSED, *SECTIONS["dynamo_config"]]
+    if options["distributed_type"] == "DEEPSPEED":
+        passed += ["distributed_type", *SECTIONS["deepspeed_config"]]
     found: dict[str, str] = {}
     origins: dict[str, str] = {}
     for name in passed:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 
-__all__ = ["RunFacts", "filled", "read_config", "with_arguments"]
+__all__ = ["RunFacts", "filled", "from_launcher", "read_config", "with_arguments"]
 
 _BF16: Final = ("bf16-mixed", "bf16-true")
 _FP16: Final = ("16-mixed", "16-true")
@@ -68,6 +68,39 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} holds no JSON object", found=type(found).__name__)
     return found
+
+
+def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of the strategy from the keys of ``deepspeed_config`` in a file of Accelerate's.
+
+    Args:
+        told: the texts of what the launcher was given; the file ``deepspeed_config_file`` comes first, and the other
+            keys must agree with it.
+
+    Example:
+        >>> from_launcher({"zero_stage": "3", "offload_param_device": "cpu"})["offload_parameters"]
+        True
+    """
+    config = read_config(told.get("deepspeed_config_file"))
+    zero = config.setdefault("zero_optimization", {})
+    if "gradient_clipping" in told:
+        clip = float(told["gradient_clipping"])  # no sync point: the text of a variable
+        written = config.get("gradient_clipping", "auto")
+        if written not in ("auto", clip):
+            raise _contradiction([("gradient_clipping", written, "the launcher", clip)])
+        config["gradient_clipping"] = clip
+    for key in ("offload_optimizer", "offload_param"):
+        if told.get(f"{key}_device") == "nvme":
+            zero[key] = {"device": "nvme"}
+    if "deepspeed_moe_layer_cls_names" in told:
+        names = [name.strip() for name in told["deepspeed_moe_layer_cls_names"].split(",")]
+        zero.setdefault("leaf_module", {"classes": names})
+    return {
+        "stage": int(told["zero_stage"]) if "zero_stage" in told else None,
+        "offload_optimizer": told.get("offload_optimizer_device") == "cpu",
+        "offload_parameters": told.get("offload_param_device") == "cpu",
+        "config": config,
+    }
 
 
 def with_arguments(
