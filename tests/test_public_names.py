@@ -10,6 +10,7 @@ import pytest
 import trainer_kit as tk
 
 NAMES = [
+    "AORecipeKwargs",
     "Accelerator",
     "AutocastKwargs",
     "Callback",
@@ -28,12 +29,14 @@ NAMES = [
     "LightningModule",
     "LocalSGD",
     "LoggerType",
+    "MSAMPRecipeKwargs",
     "ParallelPlan",
     "PartialState",
     "PipelinePlan",
     "ProfileKwargs",
     "Progress",
     "ProjectConfiguration",
+    "TERecipeKwargs",
     "TorchDynamoPlugin",
     "TrainModule",
     "Trainer",
@@ -51,6 +54,7 @@ NAMES = [
     "loggers",
     "notebook_launcher",
     "on_main_process",
+    "optimizer",
     "pad_across_processes",
     "precision",
     "reduce",

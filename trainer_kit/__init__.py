@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
     from trainer_kit.data import move_to_device as send_to_device
+    from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.raw.batch_size import find_executable_batch_size
+    from trainer_kit.raw.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from trainer_kit.raw.generators import set_seed
     from trainer_kit.raw.launchers import debug_launcher, notebook_launcher
     from trainer_kit.raw.loader import skip_first_batches
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "AORecipeKwargs",
     "Accelerator",
     "AutocastKwargs",
     "Callback",
@@ -73,12 +76,14 @@ __all__ = [
     "LightningModule",
     "LocalSGD",
     "LoggerType",
+    "MSAMPRecipeKwargs",
     "ParallelPlan",
     "PartialState",
     "PipelinePlan",
     "ProfileKwargs",
     "Progress",
     "ProjectConfiguration",
+    "TERecipeKwargs",
     "TorchDynamoPlugin",
     "TrainModule",
     "Trainer",
@@ -96,6 +101,7 @@ __all__ = [
     "loggers",
     "notebook_launcher",
     "on_main_process",
+    "optimizer",
     "pad_across_processes",
     "precision",
     "reduce",
@@ -110,6 +116,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AORecipeKwargs": "raw.fp8:AORecipeKwargs",
     "Accelerator": "accelerator:Accelerator",
     "AutocastKwargs": "raw.options:AutocastKwargs",
     "Callback": "core.hooks:Callback",
@@ -128,12 +135,14 @@ _HOME = {
     "LightningModule": "core.module:TrainModule",
     "LocalSGD": "raw.local_sgd:LocalSGD",
     "LoggerType": "raw.trackers:LoggerType",
+    "MSAMPRecipeKwargs": "raw.fp8:MSAMPRecipeKwargs",
     "ParallelPlan": "core.parallel:ParallelPlan",
     "PartialState": "accelerator:PartialState",
     "PipelinePlan": "core.parallel:PipelinePlan",
     "ProfileKwargs": "raw.options:ProfileKwargs",
     "Progress": "core.progress:Progress",
     "ProjectConfiguration": "raw.options:ProjectConfiguration",
+    "TERecipeKwargs": "raw.fp8:TERecipeKwargs",
     "TorchDynamoPlugin": "raw.options:TorchDynamoPlugin",
     "TrainModule": "core.module:TrainModule",
     "Trainer": "trainer:Trainer",
@@ -148,6 +157,7 @@ _HOME = {
     "get_logger": "raw.logs:get_logger",
     "notebook_launcher": "raw.launchers:notebook_launcher",
     "on_main_process": "raw.trackers:on_main_process",
+    "optimizer": "precision.optimizers:make_optimizer",
     "pad_across_processes": "accelerator:pad_across_processes",
     "reduce": "accelerator:reduce",
     "register_tracker_class": "raw.trackers:register_tracker_class",

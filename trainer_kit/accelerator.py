@@ -21,6 +21,7 @@ from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy
 from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
+from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe
 from trainer_kit.raw.generators import synchronize
 from trainer_kit.raw.options import (
     AutocastKwargs,
@@ -103,7 +104,8 @@ class Accelerator(Answers):
     Args:
         device_placement: move models and batches to the device.
         split_batches: as `DataLoaderConfiguration`'s.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, or a word of the Trainer's ``precision``; by default what
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"`` (with `AORecipeKwargs` or `TERecipeKwargs` for
+            more about it), a word of the Trainer's ``precision``, or one of its objects; by default what
             ``TRAINER_KIT_MIXED_PRECISION`` or ``ACCELERATE_MIXED_PRECISION`` says, else ``"no"``.
         gradient_accumulation_steps: micro-batches of an optimizer step; from the environment likewise.
         cpu: compute on the CPU also where there is an accelerator.
@@ -137,7 +139,7 @@ class Accelerator(Answers):
         self,
         device_placement: bool = True,
         split_batches: bool = False,
-        mixed_precision: str | None = None,
+        mixed_precision: Any = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
@@ -163,7 +165,7 @@ class Accelerator(Answers):
         on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
         self.strategy = choose_strategy(_strategy(options), "cpu" if on_cpu else "auto", "auto", 1, self.environment)[0]
         self.strategy.start()
-        self.precision = _precision(word, self.strategy.device.type, options.get(GradScalerKwargs))
+        self.precision = _precision(word, self.strategy, options)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
@@ -305,10 +307,16 @@ def _strategy(options: Mapping[type, Any]) -> Any:
     return STRATEGIES.get("ddp")(**chosen)
 
 
-def _precision(word: Any, device_type: str, scaler: GradScalerKwargs | None) -> Any:
-    made = choose_precision(str(getattr(word, "value", word)), None, device_type)
+def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:
+    if not hasattr(word, "forward_context"):
+        word = str(getattr(word, "value", word))
+    if word == "fp8":
+        recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
+        word = (recipes[0] if recipes else AORecipeKwargs()).make_precision()
+    made = choose_precision(word, None, strategy)
+    scaler = options.get(GradScalerKwargs)
     if scaler is not None and made.scales:
-        made.scaler = torch.amp.GradScaler(device_type, **scaler.to_kwargs())  # type: ignore[attr-defined]
+        made.scaler = torch.amp.GradScaler(strategy.device.type, **scaler.to_kwargs())  # type: ignore[attr-defined]
     return made
 
 

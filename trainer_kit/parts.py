@@ -14,14 +14,13 @@ from trainer_kit.core.location import is_url
 from trainer_kit.core.origins import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, STRATEGIES
-from trainer_kit.precision import make_precision
-from trainer_kit.precision.native import NAMES
+from trainer_kit.precision.where import engine_of
+from trainer_kit.precision.words import WORDS, make_precision
 
 __all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy", "with_launchers"]
 
 _DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
 _DEEPSPEED = "trainer_kit.strategies.deepspeed:DeepSpeedStrategy"
-_MESH = "trainer_kit.strategies.mesh:MeshStrategy"
 _OPTIONS: dict[str, dict[str, Any]] = {
     **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
@@ -32,15 +31,11 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "hsdp": {"sharding_strategy": "HYBRID_SHARD"},
     "fsdp_shard_grad_op": {"sharding_strategy": "SHARD_GRAD_OP"},
     "fsdp_cpu_offload": {"cpu_offload": True},
-    "tp": {"dp_shard": 1, "tp": -1},
-    "tensor_parallel": {"dp_shard": 1, "tp": -1},
-    "cp": {"dp_shard": 1, "cp": -1},
-    "context_parallel": {"dp_shard": 1, "cp": -1},
 }
 """What a word says beyond its class."""
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
 for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
-    STRATEGIES.register(_word, _CLASSES.get(_word.split("_")[0], _MESH))
+    STRATEGIES.register(_word, _CLASSES[_word.split("_")[0]])
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
     STRATEGIES.register(_word, "trainer_kit.strategies.xla:XLAStrategy")
@@ -136,11 +131,9 @@ def choose_strategy(
         )
     word = strategy if isinstance(strategy, str) else getattr(strategy, "name", "")
     alone = world == 1 and (local or not environment.launched)
-    if hasattr(strategy, "places"):
-        strategy.places(world)  # sizes that do not fit are told before any process is started
     if strategy == "auto":
         word = "ddp" if world > 1 else "single_device"
-    elif alone and (word in _LAUNCHED or word == "mesh"):
+    elif alone and word in _LAUNCHED:
         strategy = word = "single_device"  # nobody to exchange gradients with
     elif word == "single_device" and world > 1:
         raise StrategyError(
@@ -192,8 +185,17 @@ def _make_strategy(word: str, device: Any) -> Strategy:
     return made
 
 
-def choose_precision(precision: Any, plugins: Any, device_type: str) -> Precision:
-    """The precision behind a word of Lightning's or Accelerate's, a registered name, or an object."""
+def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precision:
+    """The precision behind a word of Lightning's or Accelerate's, a registered name, or an object.
+
+    Args:
+        precision: one of those, or None for float32.
+        plugins: one object, or several, in place of it.
+        strategy: what it is to run on.
+
+    Raises:
+        PrecisionError: for an unknown word, or where it cannot run.
+    """
     objects = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
     for plugin in objects:
         if not hasattr(plugin, "forward_context"):
@@ -205,13 +207,21 @@ def choose_precision(precision: Any, plugins: Any, device_type: str) -> Precisio
         if precision is not None:
             raise ConfigurationError("precision is given twice", found=f"precision={precision!r} and plugins=...")
         precision = plugin
-    if precision is not None and not isinstance(precision, (str, int)):
-        return precision  # type: ignore[no-any-return]
-    word = "32-true" if precision is None else str(precision)
-    if word.lower() not in NAMES and word in PRECISIONS.names():
-        made: Precision = PRECISIONS.get(word)()
-        return made
-    return make_precision(word, device_type)
+    made = _make_precision("32-true" if precision is None else precision, strategy.device.type)
+    if hasattr(made, "check"):
+        made.check(strategy.device, engine_of(strategy.name))
+    return made
+
+
+def _make_precision(precision: Any, device_type: str) -> Precision:
+    made: Precision
+    if not isinstance(precision, (str, int)):
+        made = precision
+    elif str(precision).lower() not in WORDS and precision in PRECISIONS.names():
+        made = PRECISIONS.get(str(precision))()
+    else:
+        made = make_precision(precision, device_type)
+    return made
 
 
 def choose_loggers(logger: Any, root: str) -> list[Any]:

@@ -194,7 +194,7 @@ class Trainer(Session):
         super().__init__(
             environment=environment,
             strategy=chosen,
-            precision=choose_precision(precision, plugins, chosen.device.type),
+            precision=choose_precision(precision, plugins, chosen),
             loggers=[] if quiet else choose_loggers(logger, root),
             root=root,
             seed=seed,

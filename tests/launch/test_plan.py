@@ -150,7 +150,6 @@ def test_deepspeed_reaches_the_ranks() -> None:
         ("fsdp2.yaml", "FSDP"),
         ("megatron.yaml", "Megatron-LM"),
         ("tpu.yaml", "TPU"),
-        ("fp8.yaml", "fp8"),
         ("sagemaker.yaml", "SageMaker"),
     ],
 )
@@ -159,6 +158,20 @@ def test_what_is_not_here_yet_says_so(name: str, what: str) -> None:
         plan(options(SAMPLES[name]), ALONE)
     assert "config.yaml:" in str(caught.value.found)
     assert caught.value.fix
+
+
+def test_fp8_is_a_word_and_its_options_belong_into_the_script() -> None:
+    with pytest.raises(ConfigurationError, match="how fp8 is computed is said in the script") as caught:
+        plan(options(SAMPLES["fp8.yaml"]), ALONE)
+    assert "config.yaml:" in str(caught.value.found)
+    found = plan(
+        options(
+            SAMPLES["multi_cpu.yaml"] + "fp8_config:\n  backend: AO\n",
+            {"mixed_precision": Chosen("fp8", "flag --mixed_precision")},
+        ),
+        ALONE,
+    )
+    assert found.environ["TRAINER_KIT_MIXED_PRECISION"] == "fp8"
 
 
 def test_what_has_no_effect_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -147,9 +148,20 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> No
         quiet(precision=word)
 
 
-@pytest.mark.parametrize("word", ["transformer-engine", "fp8", "nf4", "int8"])
-def test_a_precision_of_another_engine_says_what_it_needs(word: str) -> None:
-    with pytest.raises(PrecisionError, match="cannot run here\n  found: it needs"):
+@pytest.mark.parametrize(
+    ("word", "library", "told"),
+    [
+        ("transformer-engine", "transformer_engine.pytorch", "pip install 'transformer-engine\\[pytorch\\]'"),
+        ("fp8", "torchao.float8", "pip install 'trainer-kit\\[torchao\\]'"),
+        ("nf4-dq", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
+        ("int8", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
+    ],
+)
+def test_a_precision_of_a_vendor_says_what_it_needs(
+    word: str, library: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(PrecisionError, match=told):
         quiet(precision=word)
 
 

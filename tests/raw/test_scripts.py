@@ -305,7 +305,7 @@ def test_what_scripts_ask_for_is_there():
     with pytest.raises(ConfigurationError, match="LOMO"):
         accelerator.lomo_backward(torch.ones(()), 0.1)
     with pytest.raises(PrecisionError):
-        tk.Accelerator(cpu=True, mixed_precision="fp8")
+        tk.Accelerator(cpu=True, mixed_precision="fp9")
     state = tk.PartialState(cpu=True)
     state.set_device()
     assert state.default_device == torch.device("cpu")

@@ -210,7 +210,6 @@ def test_what_the_engine_cannot_do_is_refused_before_the_first_step() -> None:
         (Classifier(make_net(), lambda net: torch.optim.Adagrad(net.parameters())), {}, StrategyError, "Adagrad"),
         (Classifier(make_net(), two), {}, StrategyError, "one loss and one optimizer"),
         (Classifier(make_net()), {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, StrategyError, "norm"),
-        (Classifier(make_net()), {"precision": "64-true"}, StrategyError, "float32 at most"),
         (Classifier(make_net()), {"precision": "16-mixed"}, PrecisionError, "cannot run float16"),
         (Classifier(make_net()), {"accumulate_grad_batches": 2}, StrategyError, "accumulate_grad_batches: 2"),
     ]:  # fmt: skip

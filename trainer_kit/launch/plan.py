@@ -197,7 +197,6 @@ def _refuse(options: Resolved) -> None:
     wanted = {
         "compute_environment": "SageMaker" if options["compute_environment"] == "AMAZON_SAGEMAKER" else None,
         "distributed_type": ENGINES.get(options["distributed_type"] or ""),
-        "mixed_precision": "fp8" if options["mixed_precision"] == "fp8" else None,
         **dict.fromkeys(parallel, "parallelism over several dimensions"),
     }
     for name, what in wanted.items():
@@ -205,5 +204,12 @@ def _refuse(options: Resolved) -> None:
             raise ConfigurationError(
                 f"{what} is not here yet",
                 found=options.said(name),
-                fix="use bf16, fp16 or no" if what == "fp8" else "train data parallel: --multi_gpu or --cpu",
+                fix="train data parallel: --multi_gpu or --cpu",
             )
+    told = [name for name in SECTIONS["fp8_config"] if options.given(name)]
+    if options["mixed_precision"] == "fp8" and told and (told != ["fp8_backend"] or options["fp8_backend"] != "AO"):
+        raise ConfigurationError(
+            "how fp8 is computed is said in the script",
+            found=options.said(told[0]),
+            fix="Accelerator(kwargs_handlers=[TERecipeKwargs(...)]) or AORecipeKwargs(...), and no fp8_config here",
+        )

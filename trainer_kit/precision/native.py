@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -12,11 +12,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.core.protocols import Precision
+from trainer_kit.precision.exceptions import (
+    DTYPES,
+    Exceptions,
+    ModulePrecision,
+    apply_exceptions,
+    except_modules,
+    excepted,
+    is_excepted,
+)
+from trainer_kit.precision.where import check_runs
 
-__all__ = ["NAMES", "MixedPrecision", "TruePrecision", "make_precision"]
+__all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
 
-_DTYPES: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 NAMES: Final = {
     "64-true": "64-true",
     "64": "64-true",
@@ -32,12 +40,8 @@ NAMES: Final = {
     "fp16": "16-mixed",
 }
 """Lightning's words, Accelerate's words, and what they mean."""
-_ELSEWHERE: Final = {
-    "transformer-engine": "it needs Transformer Engine on an NVIDIA GPU",
-    "fp8": "it needs an fp8 engine",
-    "nf4": "it needs a quantisation engine",
-    "int8": "it needs a quantisation engine",
-}
+_BITS: Final = {dtype: bits for bits, dtype in DTYPES.items()}
+_Excepted: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
 
 
 @final
@@ -46,6 +50,11 @@ class TruePrecision:
 
     Args:
         dtype: float64, float32, bfloat16 or float16.
+        exceptions: modules in another dtype (float32 where none is given): their parameters, what goes into them, and
+            their computation; see `Exceptions`.
+
+    Raises:
+        PrecisionError: for a dtype that is none.
 
     Example:
         >>> TruePrecision(torch.bfloat16).name
@@ -56,16 +65,38 @@ class TruePrecision:
     param_dtype: torch.dtype | None = None  # stored in the dtype that computes
     reduce_dtype: torch.dtype | None = None
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype = dtype
-        self.name = f"{ {v: k for k, v in _DTYPES.items()}[dtype] }-true"
+    def __init__(self, dtype: torch.dtype = torch.float32, exceptions: Exceptions = ()) -> None:
+        self.dtype, self.name, self.device_type = dtype, f"{_BITS[dtype]}-true", "cpu"
+        self.exceptions = except_modules(exceptions)
         # float32 is what torch makes by itself: a module that mixes dtypes on purpose is then left alone.
         self.converts_batch = dtype is not torch.float32
 
+    def check(self, device: torch.device, engine: str) -> None:
+        """Raise a PrecisionError where this cannot run; called before anything else."""
+        check_runs(self.name, device.type, engine)
+        self.device_type = device.type
+
     def convert_module(self, module: nn.Module) -> None:
         """Cast floating-point parameters and buffers, in place."""
+        self.convert_with(module, _in_float32(module, self.exceptions))
+
+    def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
+        """As `convert_module`, with these exceptions."""
+        names = [name for name, _, _ in found]
+        _refuse_ties(module, names)
         if self.converts_batch:
-            module.to(self.dtype)
+            for name, part in module.named_modules():
+                if not is_excepted(name, names):
+                    part._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
+        for _, part, given in found:
+            part.to(given.dtype)
+        # What follows an exception expects the dtype of everything else.
+        modules = [(part, given.dtype, given.output_dtype or self.dtype) for _, part, given in found]
+        apply_exceptions(module, modules, _DefaultDtype)
+
+    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
+        """The exceptions."""
+        return [part for _, part, _ in excepted(module, self.exceptions)]
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast the floating-point tensors of a batch."""
@@ -116,8 +147,13 @@ class MixedPrecision:
 
     Args:
         dtype: bfloat16 or float16.
-        device_type: where the forward runs, as in ``torch.device.type``.
+        device_type: where the forward runs, as in ``torch.device.type``; by default where the Trainer runs.
         scaler: a GradScaler of your own; only with float16.
+        exceptions: modules that compute without autocast, in float32 or the dtype that is given, or under autocast to
+            the other half precision; see `Exceptions`.
+
+    Raises:
+        PrecisionError: for a scaler with bfloat16.
 
     Example:
         >>> MixedPrecision(torch.bfloat16, "cpu").name
@@ -126,23 +162,55 @@ class MixedPrecision:
 
     converts_batch = False
 
-    def __init__(self, dtype: torch.dtype, device_type: str, scaler: torch.amp.GradScaler | None = None) -> None:
-        self.dtype, self.device_type = dtype, device_type
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device_type: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        exceptions: Exceptions = (),
+    ) -> None:
+        self.dtype, self.exceptions = dtype, except_modules(exceptions)
+        self._anywhere, self.device_type = device_type is None, device_type or _device_type()
         # Weights travel in the dtype that autocast would cast them to; sums over many ranks need float32's digits.
         self.param_dtype: torch.dtype | None = dtype
         self.reduce_dtype: torch.dtype | None = torch.float32
-        self.name = f"{ {v: k for k, v in _DTYPES.items()}[dtype] }-mixed"
+        self.name = f"{_BITS[dtype]}-mixed"
         self.scales = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
-        self.scaler = scaler or (torch.amp.GradScaler(device_type) if self.scales else None)
+        self.scaler = scaler or (torch.amp.GradScaler(self.device_type) if self.scales else None)
         self._seen: dict[int, _SeenOptimizer] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._began = False  # the scaler exists on the device once a loss was scaled
 
+    def check(self, device: torch.device, engine: str) -> None:
+        """Raise a PrecisionError where this cannot run; called before anything else."""
+        check_runs(self.name, device.type, engine)
+        if self._anywhere and device.type != self.device_type:
+            self.device_type = device.type
+            if self.scales:
+                self.scaler = torch.amp.GradScaler(device.type)
+
     def convert_module(self, module: nn.Module) -> None:
-        """Weights stay as they are."""
+        """Weights stay as they are, but those of exceptions in float64."""
+        self.convert_with(module, _in_float32(module, self.exceptions))
+
+    def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
+        """As `convert_module`, with these exceptions."""
+        _refuse_ties(module, [name for name, _, given in found if given.dtype is torch.float64])
+        for _, part, given in found:
+            if given.dtype is torch.float64:
+                part.to(torch.float64)
+        apply_exceptions(module, [(part, given.dtype, given.output_dtype) for _, part, given in found], self._inside)
+
+    def _inside(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+        half = dtype in (torch.float16, torch.bfloat16)
+        return torch.autocast(self.device_type, dtype=dtype if half else self.dtype, enabled=half)
+
+    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
+        """The exceptions."""
+        return [part for _, part, _ in excepted(module, self.exceptions)]
 
     def convert_batch(self, batch: Any) -> Any:
         """Batches stay as they are."""
@@ -257,20 +325,42 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
-def make_precision(name: str | int, device_type: str) -> Precision:
-    """The precision behind Lightning's or Accelerate's word for it.
+def _device_type() -> str:
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if device is None else device.type
+
+
+def _in_float32(module: nn.Module, exceptions: Mapping[str, ModulePrecision | None]) -> list[_Excepted]:
+    found = excepted(module, exceptions)
+    return [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found]
+
+
+def _refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
+    """A weight that an exception shares with another module cannot have two dtypes."""
+    if not names:
+        return
+    owners: dict[int, str] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        other = owners.setdefault(id(parameter), path)
+        if is_excepted(path, names) != is_excepted(other, names):
+            raise PrecisionError(
+                "a weight that two modules share cannot have two dtypes",
+                found=f"{other} and {path}",
+                fix="make both exceptions, or neither",
+            )
+
+
+def native_precision(name: str, device_type: str | None = None) -> MixedPrecision | TruePrecision:
+    """The precision behind a word of `NAMES`.
 
     Args:
-        name: one of `NAMES`.
-        device_type: where it will run.
+        name: the word.
+        device_type: where it will run; by default where the Trainer runs.
 
     Raises:
-        PrecisionError: for an unknown word, or one that cannot run here.
+        PrecisionError: for an unknown word.
     """
-    word = str(name).lower()
-    if word in _ELSEWHERE:
-        raise PrecisionError(f"precision {word!r} cannot run here", found=_ELSEWHERE[word], fix='use "bf16-mixed"')
-    if word not in NAMES:
-        raise PrecisionError(f"unknown precision {name!r}", fix=did_you_mean(word, NAMES))
-    bits, kind = NAMES[word].split("-")
-    return TruePrecision(_DTYPES[bits]) if kind == "true" else MixedPrecision(_DTYPES[bits], device_type)
+    if name not in NAMES:
+        raise PrecisionError(f"unknown precision {name!r}", fix=did_you_mean(name, NAMES))
+    bits, kind = NAMES[name].split("-")
+    return TruePrecision(DTYPES[bits]) if kind == "true" else MixedPrecision(DTYPES[bits], device_type)

@@ -75,8 +75,7 @@ class Answers(Tracking):
 
     is_composable_parallelism_enabled = False
     multi_device = property(lambda self: self.use_distributed)
-    fp8_enabled = has_fp8_handler = has_lomo_optimizer = False
-    fp8_backend = "NO"
+    has_lomo_optimizer = False
     torch_device_mesh = None
     tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
     should_save_model = True
@@ -90,6 +89,21 @@ class Answers(Tracking):
     def gradient_state(self) -> GradientState:
         """Where accumulation stands."""
         return GradientState(self)
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether products are in fp8."""
+        return self.fp8_backend != "NO"
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether Transformer Engine computes them."""
+        return self.fp8_backend == "TE"
+
+    @property
+    def fp8_backend(self) -> str:
+        """Whose fp8 it is, in Accelerate's words."""
+        return {"fp8": "AO", "transformer-engine": "TE"}.get(self.precision.name, "NO")
 
     @property
     def native_amp(self) -> bool:

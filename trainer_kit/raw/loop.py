@@ -160,6 +160,7 @@ class Loop(Gathering):
         compiles = plugin.backend.lower() != "no"
         if self._watch is not None and not evaluation_mode and not compiles:  # a hook would break the compiled graph
             self._watch.model(model)
+        self.precision.convert_module(model)
         apply_precision(model, self.precision)
         if compiles and plugin.use_regional_compilation:  # before it is sharded
             Compile(options=_of_compile(plugin)).apply(model)

@@ -25,6 +25,8 @@ class _Forward:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         context = self.precision.forward_context()
         assert context is not None
+        if self.precision.converts_batch:
+            arguments, options = self.precision.convert_batch(arguments), self.precision.convert_batch(options)
         with context:
             outputs = self.forward(*arguments, **options)
         return each_tensor(outputs, _to_float32)

@@ -225,10 +225,6 @@ def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
             found=f"gradient_clip_algorithm={facts.clip[1]!r}",
             fix='gradient_clip_algorithm="norm"',
         )
-    if facts.precision == "64-true":
-        raise StrategyError(
-            "DeepSpeed keeps weights in float32 at most", found="precision='64-true'", fix='precision="32-true"'
-        )
 
 
 def _contradiction(found: list[tuple[str, Any, str, Any]]) -> StrategyError:

@@ -1,0 +1,145 @@
+"""fp8 training by torchao: the same bits as its own calls in a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trainer_kit as tk
+from trainer_kit.core.errors import PrecisionError
+from trainer_kit.precision import Float8Precision
+
+pytest.importorskip("torchao")
+
+
+class Net(tk.TrainModule):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.head = nn.Linear(16, width), nn.Linear(width, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self(batch[0]).float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    sizes = (16, 16, 16, 16, 16, 8)  # the last window's batches differ in weight
+    return [(torch.randn(n, 16, generator=draw), torch.randint(3, (n,), generator=draw)) for n in sizes]
+
+
+def trainer(precision: Any, **options: Any) -> tk.Trainer:
+    return tk.Trainer(accelerator="cpu", devices=1, max_epochs=2, precision=precision, **{"barebones": True, **options})
+
+
+def kinds(module: nn.Module) -> list[str]:
+    return [type(part).__name__ for part in module.children()]
+
+
+def equal(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "base", "emulate"),
+    [("tensorwise", "bf16-mixed", False), ("tensorwise", "bf16-true", True), ("rowwise", "32-true", True)],
+)
+def test_the_same_bits_as_a_plain_loop(recipe: Any, base: str, emulate: bool, tmp_path: Path) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    plain = Net()
+    if base == "bf16-true":
+        plain.to(torch.bfloat16)
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    object.__setattr__(config, "emulate", emulate)
+    convert_to_float8_training(plain, config=config, module_filter_fn=lambda module, name: name != "head")
+    optimizer = plain.configure_optimizers()
+    for _ in range(2):
+        for at in range(0, 6, 2):
+            optimizer.zero_grad()
+            window = batches()[at : at + 2]
+            for x, y in window:
+                x = x.to(torch.bfloat16) if base == "bf16-true" else x
+                with torch.autocast("cpu", torch.bfloat16, enabled=base == "bf16-mixed"):
+                    loss = plain.training_step((x, y), 0)
+                (loss * (len(y) / sum(len(y) for _, y in window))).backward()
+            optimizer.step()
+
+    def precision() -> Float8Precision:
+        return Float8Precision(recipe, base, emulate=emulate, exceptions=["head"])
+
+    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    module = Net()
+    trainer(precision(), accumulate_grad_batches=2, callbacks=[saving], **quiet).fit(module, batches())
+    assert kinds(module) == ["Float8Linear", "Float8Linear", "Linear"]
+    assert equal(module, plain)
+    resumed = Net()
+    trainer(precision(), accumulate_grad_batches=2).fit(resumed, batches(), ckpt_path=tmp_path / "step-00000004")
+    assert equal(resumed, plain)
+
+
+def test_the_word_and_what_it_leaves_alone() -> None:
+    module, fitted = Net(), trainer("fp8")
+    with pytest.raises(PrecisionError, match=r"head \(3×16\)\n  fix:   exceptions=\['head'\]"):
+        fitted.fit(module, batches())
+    assert (fitted.precision, kinds(module)) == ("fp8", ["Linear"] * 3)
+    trainer(Float8Precision(ends=False)).fit(module, batches())
+    assert kinds(module) == ["Linear", "Float8Linear", "Linear"]
+    trainer(Float8Precision(ends=False)).fit(module, batches())  # what is exchanged already stays
+    assert kinds(module) == ["Linear", "Float8Linear", "Linear"]
+    only = Float8Precision(module_filter=lambda part, name: name == "first")
+    trainer(only).fit(second := Net(), batches())
+    assert kinds(second) == ["Float8Linear", "Linear", "Linear"]
+
+
+def test_a_device_without_fp8_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> Tensor:
+        raise RuntimeError("_scaled_mm is only supported on devices of compute capability 8.9\nmore")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    with pytest.raises(
+        PrecisionError, match=r"no float8 matrix product\n  found: _scaled_mm is only .* 8.9\n  fix: .*em"
+    ):
+        trainer("fp8")
+    trainer(Float8Precision(emulate=True, exceptions=["head"])).fit(Net(), batches())
+
+
+def test_an_unknown_recipe() -> None:
+    with pytest.raises(PrecisionError, match="no fp8 recipe 'rowise'\n  fix:   did you mean 'rowwise'"):
+        Float8Precision("rowise")  # type: ignore[arg-type]
+
+
+def test_an_accelerator_with_its_recipes() -> None:
+    accelerator = tk.Accelerator(cpu=True, mixed_precision="fp8")
+    model = Net()
+    optimizer = model.configure_optimizers()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert (accelerator.fp8_backend, accelerator.mixed_precision) == ("AO", "fp8")
+    assert kinds(model) == ["Linear", "Float8Linear", "Linear"]
+    before = model.middle.weight.detach().clone()
+    x, y = batches()[0]
+    accelerator.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+    assert not torch.equal(before, model.middle.weight)  # the optimizer has the exchanged layer's parameters
+    recipe = tk.AORecipeKwargs(pad_inner_dim=True, module_filter_func=lambda module, name: name == "first")
+    accelerator = tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    model = accelerator.prepare(Net())
+    assert kinds(model) == ["Float8Linear", "Linear", "Linear"]
+    assert model.first.config.pad_inner_dim
+    with pytest.raises(PrecisionError, match="MS-AMP is not maintained"):
+        tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.MSAMPRecipeKwargs()])
+    with pytest.raises(PrecisionError, match="needs Transformer Engine"):
+        tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.TERecipeKwargs()])

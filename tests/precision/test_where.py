@@ -1,0 +1,88 @@
+"""One table says what runs where: every run is held against it, and the guide shows it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainer_kit as tk
+from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.precision import BitsandbytesPrecision, MixedPrecision, TruePrecision
+from trainer_kit.precision.where import DEVICES, ENGINES, RUNS, TESTED, UNTESTED, check_runs, engine_of
+from trainer_kit.precision.words import WORDS, make_precision
+from trainer_kit.strategies.single import SingleDeviceStrategy
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "precision.md"
+SIGNS = {TESTED: "✓", UNTESTED: "○"}
+
+
+def test_the_guide_shows_this_table() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8").split("## What runs where")[1], re.M)
+    shown = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+    assert shown == {name: [SIGNS.get(row[engine], "–") for engine in ENGINES] for name, row in RUNS.items()}
+    head = re.search(r"^\| precision \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.M)
+    assert head is not None
+    assert [cell.strip() for cell in head[1].split("|")] == list(ENGINES)
+
+
+def test_every_word_has_a_row() -> None:
+    for word in WORDS:
+        if not word.startswith("transformer-engine"):
+            assert make_precision(word).name in RUNS
+    assert DEVICES.keys() <= RUNS.keys()
+
+
+@pytest.mark.parametrize("precision", RUNS)
+def test_what_is_refused_says_why_and_where_it_runs(precision: str) -> None:
+    for engine, answer in RUNS[precision].items():
+        if answer in (TESTED, UNTESTED):
+            if "cpu" not in DEVICES.get(precision, {}):
+                check_runs(precision, "cpu", engine)
+            continue
+        with pytest.raises(PrecisionError, match=f"{precision!r} does not run on {engine}") as caught:
+            check_runs(precision, "cpu", engine)
+        assert caught.value.found == answer
+        assert "single" in str(caught.value.fix)
+    check_runs(precision, "cuda", "an engine of somebody else")
+
+
+def test_devices() -> None:
+    with pytest.raises(
+        PrecisionError, match="does not run on a device of type 'mps'\n  found: the device has no float64"
+    ):
+        TruePrecision(torch.float64).check(torch.device("mps"), "single")
+    with pytest.raises(PrecisionError, match="bitsandbytes has no kernels"):
+        BitsandbytesPrecision("nf4").check(torch.device("mps"), "single")
+
+
+def test_a_precision_without_a_device_runs_where_the_trainer_does() -> None:
+    precision = MixedPrecision(torch.float16)
+    precision.check(torch.device("xpu"), "single")
+    assert precision.forward_context().device == "xpu"  # type: ignore[union-attr]
+    own = MixedPrecision(torch.float16, "cpu")
+    own.check(torch.device("xpu"), "single")
+    assert own.device_type == "cpu"
+
+
+def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def named(*arguments: Any) -> Any:
+        made = SingleDeviceStrategy(*arguments)
+        made.name = "deepspeed_stage_2"
+        return made
+
+    monkeypatch.setitem(STRATEGIES._targets, "single_device", named)
+    with pytest.raises(PrecisionError, match="'nf4' does not run on deepspeed"):
+        tk.Trainer(accelerator="cpu", devices=1, precision="nf4", barebones=True)
+    with pytest.raises(PrecisionError, match=r"'64-true' does not run on deepspeed\n  found: .* in float32 at most"):
+        tk.Accelerator(cpu=True, mixed_precision="64-true")
+
+
+def test_families() -> None:
+    names = {"single_device": "single", "ddp_spawn": "ddp", "fsdp": "fsdp", "hsdp": "fsdp", "tp": "mesh", "tpu": "xla"}
+    names |= {"deepspeed_stage_3_offload": "deepspeed", "mesh": "mesh", "pp": "mesh", "megatron": "megatron"}
+    assert {name: engine_of(name) for name in names} == names

@@ -1,0 +1,242 @@
+"""Weights of linear layers in 4 or 8 bits, by bitsandbytes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final, Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import PrecisionError
+from trainer_kit.precision.converted import ConvertedPrecision, refuse_shared
+from trainer_kit.precision.exceptions import Exceptions, is_excepted
+from trainer_kit.precision.native import MixedPrecision, TruePrecision
+
+__all__ = ["BitsandbytesPrecision"]
+
+_BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a maximum, and maxima that share one; bitsandbytes' defaults
+_OUTLIER: Final = 6.0  # inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022
+
+
+@final
+class BitsandbytesPrecision(ConvertedPrecision):
+    """Frozen linear layers store 4 or 8 bits a weight; what is trained (adapters) stays as it is.
+
+    With ``"int8-training"`` it is the other way round: weights stay as they are and are trained, and products
+    quantise them on the fly. The quantised weights are frozen parameters, stored as plain tensors: checkpoints hold
+    them exactly, and a checkpoint with weights as floats is quantised layer by layer while it is loaded.
+    Source: Dettmers et al., QLoRA, NeurIPS 2023; https://huggingface.co/docs/bitsandbytes.
+
+    Args:
+        mode: ``"nf4"``, ``"fp4"``, either with ``"-dq"`` (the maxima of blocks are quantised too), ``"int8"`` or
+            ``"int8-training"``.
+        dtype: of the products with 4-bit weights; None: that of their inputs.
+        ignore_modules: names of modules whose layers stay, as Lightning's argument; the same as ``exceptions``.
+        base: what everything else computes in: ``"bf16-mixed"``, ``"bf16-true"``, ``"32-true"``, or an object.
+        exceptions: modules whose layers stay; see `trainer_kit.precision.Exceptions`.
+
+    Raises:
+        PrecisionError: bitsandbytes is not installed, or has no such mode.
+
+    Example:
+        >>> precision = BitsandbytesPrecision("nf4", base="32-true")
+        >>> net = nn.Sequential(nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 4))
+        >>> precision.convert_module(net)
+        >>> {name: tuple(value.shape) for name, value in net.state_dict().items()}
+        {'0.weight': (1024, 1), '0.bias': (32,), '0.absmax': (32,), '1.weight': (4, 32), '1.bias': (4,)}
+    """
+
+    def __init__(
+        self,
+        mode: Literal["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"] = "nf4",
+        dtype: torch.dtype | None = None,
+        ignore_modules: Exceptions = (),
+        *,
+        base: str | MixedPrecision | TruePrecision = "bf16-mixed",
+        exceptions: Exceptions = (),
+    ) -> None:
+        if mode not in _MODES:
+            raise PrecisionError(f"bitsandbytes has no mode {mode!r}", fix=f"use one of: {', '.join(_MODES)}")
+        super().__init__(mode, base, exceptions or ignore_modules)
+        _import()
+        self.mode, self.dtype = mode, dtype
+        self.stored = (_Frozen,)
+
+    def check_vendor(self, device: torch.device) -> None:
+        """Its kernels are there for every device that the table lets through."""
+
+    def exchange(self, module: nn.Module, exempt: list[str]) -> None:
+        """Quantise frozen linear layers where they are, one after the other.
+
+        Raises:
+            PrecisionError: there is nothing to quantise, or a weight is shared.
+        """
+        trains = self.mode == "int8-training"
+        linear = {n: p for n, p in module.named_modules() if type(p) is nn.Linear and n and not is_excepted(n, exempt)}
+        wanted = {name: part for name, part in linear.items() if part.weight.requires_grad == trains}
+        if not wanted and not any(isinstance(part, (_Frozen, _OnTheFly)) for part in module.modules()):
+            kind = "trainable" if trains else "frozen"
+            raise PrecisionError(
+                f"precision {self.mode!r} found nothing to quantise: no linear layer is {kind}",
+                found=f"{len(linear)} linear layers" + (f", such as {next(iter(linear))!r}" if linear else ""),
+                fix="train some" if trains else "freeze the base, module.requires_grad_(False), before adding adapters",
+            )
+        refuse_shared(module, wanted, f"precision {self.mode!r}")
+        for name, part in wanted.items():
+            module.set_submodule(name, _MODES[self.mode](part, self.dtype))
+
+    def forward_context(self) -> AbstractContextManager[Any] | None:
+        """That of everything else."""
+        return self.base.forward_context()
+
+
+class _Frozen(nn.Linear, ABC):
+    """A frozen linear layer whose parameters are what its weight was quantised to.
+
+    Parameters, not buffers: engines then move, broadcast once, shard and gather them like any others.
+    """
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.bias = layer.bias
+        self.train(layer.training)
+        for name, part in self.parts(layer.weight.detach()).items():
+            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+    @abstractmethod
+    def parts(self, weight: Tensor) -> dict[str, Tensor]:
+        """What a weight of floats, (out_features, in_features), is quantised to; ``weight`` first."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        # `.to(dtype)` is for weights; scales keep every bit they have.
+        def moved(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            return made if tensor is self.bias or made.dtype == tensor.dtype else tensor.to(made.device)
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        weight = state_dict.get(f"{prefix}weight")
+        if weight is not None and weight.is_floating_point():
+            parts = self.parts(weight.to(self.weight.device))
+            state_dict.update({f"{prefix}{name}": part for name, part in parts.items()})
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+@final
+class _Linear4bit(_Frozen):
+    kind: str
+    nested: bool
+    compute: torch.dtype | None
+    stored: torch.dtype
+    nested_offset: Tensor
+    code: Tensor
+    code2: Tensor | None
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype | None, kind: str, nested: bool) -> None:
+        self.__dict__.update(kind=kind, nested=nested, compute=dtype, stored=layer.weight.dtype, code=None, code2=None)
+        super().__init__(layer)
+
+    def parts(self, weight: Tensor) -> dict[str, Tensor]:
+        packed, state = _import().functional.quantize_4bit(
+            weight.contiguous(), blocksize=_BLOCK, compress_statistics=self.nested, quant_type=self.kind
+        )
+        self.__dict__.update(code=state.code)
+        made = {"weight": packed, "absmax": state.absmax}
+        if self.nested:
+            self.__dict__.update(code2=state.state2.code)
+            made.update(nested_absmax=state.state2.absmax, nested_offset=state.offset.reshape(1))
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        bnb, device = _import(), self.weight.device
+        if self.code.device != device:
+            self.__dict__.update(code=self.code.to(device), code2=None if self.code2 is None else self.code2.to(device))
+        second = offset = None
+        if self.nested:
+            second = bnb.functional.QuantState(
+                self.nested_absmax, code=self.code2, blocksize=_NESTED_BLOCK, dtype=torch.float32
+            )
+            offset = self.nested_offset.reshape(())
+        state = bnb.functional.QuantState(
+            self.absmax,
+            shape=torch.Size((self.out_features, self.in_features)),
+            code=self.code,
+            blocksize=_BLOCK,
+            quant_type=self.kind,
+            dtype=self.stored,
+            offset=offset,
+            state2=second,
+        )
+        dtype = self.compute or input.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        output: Tensor = bnb.matmul_4bit(input.to(dtype), self.weight, bias=bias, quant_state=state)
+        return output.to(input.dtype)
+
+
+@final
+class _Linear8bit(_Frozen):
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
+        super().__init__(layer)
+
+    def parts(self, weight: Tensor) -> dict[str, Tensor]:
+        rows, scales, _ = _import().functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
+        return {"weight": rows, "scales": scales}
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _multiply(self, input, CB=self.weight, SCB=self.scales, has_fp16_weights=False, threshold=_OUTLIER)
+
+
+@final
+class _OnTheFly(nn.Linear):
+    """A linear layer that is trained, and multiplies in 8 bits."""
+
+    def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        self.weight, self.bias = layer.weight, layer.bias
+        self.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _multiply(self, input, has_fp16_weights=True, threshold=_OUTLIER)
+
+
+def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
+    bnb = _import()
+    # A state for each product: one that is kept would go on with the weights of the window's first micro-batch.
+    state = bnb.MatmulLtState()
+    for name, value in {**options, "is_training": layer.training}.items():
+        setattr(state, name, value)
+    bias = None if layer.bias is None else layer.bias.to(input.dtype)
+    flat = input.reshape(-1, input.shape[-1])  # gradients of weights are found for two dimensions only
+    output: Tensor = bnb.matmul(flat, layer.weight, bias=bias, state=state)
+    return output.reshape(*input.shape[:-1], layer.out_features)
+
+
+def _import() -> Any:
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise PrecisionError(
+            "4-bit and 8-bit weights need bitsandbytes",
+            found=str(error),
+            fix="pip install 'trainer-kit[bitsandbytes]'",
+        ) from error
+    return bitsandbytes
+
+
+def _four(kind: str, nested: bool) -> Callable[[nn.Linear, torch.dtype | None], nn.Module]:
+    return lambda layer, dtype: _Linear4bit(layer, dtype, kind, nested)
+
+
+_MODES: Final[dict[str, Callable[[nn.Linear, torch.dtype | None], nn.Module]]] = {
+    "nf4": _four("nf4", False),
+    "nf4-dq": _four("nf4", True),
+    "fp4": _four("fp4", False),
+    "fp4-dq": _four("fp4", True),
+    "int8": _Linear8bit,
+    "int8-training": _OnTheFly,
+}
