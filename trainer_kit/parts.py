@@ -21,6 +21,7 @@ __all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_stra
 
 _DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
 _DEEPSPEED = "trainer_kit.strategies.deepspeed:DeepSpeedStrategy"
+_MESH = "trainer_kit.strategies.mesh:MeshStrategy"
 _OPTIONS: dict[str, dict[str, Any]] = {
     **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
@@ -31,11 +32,15 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "hsdp": {"sharding_strategy": "HYBRID_SHARD"},
     "fsdp_shard_grad_op": {"sharding_strategy": "SHARD_GRAD_OP"},
     "fsdp_cpu_offload": {"cpu_offload": True},
+    "tp": {"dp_shard": 1, "tp": -1},
+    "tensor_parallel": {"dp_shard": 1, "tp": -1},
+    "cp": {"dp_shard": 1, "cp": -1},
+    "context_parallel": {"dp_shard": 1, "cp": -1},
 }
 """What a word says beyond its class."""
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
 for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
-    STRATEGIES.register(_word, _CLASSES[_word.split("_")[0]])
+    STRATEGIES.register(_word, _CLASSES.get(_word.split("_")[0], _MESH))
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
     STRATEGIES.register(_word, "trainer_kit.strategies.xla:XLAStrategy")
@@ -131,9 +136,11 @@ def choose_strategy(
         )
     word = strategy if isinstance(strategy, str) else getattr(strategy, "name", "")
     alone = world == 1 and (local or not environment.launched)
+    if hasattr(strategy, "places"):
+        strategy.places(world)  # sizes that do not fit are told before any process is started
     if strategy == "auto":
         word = "ddp" if world > 1 else "single_device"
-    elif alone and word in _LAUNCHED:
+    elif alone and (word in _LAUNCHED or word == "mesh"):
         strategy = word = "single_device"  # nobody to exchange gradients with
     elif word == "single_device" and world > 1:
         raise StrategyError(

@@ -114,6 +114,8 @@ class Strategy(Protocol):
     """All processes."""
     data: Group
     """The processes among which a global batch is divided; the others of one place in it get the same batches."""
+    losses: Group
+    """The data ranks, and those that each compute a part of the same batch: over all of them losses are weighed."""
     reports: Group
     """The processes whose logged values make one: the data ranks, and those that compute the same batches together."""
     reporter: int
@@ -156,8 +158,11 @@ class Strategy(Protocol):
         ``several``: each micro-batch has several backward passes (named losses).
         """
 
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """How this method of the module is called in validation, test and prediction."""
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+        """How this method of the module is called in validation, test and prediction.
+
+        ``whole``: batches have not been through ``shard_batch``; only where ranks compute parts of them.
+        """
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """How backward runs; ``backward`` is the user's own, None stands for ``loss.backward``."""

@@ -20,7 +20,15 @@ from trainer_kit.engine.about import about_run
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
-from trainer_kit.engine.loaders import NAMES, agreed_limits, evaluation_feeds, find_loaders, mover, training_feed
+from trainer_kit.engine.loaders import (
+    NAMES,
+    agreed_limits,
+    evaluation_feeds,
+    find_loaders,
+    mover,
+    part_weight,
+    training_feed,
+)
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers, parameters_of
@@ -73,7 +81,9 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
     feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
     limits = agreed_limits(limits, strategy.data)
-    move, _ = mover(module, datamodule, strategy, precision)
+    # Predictions of parts of a sequence could not be put together.
+    whole = stage == "predict" and strategy.losses.size > strategy.data.size
+    move, _ = mover(module, datamodule, strategy, precision, whole)
     return Evaluation(
         stage=stage,
         module=module,
@@ -84,6 +94,7 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
         precision=precision,
         strategy=strategy,
         move=move,
+        whole=whole,
         # Tensors made under inference_mode cannot be used in training, sent by gloo, or traced by XLA.
         inference_mode=settings.inference_mode
         and trainer.state_verb != "fit"
@@ -116,17 +127,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     ahead = None if feed.draws else _ahead(module, datamodule, strategy, precision)
     micro = _micro(trainer, module, datamodule, bus, stepper, step, made, manual)
     micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
-    windows = Windows(
-        feed,
-        micro,
-        strategy.data,
-        strategy.gradient_divisor,
-        loss_weight=module.loss_weight if is_overridden("loss_weight", module, TrainModule) else None,
-        weighting=settings.loss_weighting,
-        limit=limit,
-        ahead=ahead,
-    )
-    windows.length = trainer.accumulation
+    windows = _windows(trainer, module, feed, micro, limit, ahead)
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
     run = Fit(
         module=module,
@@ -154,6 +155,23 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
         micro.remember()
     return run
+
+
+def _windows(trainer: Any, module: Any, feed: Feed, micro: Micro, limit: int | None, ahead: Any) -> Windows:
+    strategy = trainer.strategy
+    windows = Windows(
+        feed,
+        micro,
+        strategy.losses,
+        strategy.gradient_divisor,
+        parts=strategy.losses.size // strategy.data.size,
+        loss_weight=part_weight(module, strategy),
+        weighting=trainer.settings.loss_weighting,
+        limit=limit,
+        ahead=ahead,
+    )
+    windows.length = trainer.accumulation
+    return windows
 
 
 def _tell_of_one_pass(trainer: Any, feed: Feed, limit: int | None) -> None:

@@ -12,16 +12,15 @@ from typing import Any, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 
 from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
-from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import EMPTY, Feed, size_reader
 from trainer_kit.engine.bus import Bus, Listeners
 from trainer_kit.engine.entry import Reduced
+from trainer_kit.engine.loaders import part_weight
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.unwind import Unwinding
 
@@ -30,7 +29,7 @@ __all__ = ["Evaluation", "evaluate", "predict"]
 _HOOKS = {"validate": "validation", "test": "test", "predict": "predict"}
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Evaluation:
     """Everything that one kind of evaluation needs, composed once.
 
@@ -40,6 +39,7 @@ class Evaluation:
         limits: batches of each loader, None for all.
         strategy: loaders are split over its data ranks, and it says how the step is called.
         move: batch → batch on the device; None where there is nothing to do.
+        whole: ranks that share a batch each run all of it.
         inference_mode: torch's, instead of ``no_grad``.
         publish: is handed the values of single batches that were asked for, and how many of that loader's came before.
         seen: batches of each loader so far, over all rounds.
@@ -54,6 +54,7 @@ class Evaluation:
     precision: Precision
     strategy: Strategy
     move: Callable[[Any, int], Any] | None
+    whole: bool
     inference_mode: bool
     publish: Callable[[Reduced, int], None]
     seen: dict[int, int] = field(default_factory=dict)
@@ -115,11 +116,11 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     extra = (loader,) if len(run.feeds) > 1 else ()
     if not takes(step, 2 + len(extra)):
         step, extra = _first_arguments(step, extra), ()
-    step = run.strategy.bind_evaluation(step)
+    step = run.strategy.bind_evaluation(step, whole=True) if run.whole else run.strategy.bind_evaluation(step)
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
     size: Callable[[Any], int] | None = None
-    weighs = is_overridden("loss_weight", run.module, TrainModule)
+    weigh = None if run.whole else part_weight(run.module, run.strategy)
     for index, batch in enumerate(islice(run.feeds[loader].epoch(epoch), run.limits[loader])):
         if batch is EMPTY:  # the other ranks have more samples
             if kept is not None:
@@ -127,8 +128,8 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
             continue
         if size is None:
             size = size_reader(batch)
-        if weighs:
-            metrics.weight, metrics.weigh = None, partial(_weight, run.module, batch)
+        if weigh is not None:
+            metrics.weight, metrics.weigh = None, partial(_weight, weigh, batch)
         else:
             metrics.weight = size(batch)
         if move is not None:
@@ -151,9 +152,9 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     return size is not None
 
 
-def _weight(module: Any, batch: Any) -> float:
+def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:
     """What a batch weighs in the loss is what its values weigh in a mean."""
-    return float(module.loss_weight(batch))  # no sync point: the batch is on the host
+    return float(weigh(batch))  # no sync point: the batch is on the host
 
 
 def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callable[..., Any]:

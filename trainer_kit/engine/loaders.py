@@ -13,11 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.data import Feed, limit_batches, move_to_device
 from trainer_kit.engine.settings import Settings
 
-__all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
+__all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "part_weight", "training_feed"]
 
 NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """What a verb's loaders and limits are called."""
@@ -130,10 +131,24 @@ def _unshuffled(loaders: Any) -> Any:
     return clone
 
 
+def part_weight(module: Any, strategy: Strategy) -> Callable[[Any], Any] | None:
+    """What this rank's part of a batch weighs, by the user's ``loss_weight``; None: its samples."""
+    if not is_overridden("loss_weight", module, TrainModule):
+        return None
+    weigh: Callable[[Any], Any] = module.loss_weight
+    part = strategy.shard_batch
+    if part is None or strategy.losses.size == strategy.data.size:
+        return weigh
+    return lambda batch: weigh(part(batch))
+
+
 def mover(
-    module: Any, datamodule: Any, strategy: Strategy, precision: Precision
+    module: Any, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
 ) -> tuple[Callable[[Any, int], Any] | None, bool]:
-    """How a batch gets onto the device, and whether that may happen ahead of its turn; None where nothing is to do."""
+    """How a batch gets onto the device, and whether that may happen ahead of its turn; None where nothing is to do.
+
+    ``whole``: it stays whole there.
+    """
     hooks = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
         for owner in (datamodule, module):
@@ -144,7 +159,7 @@ def mover(
     before, transfer, after = (
         hooks.get(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
     )
-    moves, part = device.type != "cpu", strategy.shard_batch
+    moves, part = device.type != "cpu", None if whole else strategy.shard_batch
     convert = precision.convert_batch if precision.converts_batch else None
     if not hooks and not moves and convert is None and part is None:
         return None, False

@@ -112,6 +112,8 @@ class Metrics:
                     found=f"{entry.options} and {options}",
                     fix="use the same options, or another name",
                 )
+        if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
         if value.__class__ is Tensor or isinstance(value, Tensor):
             # What no operation just made (a parameter, a buffer) may change in place before anybody looks.
             owned = value.grad_fn is not None and not value._is_view()

@@ -90,17 +90,22 @@ def collect(
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
         strategy = run.strategy
-        logged = (strategy.reporter, run.metrics.state_dict())
-        reading = (strategy.data.rank, reading_state(run, done))
-        own = (rng_state(strategy.device), logged, _own_buffers(run), reading)
-        state["rng"], values, buffers, places = map(list, zip(*strategy.world.all_gather_object(own), strict=True))
-        state["metrics"] = [values[reporter][1] for reporter, _ in values]
-        state["loaders"] = [place for _, place in sorted(dict(places).items())]  # of each data rank
+        logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
+        loaders = (strategy.data.rank, reading_state(run, done))
+        own = (rng_state(strategy.device), logged, _own_buffers(run), loaders)
+        state["rng"], values, buffers, reading = map(list, zip(*strategy.world.all_gather_object(own), strict=True))
+        # Once for each data rank, however many ranks get its batches: another layout has others of them.
+        state["loaders"] = _by_rank(reading)
+        state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
         if any(buffers):
             state["buffers"] = buffers
     for hook in run.bus.on_save_checkpoint if hooks else ():
         hook(state)
     return state
+
+
+def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
+    return [value for _, value in sorted(dict(numbered).items())]
 
 
 def _own_buffers(run: Fit) -> dict[str, Tensor]:
@@ -268,7 +273,8 @@ def restore(
 def _restore_of_rank(run: Fit, state: Mapping[str, Any]) -> None:
     rank = run.strategy.world.rank
     with fitting("metrics"):
-        run.metrics.load_state_dict(state["metrics"][rank if rank < len(state["metrics"]) else 0])
+        reports = run.strategy.reports.rank
+        run.metrics.load_state_dict(state["metrics"][reports if reports < len(state["metrics"]) else 0])
     if state.get("inside_step"):
         run.say(
             f"this checkpoint was taken inside step {run.progress.step + 1}, which runs again: what it drew and did to"

@@ -26,7 +26,8 @@ class Windows:
     Args:
         feed: this rank's batches.
         micro: is loaded.
-        group: the data ranks.
+        group: the ranks over which losses are weighed.
+        parts: how many of them share a batch, each with a part of it; ``loss_weight`` weighs the part.
         divisor: by what the engine divides the sum over the ranks.
         loss_weight: the user's, or None for the number of samples.
         weighting: False for the mean of means.
@@ -45,12 +46,13 @@ class Windows:
         group: Group,
         divisor: int,
         *,
+        parts: int = 1,
         loss_weight: Callable[[Any], Any] | None = None,
         weighting: bool = True,
         limit: int | None = None,
         ahead: Callable[[Iterable[Any]], Iterator[Any]] | None = None,
     ) -> None:
-        self.feed, self.micro, self.group, self.divisor = feed, micro, group, divisor
+        self.feed, self.micro, self.group, self.divisor, self.parts = feed, micro, group, divisor, parts
         self.loss_weight, self.weighting, self.limit, self.ahead = loss_weight, weighting, limit, ahead
         self.length = 1
         self._by_samples = False
@@ -153,7 +155,7 @@ class Windows:
             if not batches:
                 return False
             micro.sizes = cast("list[int]", known)
-            total: float = sum(micro.sizes)
+            total: float = sum(micro.sizes) * self.parts
         else:
             there = sum(batch is not None for batch in batches)
             rows = self.group.agree([len(batches), sum(weights), sum(sizes), there])  # one small exchange on the CPU
@@ -163,7 +165,7 @@ class Windows:
                 return False
             missing = longest - len(batches)
             batches, weights = batches + [None] * missing, [*weights, *[0.0] * missing]
-            samples = round(sum(row[2] for row in rows))
+            samples = round(sum(row[2] for row in rows)) // self.parts
             micro.sizes = [samples // longest] * longest
             micro.sizes[-1] += samples % longest
         micro.count, micro.batches, micro.weights = len(batches), batches, weights
@@ -177,7 +179,7 @@ class Windows:
             return self._load_together(window, start)
         micro, size = self.micro, (self._size or self._window_size)(window[0])
         micro.batches, micro.sizes, micro.weights, micro.count = window, [samples], [size], 1
-        factor = size * self.divisor / samples if self.weighting else 1.0
+        factor = size * self.divisor / (samples * self.parts) if self.weighting else 1.0
         micro.factors = None if factor == 1.0 else [factor]
         return True
 

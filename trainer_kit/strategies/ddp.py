@@ -94,7 +94,7 @@ class DDPStrategy:
     def start(self) -> None:
         """Join the process group, or make one."""
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        self.data = self.reports = self.world
+        self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
 
     def stop(self) -> None:

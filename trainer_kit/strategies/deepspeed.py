@@ -107,7 +107,7 @@ class DeepSpeedStrategy:
             alone = dist.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=self.timeout)
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        self.data = self.reports = self.world
+        self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
 
     def configure(self, **facts: Any) -> None:

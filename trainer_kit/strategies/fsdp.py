@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -20,7 +19,13 @@ from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
-from trainer_kit.strategies.state import load_module_parts, load_optimizer_state, optimizer_parts, optimizer_state
+from trainer_kit.strategies.state import (
+    Moved,
+    load_module_parts,
+    load_optimizer_state,
+    optimizer_parts,
+    optimizer_state,
+)
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
 from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_units
 from trainer_kit.strategies.transforms.units import Policy
@@ -94,7 +99,7 @@ class FSDPStrategy:
         self._units: list[FSDPModule] = []
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
-        self._moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        self._moved = Moved()
         self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
 
     @property
@@ -105,7 +110,7 @@ class FSDPStrategy:
     def start(self) -> None:
         """Join the process group, or make one; then the mesh."""
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        self.data = self.reports = self.world
+        self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         shape = self._mesh_shape
         if shape is None:
@@ -168,9 +173,8 @@ class FSDPStrategy:
         self._root = module if list(roots) == [module] else None
         self._units = [unit for root in roots for unit in sharded_units(root)]
         self._parameters = list(module.parameters())
-        for name, parameter in module.named_parameters():
-            if parameter is not before[name]:
-                self._moved[id(before[name])] = (weakref.ref(before[name]), parameter)
+        self._moved.note(before, module)
+        for parameter in self._parameters:
             if not hasattr(parameter, "placements"):  # what is whole is averaged as a whole, after each backward
                 hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
@@ -181,15 +185,7 @@ class FSDPStrategy:
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Parameters that it had before they were divided become their parts."""
-        for group in optimizer.param_groups:
-            for index, parameter in enumerate(group["params"]):
-                before, now = self._moved.get(id(parameter), (None, None))
-                if now is None or before is None or before() is not parameter:
-                    continue
-                if parameter in optimizer.state:
-                    fix = "make the optimizer before its first step, or after prepare()"
-                    raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
-                group["params"][index] = now
+        self._moved.follow(optimizer)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Through the root's hooks, which gather what no unit does."""

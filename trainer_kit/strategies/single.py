@@ -71,7 +71,7 @@ class SingleDeviceStrategy:
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
-        self.world = self.data = self.reports = Alone()
+        self.world = self.data = self.losses = self.reports = Alone()
 
     def start(self) -> None:
         """Nobody to join."""

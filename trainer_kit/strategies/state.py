@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.errors import StrategyError
 from trainer_kit.precision.optimizers import from_parts, to_parts
 
-__all__ = ["load_module_parts", "load_optimizer_state", "optimizer_parts", "optimizer_state", "part_of"]
+__all__ = ["Moved", "load_module_parts", "load_optimizer_state", "optimizer_parts", "optimizer_state", "part_of"]
 
 
 def optimizer_state(
@@ -39,6 +41,37 @@ def load_optimizer_state(
         packed.append({**options, "params": list(numbers)})
         index = numbers.stop
     optimizer.load_state_dict({"state": numbered, "param_groups": packed})
+
+
+@final
+class Moved:
+    """Which parameters a module has in place of those that it had before it was divided."""
+
+    def __init__(self) -> None:
+        # By identity, and only as long as the one before lives: its number is another's afterwards.
+        self._now: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+
+    def note(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+        """Compare a module's parameters, by name, with those of ``before``."""
+        for name, now in module.named_parameters():
+            if now is not before[name]:
+                self._now[id(before[name])] = (weakref.ref(before[name]), now)
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Point an optimizer's groups at what became of its parameters.
+
+        Raises:
+            StrategyError: it has stepped them already.
+        """
+        for group in optimizer.param_groups:
+            for index, parameter in enumerate(group["params"]):
+                before, now = self._now.get(id(parameter), (None, None))
+                if now is None or before is None or before() is not parameter:
+                    continue
+                if parameter in optimizer.state:
+                    fix = "make the optimizer before its first step, or after prepare()"
+                    raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
+                group["params"][index] = now
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

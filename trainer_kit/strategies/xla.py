@@ -86,7 +86,7 @@ class XLAStrategy:
         if fresh:
             torch_xla.manual_seed(torch.initial_seed() % 2**63)
         group: Group = XLAGroup() if launched and xr.world_size() > 1 else Alone()
-        self.world = self.data = self.reports = group
+        self.world = self.data = self.losses = self.reports = group
         self.reporter = group.rank
 
     def _start_spmd(self, count: int) -> None:

@@ -1,0 +1,371 @@
+"""Several ways to divide the work at once: one mesh of processes, an axis for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, Final, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.parallel import ParallelPlan
+from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.strategies.fsdp import FSDPStrategy
+from trainer_kit.strategies.gradients import clip_sharded_gradients
+from trainer_kit.strategies.initial import InitialWeights, built_once
+from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
+from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.strategies.state import (
+    Moved,
+    load_module_parts,
+    load_optimizer_state,
+    optimizer_parts,
+    optimizer_state,
+)
+from trainer_kit.strategies.stepping import step_by_kind
+from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
+from trainer_kit.strategies.transforms.context import ContextParallel
+from trainer_kit.strategies.transforms.tensor import TensorParallel, check_whole_parameters, complete_gradients
+from trainer_kit.strategies.transforms.units import Policy
+
+__all__ = ["MeshStrategy"]
+
+_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
+
+
+@final
+class MeshStrategy:
+    """Data, tensor and context parallel together, on one ``DeviceMesh``.
+
+    Each global batch is divided over ``dp_replicate × dp_shard``; the other ranks of a place there get the same batch.
+    What is applied to the module, in this order: tensor parallel by the module's plan, context parallel, activation
+    checkpointing, and last FSDP2 over the data and context axes. The module keeps its names; checkpoints load anywhere.
+
+    Args:
+        device: where this rank computes; the Trainer fills it in.
+        dp_replicate: copies of everything below; their gradients are averaged.
+        dp_shard: among how many ranks parameters, gradients and optimizer state are divided.
+        cp: among how many ranks each sequence is divided.
+        tp: among how many ranks each layer is divided.
+        pp: pipeline stages.
+        plan: how the module may be split, in place of what its ``configure_parallel`` returns.
+        activation_checkpointing_policy: which modules compute activations again in backward; True: repeated blocks.
+        fsdp: further options of `FSDPStrategy` for the data axes.
+        process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
+        timeout: how long a collective may take.
+
+    One of the sizes may be -1: it gets the processes that the others leave.
+
+    Example:
+        >>> MeshStrategy(dp_shard=2, tp=2).describe()
+        'mesh dp_shard=2 × tp=2 on cpu'
+    """
+
+    name = "mesh"
+    own_buffers = True
+    """Nothing exchanges them in a step."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        cp: int = 1,
+        tp: int = 1,
+        pp: int = 1,
+        plan: ParallelPlan | None = None,
+        activation_checkpointing_policy: Policy = False,
+        fsdp: Mapping[str, Any] | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+    ) -> None:
+        self.device = torch.device(device)
+        self.sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        for axis, size in self.sizes.items():
+            if size < 1 and size != -1:
+                raise StrategyError("an axis of a mesh has at least one place", found=f"{axis}={size}")
+        if list(self.sizes.values()).count(-1) > 1:
+            found = ", ".join(axis for axis, size in self.sizes.items() if size == -1)
+            raise StrategyError("one axis at most takes what the others leave", found=f"-1 for {found}")
+        self.plan, self._recomputes, self._fsdp = plan, activation_checkpointing_policy, dict(fsdp or {})
+        self.backend, self.timeout = process_group_backend, timeout
+        self._data_axes: SingleDeviceStrategy | FSDPStrategy = SingleDeviceStrategy(self.device)
+        self._context: ContextParallel | None = None
+        self._module: nn.Module | None = None
+        self._moved = Moved()
+        self._summed: list[nn.Parameter] = []
+        self._splits_loss = self._seen = False
+
+    # -- the mesh ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the process group, or make one; then the mesh.
+
+        Raises:
+            StrategyError: another number of places than processes.
+        """
+        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        if hasattr(self, "mesh"):
+            return
+        sizes = self.places(self.world.size)
+        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=_AXES)
+        self.mesh: DeviceMesh = mesh
+        self.data: ProcessGroup = self._over("dp_replicate", "dp_shard")
+        self.losses: ProcessGroup = self.data if sizes["cp"] == 1 else self._over("dp_replicate", "dp_shard", "cp")
+        self.reports, self.reporter = self.losses, self.world.rank
+
+    def places(self, processes: int) -> dict[str, int]:
+        """The size of each axis, with -1 filled in.
+
+        Args:
+            processes: how many there are.
+
+        Raises:
+            StrategyError: another number of places.
+        """
+        places = math.prod(size for size in self.sizes.values() if size != -1)
+        free = -1 in self.sizes.values()
+        if processes % places if free else processes != places:
+            told = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1)
+            raise StrategyError(
+                f"the mesh has {places} places{' or a multiple' if free else ''} but {_were_launched(processes)}",
+                found=f"{told or '1 in every axis'} in MeshStrategy(...)",
+                fix=f"launch {places * max(1, round(processes / places)) if free else places} processes"
+                + ("" if free else ", or leave one axis at -1"),
+            )
+        return {axis: processes // places if size == -1 else size for axis, size in self.sizes.items()}
+
+    def _over(self, *axes: str) -> ProcessGroup:
+        return ProcessGroup(self.device, self.mesh[axes]._flatten("_".join(axes) + "_flat").get_group())
+
+    @property
+    def _data_mesh(self) -> DeviceMesh:
+        """What gradients are averaged over: copies, and those who divide parameters among them, context ranks too."""
+        replicas, shards = self.mesh["dp_replicate"], self.mesh["dp_shard"]
+        if self.mesh["cp"].size() > 1:
+            shards = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+        return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+
+    @property
+    def sharded(self) -> bool:
+        """A rank has all there is only where it is alone."""
+        return self.world.size > 1
+
+    @property
+    def lockstep(self) -> bool:
+        """Parameters that are divided over the data axes are gathered in a forward."""
+        return self.losses.size > 1
+
+    @property
+    def gradient_divisor(self) -> int:
+        """FSDP averages over the data and the context ranks."""
+        return self.losses.size
+
+    def stop(self) -> None:
+        """Let go of the module; it stays divided."""
+        self._data_axes.stop()
+        self._module = None
+
+    # -- the module ----------------------------------------------------------------------------------------------
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are built on rank 0, in host memory; the other ranks get their parts of them."""
+        return built_once(self.world)
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
+        """Divide; evaluation alone has no room for the whole either."""
+        self._divide(module, lambda: self._data_axes.place_module(module, precision))
+
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+        """Divide; every rank gets its part of rank 0's weights."""
+        self._divide(module, lambda: self._data_axes.prepare_module(module, manual, precision))
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """Divide; it is called as it was before."""
+        self._divide(module, lambda: self._data_axes.wrap_module(module, precision))
+        return module
+
+    def _divide(self, module: nn.Module, along_data: Callable[[], Any]) -> None:
+        plan = self._plan_of(module)
+        before = dict(module.named_parameters())
+        InitialWeights(module, self.world).hand_out(module, self.device, self.device)
+        module.to(self.device)
+        if self.mesh["tp"].size() > 1:
+            TensorParallel(plan).apply(module, self.mesh["tp"])
+            self._splits_loss = plan.loss_parallel
+        if self.mesh["cp"].size() > 1:
+            self._context = _context(module, plan)
+            self._context.apply(module, self.mesh["cp"])
+        if self._recomputes is not False:
+            ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
+        self._data_axes = SingleDeviceStrategy(self.device) if self.losses.size == 1 else self._fully_sharded()
+        along_data()
+        self._module, self._seen = module, False
+        self._moved.note(before, module)
+        if self.losses.size == 1:  # FSDP does it by itself
+            self._summed = [p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements]
+        self._agree_on_noise()
+
+    def _fully_sharded(self) -> FSDPStrategy:
+        made = FSDPStrategy(self.device, device_mesh=self._data_mesh, **self._fsdp)
+        made.world = made.data = made.losses = self.losses
+        made.mesh = self._data_mesh
+        return made
+
+    def _plan_of(self, module: nn.Module) -> ParallelPlan:
+        if self.plan is not None:
+            return self.plan
+        configure = getattr(module, "configure_parallel", None)
+        return (None if configure is None else configure(self.mesh)) or ParallelPlan()
+
+    def _agree_on_noise(self) -> None:
+        """Ranks that get the same batch draw the same: whole activations must be the same on all of them."""
+        for axis in ("tp", "cp", "pp"):
+            if self.mesh[axis].size() > 1:
+                group = ProcessGroup(self.device, self.mesh[axis].get_group())
+                restore_rng(group.broadcast(rng_state(self.device)), self.device)
+
+    @property
+    def shard_batch(self) -> Callable[[Any], Any] | None:
+        """A part of each sequence."""
+        return None if self._context is None else self._context.shard_batch
+
+    # -- optimizers ----------------------------------------------------------------------------------------------
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Parameters that it had before they were divided become their parts."""
+        self._moved.follow(optimizer)
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's own step; for each kind of parameter by itself, where it handles many at once."""
+        return step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """As the data axes have it; a loss that is divided becomes one number."""
+        return self._data_axes.bind(_whole_outputs(method) if self._splits_loss else method, several)
+
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+        """The same. ``whole``: batches are not divided along the sequence."""
+        call = self._data_axes.bind_evaluation(_whole_outputs(method) if self._splits_loss else method)
+        if self._context is None and not self._splits_loss:
+            return call
+
+        def evaluate(*arguments: Any) -> Any:
+            with self._computing(divided=not whole):
+                return call(*arguments)
+
+        return evaluate
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """As the data axes have it."""
+        return self._data_axes.bind_backward(backward)
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """As the data axes have it; the gradients of a first window are compared over the tensor axis."""
+        with self._computing(first=not self._seen):
+            self._data_axes.forward_backward(micro)
+        complete_gradients(self._summed)
+        if not self._seen:
+            self._seen = True
+            if self._module is not None and self.mesh["tp"].size() > 1:
+                check_whole_parameters(self._module.named_parameters(), self.mesh["tp"])
+
+    @contextmanager
+    def _computing(self, divided: bool = True, first: bool = False) -> Iterator[None]:
+        with ExitStack() as stack:
+            if self._splits_loss:
+                stack.enter_context(loss_parallel())
+            if self._context is not None and divided:
+                stack.enter_context(self._context.attending(checked=first))
+            yield
+
+    def arm(self, loss: Tensor) -> None:
+        """As the data axes have it."""
+        self._data_axes.arm(loss)
+
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+        """Clip by norm or by value, over all parts."""
+        complete_gradients(self._summed)  # manual optimization clips before a window ends
+        clip_sharded_gradients(parameters, value, algorithm)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's own, in parts."""
+        return dict(module.state_dict())
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Whole tensors, or parts."""
+        load_module_parts(module, state, strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's own, in parts."""
+        return optimizer_state(optimizer)
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """Whole tensors, or parts."""
+        load_optimizer_state(optimizer, groups, optimizer_parts(state))
+
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, running statistics are those of rank 0, as in its checkpoints."""
+        return borrowed_buffers(module, self.world)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank."""
+        self.world.barrier()
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """A value of rank ``src`` for everyone."""
+        return self.world.broadcast(value, src)
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        sizes = self.sizes
+        if hasattr(self, "mesh"):
+            sizes = dict(zip(_AXES, self.mesh.shape, strict=True))
+        axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
+        return f"mesh {axes} on {self.device.type}"
+
+
+def _were_launched(processes: int) -> str:
+    return "1 process was launched" if processes == 1 else f"{processes} processes were launched"
+
+
+def _context(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
+    if plan.context is None:
+        raise StrategyError(
+            f"{type(module).__name__} does not say where the sequence is in a batch",
+            found="no ParallelPlan(context=...)",
+            fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
+            "MeshStrategy(cp=..., plan=...)",
+        )
+    return ContextParallel(plan.context)
+
+
+def _whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
+    def step(*arguments: Any) -> Any:
+        # Copies: FSDP warns of views.
+        return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
+
+    return step

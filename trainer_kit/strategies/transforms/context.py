@@ -1,0 +1,212 @@
+"""Sequences in parts: each rank of the context axis computes with its tokens, and attention brings them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+import torch.distributed._functional_collectives as collectives
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.parallel import ContextPlan
+
+__all__ = ["ContextParallel"]
+
+_TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
+_ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
+    collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
+)
+_CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
+
+
+@final
+class ContextParallel:
+    """Attention over the whole sequence behind torch's ``scaled_dot_product_attention``.
+
+    Where the axis divides the heads, ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al., 2023); else
+    each gathers all keys and values. Everything else of a model sees its part of the tokens.
+
+    Args:
+        plan: where the sequence is in a batch.
+    """
+
+    def __init__(self, plan: ContextPlan) -> None:
+        self.plan = plan
+        self._seen = 0
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Nothing of the module changes; attention does, inside of `attending`.
+
+        Args:
+            module: the whole.
+            mesh: one axis.
+        """
+        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+
+    def shard_batch(self, batch: Any) -> Any:
+        """This rank's part of a batch; views of it.
+
+        Raises:
+            StrategyError: a sequence that cannot be divided.
+        """
+        dims = self.plan.dims
+        if isinstance(dims, int):
+            return self._with_positions(apply_to_collection(batch, Tensor, lambda t: self._part(t, dims)), dims)
+        if isinstance(batch, Mapping):
+            made = {key: self._part(value, dims[key]) if key in dims else value for key, value in batch.items()}
+            return self._with_positions(made, next(iter(dims.values())))
+        parts = [self._part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+    def _part(self, tensor: Tensor, dim: int) -> Tensor:
+        if tensor.dim() <= dim:
+            return tensor
+        length, left = divmod(tensor.shape[dim], self.size)
+        if left:
+            raise StrategyError(
+                "context parallel needs sequences that the context axis divides",
+                found=f"length {tensor.shape[dim]} in dimension {dim}, cp={self.size}",
+                fix=f"pad sequences to a multiple of {self.size}, or name the dimensions: ContextPlan(dims={{...}})",
+            )
+        return tensor.narrow(dim, self.rank * length, length)
+
+    def _with_positions(self, batch: Any, dim: int) -> Any:
+        key = self.plan.positions
+        if key is None or not isinstance(batch, Mapping) or key in batch:
+            return batch
+        like = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim)
+        length = like.shape[dim]
+        first = self.rank * length
+        return {**batch, key: torch.arange(first, first + length, device=like.device).unsqueeze(0)}
+
+    @contextmanager
+    def attending(self, checked: bool = False) -> Iterator[None]:
+        """Inside, attention is over the whole sequence.
+
+        Args:
+            checked: look whether all attention comes this way; for a first step.
+
+        Raises:
+            StrategyError: none does, or some does not.
+        """
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)  # it computes attention by itself
+        F.scaled_dot_product_attention, F.cross_entropy = self._attention, _cross_entropy
+        watch, self._seen = _Watch(self), 0
+        try:
+            if checked:
+                with watch:
+                    yield
+            else:
+                yield
+        finally:
+            F.scaled_dot_product_attention, F.cross_entropy = _TORCHS, _CROSS_ENTROPY
+            torch.backends.mha.set_fastpath_enabled(fast)
+        if checked and (watch.missed or not self._seen):
+            raise StrategyError(
+                "context parallel has to see all attention of the model, and does not",
+                found="scaled_dot_product_attention under a name of its own" if watch.missed else "no call of it",
+                fix="call torch.nn.functional.scaled_dot_product_attention by that name (Hugging Face: "
+                'attn_implementation="sdpa"), or use cp=1',
+            )
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """As torch's: (batch, heads, tokens, width) each, with this rank's tokens."""
+        self._seen += 1
+        options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
+        if attn_mask is None and query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0:
+            whole = _TORCHS(*map(self._heads, (query, key, value)), is_causal=is_causal, **options)
+            return self._tokens(whole)
+        mask = self._causal(query, key) if is_causal else attn_mask
+        if mask is not None and mask.shape[-1] != key.shape[-2] * self.size:
+            raise StrategyError(
+                "an attention mask under context parallel covers all keys of the sequence",
+                found=f"{tuple(mask.shape)} for {key.shape[-2]} keys on each of {self.size} ranks",
+                fix="use is_causal=True, or a mask of shape (..., this rank's queries, all keys)",
+            )
+        return _TORCHS(query, self._gathered(key), self._gathered(value), attn_mask=mask, **options)
+
+    def _heads(self, tokens: Tensor) -> Tensor:
+        """From some tokens of all heads to all tokens of some heads."""
+        batch, heads, length, width = tokens.shape
+        by_rank = tokens.reshape(batch, self.size, heads // self.size, length, width)
+        received = self._exchanged(by_rank.permute(1, 0, 2, 3, 4))
+        return received.permute(1, 2, 0, 3, 4).reshape(batch, heads // self.size, self.size * length, width)
+
+    def _tokens(self, heads: Tensor) -> Tensor:
+        """The way back."""
+        batch, some, length, width = heads.shape
+        by_rank = heads.reshape(batch, some, self.size, length // self.size, width)
+        received = self._exchanged(by_rank.permute(2, 0, 1, 3, 4))
+        return received.permute(1, 0, 2, 3, 4).reshape(batch, some * self.size, length // self.size, width)
+
+    def _exchanged(self, by_rank: Tensor) -> Tensor:
+        # gloo moves the wrong elements where strides differ
+        sent: Tensor = collectives.all_to_all_single_autograd(by_rank.contiguous(), None, None, self.group)
+        return sent
+
+    def _gathered(self, tokens: Tensor) -> Tensor:
+        whole: Tensor = _ALL_GATHER(tokens.contiguous(), tokens.dim() - 2, self.group)
+        return whole
+
+    def _causal(self, query: Tensor, key: Tensor) -> Tensor:
+        rows, columns = query.shape[-2], key.shape[-2] * self.size
+        first = self.rank * rows
+        at = torch.arange(first, first + rows, device=query.device)
+        return torch.arange(columns, device=query.device)[None, :] <= at[:, None]
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """As torch's, but the mean over no targets is 0: a part of a padded sequence may have none, and weighs nothing."""
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
+        return _CROSS_ENTROPY(input, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
+    counted = target != ignore_index
+    if weight is None:
+        weighs = counted.sum().clamp_min(1).to(input.dtype)
+    else:
+        weighs = (weight[target.where(counted, 0)] * counted).sum()
+        weighs = torch.where(weighs == 0, torch.ones_like(weighs), weighs)
+    return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
+
+
+class _Watch(TorchFunctionMode):
+    """Sees calls of torch's attention that came past ours."""
+
+    def __init__(self, context: ContextParallel) -> None:
+        super().__init__()
+        self.context, self.missed, self._ours = context, False, 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _TORCHS:
+            self._ours += 1  # each of ours calls torch's once
+            self.missed = self.missed or self._ours > self.context._seen
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,238 @@
+"""Layers in parts: each rank of the tensor axis holds some columns or rows of a weight, and computes with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from trainer_kit.core.errors import StrategyError, did_you_mean
+from trainer_kit.core.parallel import ParallelPlan
+from trainer_kit.strategies.transforms.tensor_styles import find_plans, named_style, preset
+
+__all__ = ["TensorParallel", "check_whole_parameters", "complete_gradients"]
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+
+
+@final
+class TensorParallel:
+    """torch's ``parallelize_module`` by a plan (Shoeybi et al., 2019; sequences: Korthikanti et al., 2022).
+
+    A module that is split already stays as it is. Parameters that the plan does not name stay whole, the same on every
+    rank. Every rank has the same weights when this is called, and takes its part of them. Parameters that several
+    layers share are shared afterwards too.
+
+    Args:
+        plan: of the module, or the user's.
+    """
+
+    def __init__(self, plan: ParallelPlan) -> None:
+        self.plan = plan
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Split in place.
+
+        Args:
+            module: the whole.
+            mesh: one axis.
+
+        Raises:
+            StrategyError: no plan, a name or word that is not known, or sizes that the axis does not divide.
+        """
+        if (before := module.__dict__.get("_split_over", mesh.size())) != mesh.size():
+            raise StrategyError(
+                "the module is divided already, among another number of ranks",
+                found=f"tp={before} before, tp={mesh.size()} now",
+                fix="make the module anew, and load a checkpoint of it",
+            )
+        if "_split_over" in module.__dict__:
+            return  # by an earlier fit
+        owners = _shared(module)
+        styles = self.styles(module)
+        _share(styles, owners)
+        _check(module, styles, mesh.size())
+        for name, style in styles.items():
+            layer = module.get_submodule(name)
+            frozen = {key for key, p in layer.named_parameters() if not p.requires_grad}
+            parallelize_module(layer, mesh, style, src_data_rank=None)
+            for key, parameter in layer.named_parameters():
+                parameter.requires_grad_(key not in frozen)
+            if self.plan.sequence_parallel and isinstance(layer, nn.Embedding):
+                layer.register_forward_pre_hook(_EvenSequence(mesh.size()))
+        for places in owners:
+            _tie(module, places)
+        module.__dict__["_split_over"] = mesh.size()
+
+    def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
+        """How each layer that is split is split, by name."""
+        given = self.plan.tensor
+        if given is None:
+            given = find_plans(module)
+            if not given:
+                raise StrategyError(
+                    f"{type(module).__name__} does not say how it may be split",
+                    found="no configure_parallel, no model with a plan of its own",
+                    fix="def configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
+                    "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
+                )
+        plan: Mapping[str, Any] = preset(module, self.plan) if isinstance(given, str) else given
+        names = [name for name, _ in module.named_modules() if name]
+        found: dict[str, ParallelStyle] = {}
+        for pattern, value in plan.items():
+            style = named_style(pattern, value)
+            expression = re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))
+            matching = [name for name in names if expression.fullmatch(name)]
+            if not matching and self.plan.tensor is not None:
+                raise StrategyError(
+                    "the plan names a layer that the module does not have",
+                    found=repr(pattern),
+                    fix=did_you_mean(pattern, names),
+                )
+            found.update({name: style for name in matching if style is not None})
+        return found
+
+
+def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
+    """Where each parameter is that is in several places: (layer, name in it)."""
+    places: dict[int, list[tuple[str, str]]] = {}
+    for name, layer in module.named_modules():
+        for key, parameter in layer._parameters.items():
+            if parameter is not None:
+                places.setdefault(id(parameter), []).append((name, key))
+    return [found for found in places.values() if len(found) > 1]
+
+
+def _share(styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]) -> None:
+    """A layer that shares the weight of one that is split, and is itself in no plan: refused here, not in a forward."""
+    for places in owners:
+        missing = [layer for layer, _ in places if layer not in styles]
+        if missing and len(missing) < len(places):
+            raise StrategyError(
+                "layers that share a parameter are split together or not at all",
+                found=f"{', '.join(f'{layer}.{key}' for layer, key in places)}; in the plan: "
+                + ", ".join(layer for layer, _ in places if layer in styles),
+                fix=f"add {missing[0]!r} to the plan ('embedding_rowwise' for an embedding, 'colwise_rep' for a head)",
+            )
+
+
+def _tie(module: nn.Module, places: list[tuple[str, str]]) -> None:
+    layers = [(module.get_submodule(layer), key) for layer, key in places]
+    first = layers[0][0]._parameters[layers[0][1]]
+    for layer, key in layers[1:]:
+        other = layer._parameters[key]
+        if isinstance(first, DTensor) and isinstance(other, DTensor) and first.placements != other.placements:
+            raise StrategyError(
+                "layers that share a parameter split it differently",
+                found=f"{places[0][0]}: {first.placements}, {places[1][0]}: {other.placements}",
+                fix="'embedding_rowwise' and 'colwise_rep' split an embedding and a head alike",
+            )
+        layer._parameters[key] = first
+
+
+def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
+    """Everything that torch would split unevenly, or choke on in the first forward."""
+    for name, style in styles.items():
+        layer = module.get_submodule(name)
+        if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
+            continue
+        if isinstance(layer, nn.Linear):
+            what = "out_features" if isinstance(style, ColwiseParallel) else "in_features"
+        elif isinstance(layer, nn.Embedding):
+            what = "embedding_dim" if isinstance(style, ColwiseParallel) else "num_embeddings"
+        else:
+            raise StrategyError(
+                "only linear layers and embeddings are split by columns and rows",
+                found=f"{name} is a {type(layer).__name__}",
+                fix=f"leave it out of the plan, or make it an nn.Linear: 'replicate' keeps {name} whole",
+            )
+        _divides(f"{name}.{what}", getattr(layer, what), size, "pad it to a multiple")
+    for name, part in module.named_modules():
+        config = getattr(part, "config", None)
+        if any(layer.startswith(f"{name}." if name else "") for layer in styles):
+            for what in _HEADS:
+                if isinstance(getattr(config, what, None), int):
+                    _divides(f"{name}.config.{what}", getattr(config, what), size, "take another model")
+
+
+def _divides(what: str, value: int, size: int, fix: str) -> None:
+    if value % size:
+        fits = [n for n in range(2, size) if value % n == 0]
+        raise StrategyError(
+            f"{what} cannot be divided among {size} ranks",
+            found=f"{what} = {value}, tp={size}",
+            fix=f"use tp={fits[-1]}, or {fix}" if fits else f"use another tp, or {fix}",
+        )
+
+
+@final
+class _EvenSequence:
+    """Refuses batches whose sequences cannot be divided, which torch would cut unevenly and put together wrongly."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
+        if given and given[0].shape[1] % self.size:
+            raise StrategyError(
+                "sequence parallel needs sequences that the tensor axis divides",
+                found=f"length {given[0].shape[1]}, tp={self.size}",
+                fix=f"pad sequences to a multiple of {self.size}, or sequence_parallel=False",
+            )
+
+
+def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Add up the gradients of which each rank has a summand: of whole parameters used on a part of the activations."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+            assert isinstance(parameter, DTensor)
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
+    """Refuse a first step in which ranks would move a parameter, that they all hold whole, in different ways.
+
+    It happens where a parameter outside of the plan is used on a part of the activations: each rank then has the
+    gradient of its part.
+
+    Args:
+        named: parameters by name, with their gradients; those that are split over the axis are left out.
+        mesh: the tensor axis.
+    """
+    axis = (mesh.mesh_dim_names or ("",))[0]
+    whole = [
+        (name, (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach())
+        for name, p in named
+        if p.grad is not None and not (isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ()))
+    ]
+    if not whole:
+        return
+    group, size = mesh.get_group(), mesh.size()
+    mine = torch.cat([gradient.reshape(-1).float() for _, gradient in whole])
+    mean = mine.clone()
+    dist.all_reduce(mean, group=group)
+    mean /= size
+    lengths = [gradient.numel() for _, gradient in whole]
+    far = torch.stack(
+        [
+            (one - both).norm() / (both.norm() + one.norm()).clamp_min(torch.finfo(torch.float32).tiny)
+            for one, both in zip(torch.split(mine, lengths), torch.split(mean, lengths), strict=True)
+        ]
+    )
+    dist.all_reduce(far, dist.ReduceOp.MAX, group=group)
+    different = [name for (name, _), off in zip(whole, far.tolist(), strict=True) if off > 0.05]  # sync point: once
+    if different:
+        raise StrategyError(
+            "the ranks of the tensor axis have different gradients for a parameter that all of them hold whole",
+            found=", ".join(different),
+            fix=f"it is used on a part of the activations: add {different[0].rpartition('.')[0]!r} to the plan as"
+            " 'sequence_parallel' or 'replicated_with_grad_allreduce'; or random layers differ from rank to rank",
+        )
