@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +162,18 @@ def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
         leaks.append(f"files in the checkout {written}")
     if leaks:
         pytest.fail("the test leaves behind: " + ", ".join(leaks), pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The server that runs scripts without importing torch for each; see `tests.programs`."""
+    from tests.programs import Programs
+
+    made = Programs(tmp_path_factory.mktemp("programs"))
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.fixture(autouse=True)

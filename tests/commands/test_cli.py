@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ import trainer_kit as tk
 
 pytestmark = pytest.mark.slow  # programs are started
 
-ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = '''
 import json
 import os
@@ -82,21 +79,12 @@ QUIET = ["--trainer.enable_model_summary=false", "--trainer.accelerator=cpu"]
 
 
 @pytest.fixture
-def script(tmp_path):
+def script(tmp_path, programs):
     (tmp_path / "train.py").write_text(SCRIPT)
 
-    def call(*words, choose=False, lines=None):
-        environ = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        return subprocess.run(
-            [sys.executable, "-W", "error", "train.py", *map(str, words)],
-            cwd=tmp_path,
-            env={**environ, "CHOOSE": "1"} if choose else environ,
-            input=lines,
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+    def call(*words, choose=False, lines="", anew=False):
+        environment = {**os.environ, "CHOOSE": "1"} if choose else os.environ
+        return programs.run("train.py", *map(str, words), environment=environment, given=lines, anew=anew)
 
     return call
 
@@ -215,7 +203,7 @@ def test_parts_by_class_path_and_every_verb(script, tmp_path):
 @pytest.mark.slow
 def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
     (tmp_path / "two.yaml").write_text("trainer: {devices: 2, accelerator: cpu, max_epochs: 1, logger: csv}\n")
-    ran = found(script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false"))
+    ran = found(script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false", anew=True))
     assert (ran["world"], ran["step"]) == (2, 2)
     assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]
     assert Path(ran["directory"], "config.yaml").is_file()
@@ -354,21 +342,12 @@ print("refused", refused)
 
 
 @pytest.mark.slow
-def test_mutated_files_are_read_or_refused_in_a_line(script, tmp_path):
+def test_mutated_files_are_read_or_refused_in_a_line(script, tmp_path, programs):
     (tmp_path / "mutate.py").write_text(MUTATE)
     listing = script("fit", "--print_config").stdout
     part = "callbacks:\n  - class_path: EarlyStopping\n    init_args:\n      monitor: val_loss\n      patience: 3\n"
     (tmp_path / "base.yaml").write_text(listing.replace("callbacks: null\n", part))
-    environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "mutate.py"],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    done = programs.run("mutate.py")
     assert done.returncode == 0, done.stderr
     assert int(done.stdout.split()[-1]) > 100
 

@@ -1,20 +1,19 @@
 """The python blocks of README.md and of the guide run as they stand; generated pages are current.
 
-Each block is a script of its own, run in a fresh process in an empty directory, with warnings as errors. A comment on
+Each block is a script in a process of its own, in an empty directory, with warnings as errors. A comment on
 the line before the block changes that: ``<!-- continues -->`` appends it to the script of the block before it, and
 ``<!-- not run: reason -->`` leaves it out.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md")])
@@ -42,21 +41,11 @@ CASES = [
 
 
 @pytest.mark.parametrize("source", CASES)
-def test_page_scripts_run(source: str, tmp_path: Path) -> None:
+def test_page_scripts_run(source: str, tmp_path: Path, programs: Programs) -> None:
     script = tmp_path / "script.py"
     script.write_text(source, encoding="utf-8")
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", script.name],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}"
+    ran = programs.run(script, anew="devices=" in source)
+    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
 
 
 def test_blocks_join_and_stay_out() -> None:

@@ -6,26 +6,29 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.programs import Programs
+
 ROOT = Path(__file__).resolve().parents[2]
+Run = Callable[..., str]
 
 
-def run(example: str, *flags: str) -> str:
+@pytest.fixture
+def run(programs: Programs) -> Run:
     """What an example prints on stdout; it writes into the working directory."""
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ran = subprocess.run(
-        [sys.executable, "-W", "error", str(ROOT / "examples" / f"{example}.py"), *flags],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=115,
-        check=False,
-    )
-    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-    return ran.stdout
+
+    def call(example: str, *flags: str) -> str:
+        environment = os.environ | {"PYTHONWARNINGS": "error"}
+        script = ROOT / "examples" / f"{example}.py"
+        ran = programs.run(script, *flags, environment=environment, timeout=115, anew="--devices" in flags)
+        assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+        return ran.stdout
+
+    return call
 
 
 def number(pattern: str, text: str) -> float:
@@ -39,7 +42,7 @@ def accuracy(text: str) -> float:
 
 
 @pytest.mark.parametrize("flags", [(), ("--devices", "2")])
-def test_digits_says_where_to_look(flags: tuple[str, ...], tmp_path: Path) -> None:
+def test_digits_says_where_to_look(flags: tuple[str, ...], tmp_path: Path, run: Run) -> None:
     said = run("digits", "--fast", "--accelerator", "cpu", *flags)
     assert 0.0 <= accuracy(said) <= 1.0
     checkpoint, logs = re.findall(r"(?:best checkpoint: |--logdir )(.+)", said)
@@ -49,7 +52,7 @@ def test_digits_says_where_to_look(flags: tuple[str, ...], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_digits_are_learned_alike_on_one_and_on_two_processes() -> None:
+def test_digits_are_learned_alike_on_one_and_on_two_processes(run: Run) -> None:
     alone, together = (accuracy(run("digits", "--accelerator", "cpu", "--devices", n)) for n in "12")
     assert alone >= 0.97
     assert together == pytest.approx(alone, abs=2 / 270)  # two of the 270 test images: AdamW in float32
@@ -58,7 +61,7 @@ def test_digits_are_learned_alike_on_one_and_on_two_processes() -> None:
 @pytest.mark.parametrize(
     "flags", [(), pytest.param(("--devices", "2", "--precision", "bf16-mixed"), marks=pytest.mark.slow)]
 )
-def test_char_transformer_trains_and_writes(flags: tuple[str, ...]) -> None:
+def test_char_transformer_trains_and_writes(flags: tuple[str, ...], run: Run) -> None:
     said = run("char_transformer", "--steps", "3", "--width", "16", "--letters", "40", *flags)
     assert number(r"characters seen: (\d+)", said) > 3 * 16 * 40
     assert 3 < number(r"validation loss: ([\d.]+)", said) < 6
@@ -66,38 +69,38 @@ def test_char_transformer_trains_and_writes(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.slow
-def test_char_transformer_learns() -> None:
+def test_char_transformer_learns(run: Run) -> None:
     assert number(r"validation loss: ([\d.]+)", run("char_transformer", "--steps", "300")) < 2.45
 
 
 @pytest.mark.parametrize("flags", [(), pytest.param(("--devices", "2"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
-def test_gan_runs(example: str, flags: tuple[str, ...]) -> None:
+def test_gan_runs(example: str, flags: tuple[str, ...], run: Run) -> None:
     assert 0 <= number(r"centres reached: (\d) of 8", run(example, "--steps", "20", *flags)) <= 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
-def test_gan_learns_the_ring(example: str) -> None:
+def test_gan_learns_the_ring(example: str, run: Run) -> None:
     said = run(example)
     assert number(r"centres reached: (\d) of 8", said) == 8
     assert number(r"nearest: ([\d.]+)", said) < 0.4
 
 
-def test_custom_callback_averages_weights() -> None:
+def test_custom_callback_averages_weights(run: Run) -> None:
     said = run("custom_callback", "--epochs", "5")
     assert re.findall(r"^step (\d+)$", said, re.M) == ["200", "400"]
     averaged, last = re.findall(r"(?:averaged weights|last ones) ([\d.]+)", said)
     assert float(averaged) < float(last)
 
 
-def test_custom_callback_stops_the_run() -> None:
+def test_custom_callback_stops_the_run(run: Run) -> None:
     said = run("custom_callback", "--good-enough", "100")
     assert "stopped after step 96: val_loss" in said
     assert not re.findall(r"^step \d+$", said, re.M)
 
 
-def test_custom_logger_has_every_value() -> None:
+def test_custom_logger_has_every_value(run: Run) -> None:
     said = run("custom_logger", "--epochs", "2", "--database", "here.sqlite")
     assert 'run 1: success, {"lr": 0.5}' in said
     assert number(r"loss: (\d+) rows", said) == 2 * 16 / 4
@@ -105,7 +108,7 @@ def test_custom_logger_has_every_value() -> None:
 
 
 @pytest.mark.slow
-def test_raw_loop_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_raw_loop_goes_on_where_it_was(tmp_path: Path, run: Run) -> None:
     whole = run("raw_loop", "--epochs", "3", "--root", "whole")
     run("raw_loop", "--epochs", "3", "--root", "parts", "--stop-after", "1")
     resumed = run("raw_loop", "--epochs", "3", "--root", "parts", "--resume")
@@ -118,7 +121,7 @@ def test_raw_loop_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_raw_loop_under_torchrun() -> None:
+def test_raw_loop_under_torchrun(run: Run) -> None:
     flags = ("--epochs", "3", "--batch-size", "16")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples" / "raw_loop.py"), *flags]
     ran = subprocess.run(
@@ -134,12 +137,12 @@ def test_raw_loop_under_torchrun() -> None:
     assert ran.stdout.count("test accuracy") == 1
 
 
-def test_raw_gan_runs() -> None:
+def test_raw_gan_runs(run: Run) -> None:
     assert 0 <= number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "20")) <= 8
 
 
 @pytest.mark.slow
-def test_raw_gan_learns_the_ring() -> None:
+def test_raw_gan_learns_the_ring(run: Run) -> None:
     assert number(r"centres reached: (\d) of 8", run("raw_gan", "--steps", "2000")) == 8
 
 

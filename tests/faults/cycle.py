@@ -8,6 +8,7 @@ its file operations, and kills it at one of them or lets that one fail.
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import signal
@@ -152,6 +153,7 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory:  # whatever is imported when it is first needed
         fit(Path(directory), 1, "", stop)
+    gc.freeze()  # no collection in a run looks at, and so copies, what is here
     for line in sys.stdin:
         print(json.dumps(run(json.loads(line))), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,8 @@ _PRELOAD: Final = [
     "trainer_kit.testing.distributed",
     "trainer_kit.trainer",
 ]
+_PRELOAD_WHERE_USED: Final = ("pytest", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "torchmetrics")
+"""Loaded by the server where this process has loaded them: the functions that it runs may need them too."""
 # A signal that nobody sends for any other reason.
 _DUMP: Final[int] = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 _TOLD: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,7 +81,7 @@ def run_distributed(
         raise LaunchError("at least one rank is needed", found=f"world_size={world_size}")
     # "fork" in the name of the server only: these processes start from a clean one, with no threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(["pytest"] if "pytest" in sys.modules else [])])
+    context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_WHERE_USED if name in sys.modules)])
     with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
         call = _Call(
             directory=directory,
@@ -140,6 +143,7 @@ class _Call:
         os.chdir(self.working_directory)
         import torch
 
+        gc.freeze()  # no collection in this rank looks at, and so copies, what the server has loaded
         torch.set_num_threads(1)
         # Workers of loaders start as in any process of the user's, not each from a server that imports everything anew.
         multiprocessing.set_start_method(None, force=True)
