@@ -203,6 +203,12 @@ _SLOW = (
 )
 
 
+def pytest_collection_finish():
+    """No later collection looks at what the imports made: it would take 0.4 s each time."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
     for item in items:

@@ -16,11 +16,13 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer_kit.launch.bootstrap import _leave
+from trainer_kit.launch.processes import local_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 DIE_WITH_PARENT = 1  # of prctl
@@ -30,7 +32,7 @@ class Programs:
     """The server, as a child process of the tests."""
 
     def __init__(self, place: Path) -> None:
-        self.said = place
+        self.place = place
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", __file__],
             stdin=subprocess.PIPE,
@@ -68,15 +70,38 @@ class Programs:
                 timeout=timeout,
                 check=False,
             )
-        streams = [self.said / name for name in ("given", "out", "err")]
-        streams[0].write_text(given)
-        command = {"argv": [str(script), *words], "directory": os.getcwd(), "environment": dict(environment)}
+        return self._run([environment], [str(script), *words], given, timeout)[0]
+
+    def run_ranks(
+        self, count: int, script: Path | str, *words: str, timeout: float = 110.0
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """The same of ``count`` processes at once, each told its rank as any launcher does."""
+        shared = {**os.environ, **local_environment(count)}
+        ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        return self._run(ranks, [str(script), *words], "", timeout)
+
+    def _run(
+        self, environments: list[Mapping[str, str]], argv: list[str], given: str, timeout: float
+    ) -> list[subprocess.CompletedProcess[str]]:
+        (self.place / "given").write_text(given)
+        streams = [[str(self.place / f"{name}-{rank}") for name in ("out", "err")] for rank in range(len(environments))]
+        command = {"environments": list(map(dict, environments)), "argv": argv, "directory": os.getcwd()}
+        command |= {"given": str(self.place / "given"), "streams": streams, "timeout": timeout}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({**command, "streams": list(map(str, streams)), "timeout": timeout}) + "\n")
+        self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        code = json.loads(self.process.stdout.readline())
-        return subprocess.CompletedProcess(command["argv"], code, streams[1].read_text(), streams[2].read_text())
+        codes = json.loads(self.process.stdout.readline())
+        return [
+            subprocess.CompletedProcess(argv, code, *(Path(path).read_text() for path in paths))
+            for code, paths in zip(codes, streams, strict=True)
+        ]
+
+    def run_code(self, code: str, *words: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+        """The same of a script that is given as text."""
+        script = self.place / "code.py"
+        script.write_text(code)
+        return self.run(script, *words, timeout=timeout)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -100,22 +125,25 @@ def serve() -> None:
     gc.freeze()  # no collection in a script looks at, and so copies, what is here
     for line in sys.stdin:
         command = json.loads(line)
-        pid = os.fork()
-        if pid == 0:
-            become(command)
-            return
-        print(json.dumps(supervise(pid, command["timeout"])), flush=True)
+        pids = []
+        for rank in range(len(command["environments"])):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # newer versions of Python warn of threads, which no script inherits
+                pids.append(os.fork())
+            if pids[-1] == 0:
+                become(command, rank)
+                return
+        print(json.dumps(supervise(pids, command["timeout"])), flush=True)
 
 
-def become(command: dict[str, Any]) -> None:
+def become(command: dict[str, Any], rank: int) -> None:
     """The script, as the interpreter runs it."""
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # not inherited: its children are its own business
     os.environ.clear()
-    os.environ.update(command["environment"])
+    os.environ.update(command["environments"][rank])
     os.chdir(command["directory"])
-    given, out, err = command["streams"]
-    os.dup2(os.open(given, os.O_RDONLY), 0)
-    for stream, path in ((1, out), (2, err)):
+    os.dup2(os.open(command["given"], os.O_RDONLY), 0)
+    for stream, path in enumerate(command["streams"][rank], 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), stream)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's has read ahead
     sys.argv = command["argv"]
@@ -128,16 +156,18 @@ def become(command: dict[str, Any]) -> None:
     _leave()  # as a rank does: taking the interpreter to pieces costs 0.3 s after a fork
 
 
-def supervise(pid: int, timeout: float) -> int:
-    """Its exit code."""
-    deadline = time.monotonic() + timeout
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)
+def supervise(pids: list[int], timeout: float) -> list[int]:
+    """The exit code of each."""
+    deadline, codes = time.monotonic() + timeout, {}
+    while len(codes) < len(pids):
+        for pid in set(pids) - codes.keys():
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() > deadline:
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
+    return [codes[pid] for pid in pids]
 
 
 if __name__ == "__main__":

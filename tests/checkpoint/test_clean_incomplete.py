@@ -50,10 +50,10 @@ commit.write_checkpoint(path, {"model": {"w": torch.ones(3)}}, overwrite=True)
         ("yes", "sync_directory:1", "new"),
     ],
 )
-def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(saved, tmp_path, exchange, moment, winner):
+def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(saved, tmp_path, programs, exchange, moment, winner):
     if exchange == "yes" and sys.platform != "linux":
         pytest.skip("renameat2 is Linux")
-    result = subprocess.run([sys.executable, "-c", KILLED, exchange, moment, str(saved)], capture_output=True)
+    result = programs.run_code(KILLED, exchange, moment, str(saved))
     assert result.returncode == -9, result.stderr
     assert len(os.listdir(tmp_path)) > 1
     assert clean_incomplete(tmp_path) == ["step-12"]
@@ -62,11 +62,11 @@ def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(saved, tmp_path, exch
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
-def test_a_kill_between_two_renames_puts_the_old_one_back(saved, tmp_path, same, make_state):
+def test_a_kill_between_two_renames_puts_the_old_one_back(saved, tmp_path, same, make_state, programs):
     script = KILLED.replace('if name == "rename":', "if True:").replace(
         "real, calls = getattr(commit, name), [0]", "calls = [0]"
     )
-    result = subprocess.run([sys.executable, "-c", script, "no", "rename:1", str(saved)], capture_output=True)
+    result = programs.run_code(script, "no", "rename:1", str(saved))
     assert result.returncode == -9, result.stderr
     assert all(name.startswith(".step-12.") for name in os.listdir(tmp_path))
     assert clean_incomplete(tmp_path) == ["step-12", "step-12"]

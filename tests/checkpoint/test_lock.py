@@ -159,12 +159,12 @@ def test_a_directory_that_cannot_be_made_or_written(tmp_path):
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_lock_that_was_being_written_is_cleaned(tmp_path):
+def test_a_lock_that_was_being_written_is_cleaned(tmp_path, programs):
     code = (
         "import os, sys; from trainer_kit.checkpoint import lock; lock._put = lambda a, b: os._exit(0);"
         "lock.DirectoryLock(sys.argv[1])"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=ENVIRONMENT)
+    programs.run_code(code, str(tmp_path)).check_returncode()
     assert len(os.listdir(tmp_path)) == 1
     assert clean_incomplete(tmp_path) == [".lock"]
     assert os.listdir(tmp_path) == []

@@ -48,8 +48,12 @@ if mode == "kill" and rank == int(sys.argv[2]):
     os.kill(os.getpid(), signal.SIGKILL)
 if mode == "once" and rank == int(sys.argv[2]) and os.environ["TRAINER_KIT_RESTART_COUNT"] == "0":
     raise ValueError("only at first")
-if mode == "wait":
-    open(f"ready-{rank}", "w").close()
+if mode in ("wait", "until"):
+    with open(f"pid-{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"pid-{rank}", f"ready-{rank}")
+while mode == "until" and not os.path.exists("go"):
+    time.sleep(0.01)
 if mode in ("kill", "wait"):
     time.sleep(600)
 accelerator.wait_for_everyone()
@@ -111,6 +115,47 @@ def on_two_machines(*words: str) -> list[tuple[int, str, str]]:
     return ended
 
 
+def listening(pids: set[int]) -> set[str]:
+    """The addresses at which these processes listen, in the kernel's own words."""
+    inodes = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+            except OSError:
+                continue
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def children(pid: int) -> set[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    below = {int(child) for task in tasks for child in task.read_text().split()}
+    return below.union(*(children(child) for child in below))
+
+
+def ranks_that_listen_to_nobody_outside(agents: list[subprocess.Popen[str]], processes: int) -> None:
+    """Two ranks have begun; whatever their agents and they listen at is of this machine only."""
+    deadline = time.monotonic() + 60
+    while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if sys.platform != "linux":  # reads /proc
+        return
+    pids = {agent.pid for agent in agents}.union(*(children(agent.pid) for agent in agents))
+    addresses = listening(pids)
+    assert len(pids) == processes
+    assert addresses
+    # 127.0.0.1, ::ffff:127.0.0.1 and ::1
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert addresses <= loopback
+
+
 def call(*words: str) -> tuple[int, str]:
     result = CliRunner(env={"XDG_CONFIG_HOME": os.getcwd(), "XDG_CACHE_HOME": os.getcwd()}).invoke(main, words)
     return result.exit_code, result.output
@@ -150,8 +195,11 @@ def test_accelerates_default_file_is_read_and_named() -> None:
 
 @pytest.mark.slow
 def test_one_rank_killed() -> None:
-    code, _, err = launch("--cpu", "--num_processes", "2", "raw.py", "kill", "1")
-    assert code == 128 + signal.SIGKILL
+    with start("--cpu", "--num_processes", "2", "raw.py", "wait") as agent:
+        ranks_that_listen_to_nobody_outside([agent], processes=3)
+        os.kill(int(Path("ready-1").read_text()), signal.SIGKILL)
+        _, err = agent.communicate(timeout=100)
+    assert agent.returncode == 128 + signal.SIGKILL
     assert re.search(r"^rank 1 of 2 failed \(.*\): killed by SIGKILL", err, re.M)
     assert "after it: rank 0 stopped" in err
 
@@ -193,10 +241,7 @@ def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
     shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
     words = ("--num_processes", "2", "--max_restarts", "2", "raw.py", "wait")
     agents = [start(*shared, "--machine_rank", rank, *words) for rank in "01"]
-    deadline = time.monotonic() + 60
-    while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    ranks_that_listen_to_nobody_outside(agents, processes=4)
     agents[0].send_signal(signal.Signals[number])
     agents[0].communicate(timeout=60)
     _, err = agents[1].communicate(timeout=60)
@@ -238,8 +283,11 @@ def all_out(tasks: list[subprocess.Popen[str]]) -> list[str]:
 
 @pytest.mark.slow
 def test_one_task_of_slurm_for_each_process_needs_no_options() -> None:
-    said = all_out([start("raw.py", TRAINER_KIT_USE_CPU="1", **slurm(rank, nodes=1)) for rank in range(2)])
-    assert said == [f"rank {rank} of 2 saw [0, 1] 32-true steps=1 machine=0 attempt=None []" for rank in range(2)]
+    tasks = [start("raw.py", "until", TRAINER_KIT_USE_CPU="1", **slurm(rank, nodes=1)) for rank in range(2)]
+    ranks_that_listen_to_nobody_outside(tasks, processes=2)
+    Path("go").touch()
+    said = [f"rank {rank} of 2 saw [0, 1] 32-true steps=1 machine=0 attempt=None ['until']" for rank in range(2)]
+    assert all_out(tasks) == said
 
 
 @pytest.mark.slow
@@ -256,61 +304,6 @@ def test_mpi_needs_no_options() -> None:
     port = free_port()
     tasks = [start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)]
     assert all_out(tasks) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
-
-
-def listening(pids: set[int]) -> set[str]:
-    """The addresses at which these processes listen, in the kernel's own words."""
-    inodes = set()
-    for pid in pids:
-        for file in Path(f"/proc/{pid}/fd").iterdir():
-            try:
-                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
-            except OSError:
-                continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                found.add(fields[1].partition(":")[0])
-    return found
-
-
-def children(pid: int) -> set[int]:
-    tasks = Path(f"/proc/{pid}/task").glob("*/children")
-    below = {int(child) for task in tasks for child in task.read_text().split()}
-    return below.union(*(children(child) for child in below))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("how", ["one machine", "two machines", "slurm"])
-def test_nothing_listens_to_the_outside(how: str) -> None:
-    shared = ["--cpu", "--num_processes", "2"]
-    if how == "slurm":
-        agents = [start(*shared, "raw.py", "wait", **slurm(rank, nodes=1)) for rank in range(2)]
-    elif how == "one machine":
-        agents = [start(*shared, "raw.py", "wait")]
-    else:
-        shared += ["--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port()]
-        agents = [start(*shared, "--machine_rank", str(rank), "raw.py", "wait") for rank in range(2)]
-    try:
-        deadline = time.monotonic() + 60
-        while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        pids = {agent.pid for agent in agents}.union(*(children(agent.pid) for agent in agents))
-        addresses = listening(pids)
-    finally:
-        for agent in agents:
-            agent.terminate()
-        for agent in agents:
-            agent.communicate(timeout=60)
-    assert len(pids) == {"one machine": 3, "two machines": 4, "slurm": 2}[how]
-    assert addresses
-    # 127.0.0.1, ::ffff:127.0.0.1 and ::1
-    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
-    assert addresses <= loopback
 
 
 @pytest.mark.parametrize(

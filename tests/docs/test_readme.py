@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import Programs
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOUND = re.search(r"## Quickstart\n\n```python\n(.*?)```", README, re.S)
 assert FOUND is not None
 QUICKSTART = FOUND[1]
+ACCURACY = re.compile(r"^accuracy ([\d.]+), checkpoint .*step-\d+$", re.M)
 
 
 def run(tmp_path: Path, source: str, *launcher: str) -> list[str]:
@@ -30,15 +33,23 @@ def run(tmp_path: Path, source: str, *launcher: str) -> list[str]:
         check=False,
     )
     assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-    return re.findall(r"^accuracy ([\d.]+), checkpoint .*step-\d+$", ran.stdout, re.M)
+    return ACCURACY.findall(ran.stdout)
 
 
 def test_it_has_about_25_lines_of_code() -> None:
     assert len([line for line in QUICKSTART.splitlines() if line.strip()]) <= 25
 
 
-def test_it_learns(tmp_path: Path) -> None:
-    (accuracy,) = run(tmp_path, QUICKSTART, "-W", "error")
+def run_here(tmp_path: Path, source: str, programs: Programs) -> list[str]:
+    """The same of a script that does not start itself again."""
+    (tmp_path / "train.py").write_text(source, encoding="utf-8")
+    ran = programs.run("train.py")
+    assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    return ACCURACY.findall(ran.stdout)
+
+
+def test_it_learns(tmp_path: Path, programs: Programs) -> None:
+    (accuracy,) = run_here(tmp_path, QUICKSTART, programs)
     assert float(accuracy) > 0.9
 
 
@@ -55,7 +66,7 @@ def test_it_runs_on_two_processes(launcher: tuple[str, ...], tmp_path: Path) -> 
     assert float(accuracies[0]) > 0.8
 
 
-def test_it_runs_in_a_notebook(tmp_path: Path) -> None:
+def test_it_runs_in_a_notebook(tmp_path: Path, programs: Programs) -> None:
     source = QUICKSTART.replace("max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu", strategy="ddp_notebook"')
-    (accuracy,) = run(tmp_path, source, "-W", "error")
+    (accuracy,) = run_here(tmp_path, source, programs)
     assert float(accuracy) > 0.8

@@ -7,6 +7,7 @@ it ended, and what was done meanwhile that no reading may do. Each case is read 
 from __future__ import annotations
 
 import codecs
+import gc
 import io
 import json
 import math
@@ -582,6 +583,7 @@ def main() -> None:
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, size + ROOM))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    gc.freeze()  # collections are frequent here, and need not look at torch
     for number in range(first, first + count):
         draw, kept = random.Random(f"{seed} {number}"), scratch / "kept"
         shutil.rmtree(kept)

@@ -116,12 +116,12 @@ def test_two_runs_one_directory(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_what_a_dead_run_left_is_discarded_and_said_once(tmp_path, capsys):
+def test_what_a_dead_run_left_is_discarded_and_said_once(tmp_path, capsys, programs):
     code = (
         "import os, sys; from trainer_kit.checkpoint import commit;"
         "commit.dump_manifest = lambda content: os._exit(0); commit.write_checkpoint(sys.argv[1], {})"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "step-9")], check=True, env=ENVIRONMENT)
+    programs.run_code(code, str(tmp_path / "step-9")).check_returncode()
     (tmp_path / ".mine.tmp").mkdir()
     assert len(os.listdir(tmp_path)) == 2
     fit(tmp_path)

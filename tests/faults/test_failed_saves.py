@@ -217,10 +217,8 @@ def test_what_a_signal_saves_is_the_last(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="RLIMIT_FSIZE is POSIX")
-def test_a_process_that_may_write_no_more(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, env=ENVIRONMENT, check=False
-    )
+def test_a_process_that_may_write_no_more(tmp_path, programs):
+    result = programs.run_code(SCRIPT, str(tmp_path))
     assert result.returncode == 0, result.stderr
     failed, trained = result.stdout.splitlines()
     assert re.search(r"step-00000004: File too large \(need 8\d\.\d kB", failed)  # 65.8 kB of them are weights

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -415,10 +414,8 @@ print(json.dumps(results))
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
 @pytest.mark.parametrize("torn", ["whole", "torn"])
 @pytest.mark.parametrize("kind", ["new", "overwrite"])
-def test_killed_before_every_operation_of_a_save_and_prune(tmp_path, kind, torn):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", SAVES, str(tmp_path), kind, torn]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+def test_killed_before_every_operation_of_a_save_and_prune(tmp_path, programs, kind, torn):
+    done = programs.run_code(SAVES, str(tmp_path), kind, torn, timeout=100)
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout)
     assert [result["code"] for result in results] == [-signal.SIGKILL] * (len(results) - 1) + [0]
@@ -510,11 +507,8 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
-def test_a_run_that_is_killed_in_uploads_ends_as_the_one_that_nobody_killed(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", RUNS, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=100
-    )
+def test_a_run_that_is_killed_in_uploads_ends_as_the_one_that_nobody_killed(tmp_path, programs):
+    done = programs.run_code(RUNS, str(tmp_path), timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["codes"][0] == found["codes"][-1] == 0, done.stderr

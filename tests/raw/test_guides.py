@@ -7,10 +7,6 @@ differ: schedulers step once, local steps are optimizer steps, and dropout is re
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,38 +19,26 @@ from trainer_kit.checkpoint import verify_checkpoint
 pytestmark = pytest.mark.slow  # programs are started
 
 GUIDES = Path(__file__).parent / "guides"
-ROOT = Path(__file__).resolve().parents[2]
 
 
 ALL = ["quicktour", "accumulation", "accumulation_of_tokens", "tracking", "local_sgd", "big_batch", "execution"]
 
 
-def run(processes, directory, *command):
-    """Start every process directly, as any launcher does; what each of them printed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    base = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", *map(str, command)]
-    started = []
-    for rank in range(processes):
-        words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        words |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        own = {} if processes == 1 else {name: str(value) for name, value in words.items()}
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, env=base | own, cwd=directory, stdout=pipe, stderr=pipe, text=True))
-    said = [process.communicate(timeout=110) for process in started]
-    for process, (out, err) in zip(started, said, strict=True):
-        assert process.returncode == 0, out + err
-    return said[0][0]
+def run(programs, processes, script, *words):
+    """What the first of the processes printed."""
+    ran = programs.run_ranks(processes, script, *words) if processes > 1 else [programs.run(script, *words)]
+    for process in ran:
+        assert process.returncode == 0, process.stdout + process.stderr
+    return ran[0].stdout
 
 
 @pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)])
-def guides(request, tmp_path_factory):
+def guides(request, tmp_path_factory, programs):
     """Every guide, one after the other in the same processes: (number of processes, directory, what each printed)."""
     directory = tmp_path_factory.mktemp("guides")
-    said = run(request.param, directory, GUIDES / "all.py", *ALL)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        said = run(programs, request.param, GUIDES / "all.py", *ALL)
     lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     return request.param, directory, dict(zip(ALL, lines, strict=True))
 
@@ -97,15 +81,15 @@ def test_accumulation_over_samples_of_different_lengths(guides):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_checkpointing(processes, tmp_path):
+def test_checkpointing(processes, tmp_path, programs):
     """Another process goes on from the middle of an epoch, and ends as the first did, to the bit."""
     script = GUIDES / "checkpointing.py"
-    whole = run(processes, tmp_path, script, "run")
+    whole = run(programs, processes, script, "run")
     names = sorted(path.name for path in (tmp_path / "project" / "checkpoints").iterdir())
     assert names == ["checkpoint_0", "checkpoint_1"]
     for name in names:
         verify_checkpoint(tmp_path / "project" / "checkpoints" / name)
-    assert run(processes, tmp_path, script, "resume") == whole
+    assert run(programs, processes, script, "resume") == whole
     assert (tmp_path / "saved" / "model.safetensors").is_file()
 
 
