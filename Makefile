@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install -c constraints.txt
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
-	@echo "make test        every test"
+	@echo "make test        every test, WORKERS (2) at a time"
 	@echo "make test-quick  the tests that are not marked slow"
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
@@ -27,15 +27,21 @@ help:
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
 test test-quick test-slurm test-xla soak check bench: export OMP_NUM_THREADS = 1
+# Compiled once: tests start hundreds of processes that import this package.
+test test-quick soak: export PYTHONDONTWRITEBYTECODE =
 
 demo: .venv/.stamp
 	$(BIN)/python examples/digits.py
 
+# Two at a time: many tests start two ranks of their own.
+WORKERS ?= 2
+SHARED := -n $(WORKERS) --dist worksteal
+
 test: .venv/.stamp
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 test-quick: .venv/.stamp
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(SHARED) -m "not slow"
 
 test-slurm: .venv/.stamp
 	tests/slurm/start $(BIN)/python -m pytest tests/slurm

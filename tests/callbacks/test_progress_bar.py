@@ -41,6 +41,7 @@ def clock(monkeypatch):
     now = [1000.0]
     for module in ("progress_bar", "progress_line"):
         monkeypatch.setattr(f"trainer_kit.callbacks.{module}.monotonic", lambda: now[0])
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
 
     def pass_time(seconds):
         now[0] += seconds
@@ -153,7 +154,7 @@ def test_validation_borrows_the_line(make_trainer, terminal, clock):
     titles = [title for title, _ in itertools.groupby(state.split(":")[0] for state in states)]
     assert titles == ["Epoch 0/9", "Validation", "Epoch 0/9"]
     assert any("3/3 [00:30" in state for state in states)
-    assert "2/4 [00:02<00:02,  1.00s/batch" in states[-1], "the time of validation is not the epoch's"
+    assert "2/4 [00:02<00:02,  1.00batch/s" in states[-1], "the time of validation is not the epoch's"
     assert "\n" not in terminal.getvalue()[:-1], "one line"
 
 
@@ -208,7 +209,7 @@ def test_a_resumed_epoch(make_trainer, terminal, clock):
     trainer.call("on_train_epoch_start")
     clock(1)
     trainer.step()
-    assert "7/10 [00:01<00:03,  1.00s/batch" in drawn(terminal)[-1]
+    assert "7/10 [00:01<00:03,  1.00batch/s" in drawn(terminal)[-1]
 
 
 def test_an_exception_leaves_the_terminal_clean(make_trainer, terminal, clock):
