@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -49,8 +51,13 @@ def loader(count: int, size: int = PER_RANK) -> DataLoader[Any]:
     return DataLoader(samples(count), batch_size=size)
 
 
+def make(**options: Any) -> DeepSpeedStrategy:
+    gc.freeze()  # the engine collects garbage when it is made: seconds, for all that was imported
+    return DeepSpeedStrategy(**options)
+
+
 def fit(module: tk.TrainModule, data: Any, stage: int, val: Any = None, **options: Any) -> tk.Trainer:
-    options = {"strategy": DeepSpeedStrategy(stage=stage), "devices": dist.get_world_size(), **options}
+    options = {"strategy": make(stage=stage), "devices": dist.get_world_size(), **options}
     return train(module, data, val, **options)
 
 
@@ -102,8 +109,7 @@ class Clipped(Classifier):
             self.clip_gradients(optimizer, 0.05)
 
 
-@pytest.mark.world_size(2)
-def test_weights_are_those_of_one_process() -> None:
+def weights_are_those_of_one_process(tmp_path: Path) -> None:
     for stage in STAGES:
         for count, length, limit in [(18, 1, None), (26, 3, 0.2), (32, 2, 0.05)]:  # ragged where there is a remainder
             with case(stage=stage, count=count, length=length, limit=limit):
@@ -133,8 +139,7 @@ def test_weights_are_those_of_one_process() -> None:
             assert_equal(fit(module, loader(18), stage), module, net)
 
 
-@pytest.mark.world_size(2)
-def test_windows_without_a_loss_and_windows_that_end_early() -> None:
+def windows_without_a_loss_and_windows_that_end_early(tmp_path: Path) -> None:
     for stage in STAGES:
         whole = list(loader(36, 6))
         with case(stage=stage, what="skipped"):
@@ -168,8 +173,7 @@ class Judged(Classifier):
         return self.net(batch[0])
 
 
-@pytest.mark.world_size(2)
-def test_evaluation_in_training_after_it_and_alone() -> None:
+def evaluation_in_training_after_it_and_alone(tmp_path: Path) -> None:
     x, y = samples(18).tensors
     for stage in STAGES:
         with case(stage=stage):
@@ -186,7 +190,7 @@ def test_evaluation_in_training_after_it_and_alone() -> None:
             plain_loop(net, [list(loader(18, 6))], sgd(net))
             again = fit(module, loader(18), stage)
             assert_equal(again, module, net)
-            alone = tk.Trainer(strategy=DeepSpeedStrategy(stage=stage), devices=2, accelerator="cpu", barebones=True)
+            alone = tk.Trainer(strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True)
             (tested,) = alone.test(Judged(net), loader(18), verbose=False)
             assert tested["val_loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), abs=1e-6)
 
@@ -207,14 +211,13 @@ class Built(Classifier):
         return sgd(self.net)
 
 
-@pytest.mark.world_size(2)
-def test_offloaded_in_bfloat16_and_built_in_parts() -> None:
+def offloaded_in_bfloat16_and_built_in_parts(tmp_path: Path) -> None:
     for options in HOSTED:
         with case(**options):
             net, mine = make_net(), make_net()
             clip = partial(nn.utils.clip_grad_norm_, max_norm=0.1)
             plain_loop(net, [list(loader(32, 12))] * 2, sgd(net), clip=clip)
-            chosen = {"strategy": DeepSpeedStrategy(**options), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+            chosen = {"strategy": make(**options), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
             trainer = fit(Classifier(mine), loader(32), 0, max_epochs=2, **chosen)
             assert_equal(trainer, trainer.module, net)
     for stage, precision in product(STAGES, ["bf16-mixed", "bf16-true"]):
@@ -254,11 +257,10 @@ def single(module: Classifier, path: Path | None, steps: int, **options: Any) ->
 
 def divided(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
     stages = {name: options.pop(name) for name in tuple(options) if name != "precision"}
-    return resumed(module, path, steps, PER_RANK, strategy=DeepSpeedStrategy(**stages), devices=2, **options)
+    return resumed(module, path, steps, PER_RANK, strategy=make(**stages), devices=2, **options)
 
 
-@pytest.mark.world_size(2)
-def test_every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
+def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
     straight = Classifier(make_net())
     single(straight, None, 8)
     one = tmp_path / f"one-{dist.get_rank()}"
@@ -281,8 +283,7 @@ def states(path: Path) -> tuple[Any, Any]:
     return state["state_dict"], state["optimizer_states"][0]["state"]
 
 
-@pytest.mark.world_size(2)
-def test_every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
+def every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
     ring = [*({"stage": stage} for stage in STAGES), *HOSTED]
     for precision in ["32-true", "bf16-mixed"]:
         for number, options in enumerate(ring):
@@ -306,3 +307,22 @@ QUIET: dict[str, Any] = {
     "enable_progress_bar": False,
     "enable_model_summary": False,
 }
+
+
+CHECKS: list[Callable[[Path], None]] = [
+    weights_are_those_of_one_process,
+    windows_without_a_loss_and_windows_that_end_early,
+    evaluation_in_training_after_it_and_alone,
+    offloaded_in_bfloat16_and_built_in_parts,
+    every_stage_and_one_process_go_on_from_each_other,
+    every_bit_of_weights_and_moments_arrives,
+]
+
+
+# One start: DeepSpeed takes as long to import as everything here to run.
+@pytest.mark.timeout(240)
+@pytest.mark.world_size(2, timeout=200)
+def test_every_stage(tmp_path: Path) -> None:
+    for check in CHECKS:
+        with case(check=check.__name__):
+            check(tmp_path)

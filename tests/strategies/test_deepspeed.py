@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 import trainer_kit as tk
-from tests.parity.plain import Classifier, make_batches, make_net
+from tests.parity.plain import Classifier, make_batches, make_net, plain_loop, sgd
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.parts import choose_strategy
@@ -201,8 +202,19 @@ def two(net: nn.Module) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.world_size(1)
-def test_what_the_engine_cannot_do_is_refused_before_the_first_step() -> None:
+@pytest.mark.world_size(1, process_group=False)
+def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # nobody launched this process
+    options: dict[str, Any]
+    net, module = make_net(), Classifier(make_net())
+    plain_loop(net, [make_batches(4)], sgd(net))
+    strategy = DeepSpeedStrategy(stage=2, offload_optimizer=True)
+    tk.Trainer(strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1).fit(
+        module, make_batches(4)
+    )
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
     for module, options, error, part in [
         (Manual(), {}, StrategyError, "manual optimization"),
         (OwnStep(make_net()), {}, StrategyError, "OwnStep.optimizer_step"),
