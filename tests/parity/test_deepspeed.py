@@ -33,6 +33,7 @@ from tests.parity.plain import (
 )
 from trainer_kit.engine.resume import read_state
 from trainer_kit.strategies import DeepSpeedStrategy
+from trainer_kit.testing.conformance import whole
 
 pytestmark = [
     pytest.mark.slow,
@@ -141,12 +142,12 @@ def weights_are_those_of_one_process(tmp_path: Path) -> None:
 
 def windows_without_a_loss_and_windows_that_end_early(tmp_path: Path) -> None:
     for stage in STAGES:
-        whole = list(loader(36, 6))
+        batches = list(loader(36, 6))
         with case(stage=stage, what="skipped"):
             # Windows of two: the second has no loss at its end, the third none at all.
             net, module = make_net(), Skipping(make_net(), {3, 4, 5})
             optimizer = sgd(net)
-            for window, weight in [(whole[0:2], 12), (whole[2:3], 12)]:
+            for window, weight in [(batches[0:2], 12), (batches[2:3], 12)]:
                 optimizer.zero_grad()
                 x, y = merged(window)
                 (F.cross_entropy(net(x), y, reduction="sum") / weight).backward()
@@ -155,7 +156,7 @@ def windows_without_a_loss_and_windows_that_end_early(tmp_path: Path) -> None:
         with case(stage=stage, what="left"):
             # The first epoch ends inside its second window, of which nothing stays.
             net, mine = make_net(), make_net()
-            plain_loop(net, [[merged(whole[0:2])], [merged(whole[i : i + 2]) for i in (0, 2, 4)]], sgd(net))
+            plain_loop(net, [[merged(batches[0:2])], [merged(batches[i : i + 2]) for i in (0, 2, 4)]], sgd(net))
             options = {"accumulate_grad_batches": 2, "callbacks": [Leaving()], "max_epochs": 2}
             trainer = fit(Classifier(mine), loader(36), stage, barebones=False, **QUIET, **options)
             assert_equal(trainer, trainer.module, net)
@@ -276,6 +277,18 @@ def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
             for start, to in [(path, other), (tmp_path / "one-0", stage)]:
                 module = Classifier(make_net(seed=9))
                 assert_equal(divided(module, start, 8, stage=to), module, straight.net)
+    for word, to, start in [("fsdp", 3, 2), ("ddp", 1, 3)]:
+        with case(word=word):
+            other = {"strategy": word, "devices": 2}
+            path = tmp_path / word
+            resumed(Classifier(make_net()), None, 3, PER_RANK, **other).save_checkpoint(path)
+            module = Classifier(make_net(seed=9))
+            assert_equal(divided(module, path, 8, stage=to), module, straight.net)
+            module = Classifier(make_net(seed=9))
+            trainer = resumed(module, tmp_path / f"{start}", 8, PER_RANK, **other)
+            found = whole(trainer.strategy.module_state(module))
+            for name, value in straight.net.state_dict().items():
+                torch.testing.assert_close(found[f"net.{name}"], value, rtol=0, atol=1e-6)
 
 
 def states(path: Path) -> tuple[Any, Any]:
