@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainer_kit.checkpoint import commit
+from trainer_kit.checkpoint import commit, files
 from trainer_kit.checkpoint.commit import (
     remove_checkpoint,
     take_snapshot,
@@ -114,6 +114,22 @@ def test_nothing_follows_the_live_tensors(tmp_path):
     assert read_checkpoint(path)["model"]["w"].tolist() == [0, 0, 0]
     shutil.rmtree(path)
     assert back["model"]["w"].tolist() == [9, 9, 9]
+
+
+def test_large_tensors_are_hashed_and_written_in_few_calls(tmp_path, monkeypatch):
+    """Each call lets go of the interpreter lock, and waits for it again beside a training thread that runs Python."""
+    sizes = []
+
+    class Digest:
+        def update(self, data):
+            sizes.append(len(data))
+
+        def hexdigest(self):
+            return "0" * 16
+
+    monkeypatch.setattr(files.xxhash, "xxh3_64", Digest)
+    write_checkpoint(tmp_path / "step-1", {"model": {"w": torch.ones(6_000_000)}})
+    assert 24_000_000 in sizes
 
 
 def test_no_file_is_a_pickle(saved):

@@ -51,6 +51,9 @@ TENSOR_DTYPES: Final = {
 """The dtypes that every safetensors release we support can hold, by the name the format gives them."""
 
 _CHUNK: Final = 4 << 20
+_PIECE: Final = 64 << 20
+"""Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
+thread runs Python, so a file is hashed and written in few calls."""
 
 
 def in_units(size: int) -> str:
@@ -109,21 +112,21 @@ def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dic
     """
     digest, size = xxhash.xxh3_64(), 0
 
-    def chunks() -> Iterator[memoryview]:
+    def chunks(most: int) -> Iterator[memoryview]:
         nonlocal size
         for buffer in buffers:
             view = memoryview(buffer)
-            for start in range(0, len(view), _CHUNK):
-                chunk = view[start : start + _CHUNK]
+            for start in range(0, len(view), most):
+                chunk = view[start : start + most]
                 digest.update(chunk)
                 yield chunk
             size += len(view)
 
     if isinstance(path, RemotePath):
-        path.write_chunks(chunks())
+        path.write_chunks(chunks(_CHUNK))
     else:
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            for chunk in chunks():
+            for chunk in chunks(_PIECE):
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())

@@ -266,7 +266,8 @@ class CheckpointRequest(Protocol):
     Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training goes on;
     ``next_try: str``, when the callback will ask again, for the line that says so; and ``committed(path)``, called on
     rank 0 the moment the checkpoint is durable, in the thread that wrote it: there files may be touched, and nothing
-    that training uses. It may return a line for the user.
+    that training uses. It may return a line for the user. ``not_finite()`` is called there just before, where the saved
+    weights are NaN or infinite: nothing with finite ones should give way to them.
     """
 
     reason: str
