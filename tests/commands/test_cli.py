@@ -55,6 +55,10 @@ def run(words):
         "loggers": [type(logger).__name__ for logger in ran.trainer.loggers],
         "module": type(ran.module).__name__,
         "lr": ran.module.lr,
+        "optimizers": [[type(one).__name__, one.defaults["lr"]] for one in ran.trainer.optimizers],
+        "schedulers": [
+            [type(one.scheduler).__name__, one.interval, one.monitor] for one in ran.trainer.lr_scheduler_configs
+        ],
         "width": getattr(ran.module, "width", None),
         "key": ran.datamodule.api_key,
         "weight": ran.module.layer.weight.sum().item(),
@@ -383,3 +387,36 @@ def test_the_users_own_mistake_keeps_its_traceback(script, tmp_path):
     done = script("fit")
     assert done.returncode == 1
     assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_path):
+    """Options, a file as Lightning's command line writes it, and what a run leaves behind."""
+    (tmp_path / "named.yaml").write_text(
+        "optimizer:\n  class_path: torch.optim.SGD\n  init_args: {lr: 0.25, momentum: 0.5}\n"
+        "lr_scheduler:\n  class_path: ReduceLROnPlateau\n  init_args: {patience: 1}\nlr_scheduler_monitor: val_loss\n"
+    )
+    quiet = ["fit", *QUIET, "--trainer.max_epochs=1"]
+    scheduled = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler_interval=step"]
+    options = ["--trainer.logger=csv", "--optimizer", "AdamW", "--optimizer.lr=0.5", *scheduled]
+    cases = [[*quiet, *options], [*quiet, "--config=named.yaml"], quiet]
+    one, file, own = several(script, cases)
+    assert (one["optimizers"], one["schedulers"]) == ([["AdamW", 0.5]], [["StepLR", "step", None]])
+    assert file["optimizers"] == [["SGD", 0.25]]
+    assert file["schedulers"] == [["ReduceLROnPlateau", "epoch", "val_loss"]]
+    assert (own["optimizers"], own["schedulers"]) == ([["SGD", own["lr"]]], [])
+    left = [f"--config={one['directory']}/config.yaml", "--trainer.logger=false"]
+    again, _ = several(script, [["fit", *left], ["test", *left]])
+    assert all(again[name] == one[name] for name in ("optimizers", "schedulers", "weight"))
+    assert "--optimizer counts: TinyModule.configure_optimizers is not asked" in script(*quiet, *options).stdout
+
+    wrong = {
+        "--optimizer=AdamX": "train.py fit: --optimizer: no class is called 'AdamX', did you mean 'Adam'?",
+        "--optimizer=SGD --optimizer.lrr=1": "does not take 'lrr', did you mean 'lr'?",
+        "--optimizer=SGD --lr_scheduler=StepLR": "StepLR needs step_size",
+        "--lr_scheduler=StepLR --lr_scheduler.step_size=1": "--lr_scheduler needs --optimizer",
+        "--optimizer=SGD --lr_scheduler=ReduceLROnPlateau": "ReduceLROnPlateau needs --lr_scheduler_monitor",
+    }
+    for said, expected in zip(
+        refusals(script, [[*quiet, *words.split()] for words in wrong]), wrong.values(), strict=True
+    ):
+        assert expected in said

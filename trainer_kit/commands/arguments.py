@@ -15,6 +15,7 @@ import yaml
 
 from trainer_kit import callbacks as _callbacks
 from trainer_kit.commands.complaint import FileProblem, check_file, complaint
+from trainer_kit.commands.optimizers import KINDS, add_optimizer_arguments, use_optimizer
 from trainer_kit.core.hooks import Callback
 from trainer_kit.trainer import Trainer
 
@@ -90,8 +91,13 @@ class Parsed:
         return plain
 
     def instantiate(self) -> dict[str, Any]:
-        """Trainer, module and data, made in this order."""
+        """Trainer, module and data, made in this order; the module has the optimizer that was named.
+
+        Raises:
+            ConfigurationError: what was named does not go together.
+        """
         made = self._parser.instantiate(self._values)
+        use_optimizer(made["model"], self._values, made["trainer"].print)
         return {name: made[name] for name in ("trainer", "model", "data") if name in made}
 
 
@@ -122,6 +128,7 @@ class Arguments:
             "trainer.callbacks": Callback,
             "model": module,
             **({"data": data} if data is not None else {}),
+            **KINDS,
         }
         self._choose = {"model": choose_model, "data": choose_data}
         self._defaults = {f"trainer.{name}": value for name, value in trainer_defaults.items()}
@@ -147,12 +154,13 @@ class Arguments:
         for name, (kind, default, text) in _PARTS.items():
             parser.add_argument(f"--trainer.{name}", type=kind, default=default, help=text)
         for name, kind in self._kinds.items():
-            if name == "trainer.callbacks":
+            if name == "trainer.callbacks" or name in KINDS:
                 continue
             if self._choose[name]:
                 parser.add_subclass_arguments(kind, name, required=True, fail_untyped=False)
             else:
                 parser.add_class_arguments(kind, name, fail_untyped=False)
+        add_optimizer_arguments(parser)
         parser.add_argument("--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"')
         if verb == "fit":
             parser.add_argument("--weights_only", type=bool, default=False, help="take only the weights from it")
