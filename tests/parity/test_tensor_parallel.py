@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from functools import partial
 from itertools import product
 from typing import Any
@@ -10,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+import trainer_kit as tk
 from tests.parity.language import Counting, Speaker, assert_alike, make_language, make_texts
 from tests.parity.plain import case, train
 from trainer_kit.core.errors import StrategyError
@@ -64,6 +68,9 @@ def test_two_tensor_ranks() -> None:
     check_optimizers()
     check_dropout()
     check_a_forgotten_norm()
+    check_that_resumes_draw_the_same()
+    check_metric_objects()
+    check_presets()
 
 
 def check_optimizers() -> None:
@@ -108,6 +115,115 @@ def check_a_forgotten_norm() -> None:
     assert torch.equal(net.lm_head.weight, before)
 
 
+def check_that_resumes_draw_the_same() -> None:
+    def fit(steps: int, path: str | None = None) -> tuple[Any, Speaker]:
+        torch.manual_seed(3 + steps)  # what is drawn after a resume is the checkpoint's
+        module = Speaker(make_language(dropout=0.3), ParallelPlan(tensor="llama"))
+        trainer = tk.Trainer(
+            strategy="tp", devices=2, accelerator="cpu", barebones=True, max_epochs=1, max_steps=steps, seed=0
+        )
+        torch.manual_seed(9)
+        trainer.fit(module, make_texts([4] * 6), ckpt_path=path)
+        return trainer, module
+
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, 0)
+    fit(3)[0].save_checkpoint(f"{box[0]}/three")
+    whole, resumed = fit(6)[1], fit(6, f"{box[0]}/three")[1]
+    assert_alike(resumed, whole, 0.0)
+    dist.barrier()
+    shutil.rmtree(box[0], ignore_errors=True)
+
+
+class Heads(nn.Module):
+    """Attention as GPT's code has it: one projection for all three, or one each."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.c_proj = nn.Linear(8, 8)
+        if fused:
+            self.c_attn = nn.Linear(8, 24)
+        else:
+            self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.c_attn(x).split(8, -1) if hasattr(self, "c_attn") else (self.q(x), self.k(x), self.v(x))
+        q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+def gpt(fused: bool) -> nn.Module:
+    block = nn.ModuleDict({"ln_1": nn.LayerNorm(8), "attn": Heads(fused), "ln_2": nn.LayerNorm(8), "mlp": Deep()})
+    parts = {"wte": nn.Embedding(16, 8), "h": nn.ModuleList([block]), "lm_head": nn.Linear(8, 16, bias=False)}
+    return nn.ModuleDict(parts)
+
+
+class Generator(Speaker):
+    def _loss(self, batch: Any) -> Tensor:
+        x = self.net["wte"](batch[0])
+        for block in self.net["h"]:
+            x = x + block["attn"](block["ln_1"](x))
+            x = x + block["mlp"](block["ln_2"](x))
+        return F.cross_entropy(self.net["lm_head"](x).flatten(0, 1), batch[1].flatten())
+
+
+class Regression(Speaker):
+    def _loss(self, batch: Any) -> Tensor:
+        return self.net(batch[0].double()).pow(2).mean()
+
+
+def perceptron() -> nn.Module:
+    hidden = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(4, 6), nn.Linear(6, 1))
+
+
+def check_presets() -> None:
+    for preset, kind, make, split in (
+        ("gpt", Generator, partial(gpt, True), 6),
+        ("gpt", Generator, partial(gpt, False), 8),
+        ("mlp", Regression, perceptron, 4),
+    ):
+        with case(preset=preset, split=split):
+            modules = []
+            for plan, how in (
+                (None, {"strategy": "single_device"}),
+                (ParallelPlan(tensor=preset), {"strategy": "tp", "devices": 2}),
+            ):
+                torch.manual_seed(0)
+                modules.append(kind(make().double(), plan, lr=0.05))
+                train(modules[-1], make_texts([4, 4, 3]), **how)
+            assert_alike(*modules)
+            weights = [p for name, p in modules[1].named_parameters() if name.endswith("weight")]
+            assert sum(hasattr(weight, "placements") for weight in weights) == split
+
+
+def check_metric_objects() -> None:
+    """What both ranks of a batch count is counted once."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counts(Speaker):
+        def __init__(self, net: nn.Module, plan: Any = None) -> None:
+            super().__init__(net, plan)
+            self.seen = torchmetrics.SumMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.seen.update(batch[0].numel())
+            self.log("seen", self.seen)
+
+    module = Counts(make_language(), ParallelPlan(tensor="llama"))
+    trainer = train(module, make_texts([4]), make_texts([4, 3]), strategy="tp", devices=2)
+    assert trainer.callback_metrics["seen"] == 7 * 8
+
+
 SPLIT = {"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"}
 
 
@@ -138,28 +254,3 @@ def test_four_ranks() -> None:
 @pytest.mark.world_size(8, timeout=240)
 def test_replicas_shards_and_tensor_ranks() -> None:
     compare({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"sequence_parallel": True})
-
-
-@pytest.mark.world_size(2, timeout=120)
-def test_a_model_of_hugging_face_brings_its_plan() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
-
-    class Causal(Speaker):
-        def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            logits = self.net(input_ids=batch[0]).logits
-            return nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
-
-    def build(tied: bool) -> nn.Module:
-        torch.manual_seed(0)
-        config = transformers.Qwen3Config(**sizes, **heads, tie_word_embeddings=tied)
-        return transformers.Qwen3ForCausalLM(config).double()
-
-    for tied in (False, True):
-        with case(tied=tied):
-            one, mine = Causal(build(tied)), Causal(build(tied))
-            train(one, make_texts([4, 4, 3]), strategy="single_device")
-            train(mine, make_texts([4, 4, 3]), strategy="tp", devices=2)
-            assert_alike(mine, one)
-            assert mine.net.model.layers[0].self_attn.q_proj.weight.to_local().shape == (8, 16)

@@ -8,7 +8,17 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-__all__ = ["place_of", "restore_running", "running_states"]
+from trainer_kit.core.protocols import Strategy
+
+__all__ = ["count_once", "place_of", "restore_running", "running_states"]
+
+
+def count_once(module: nn.Module, strategy: Strategy) -> None:
+    """Metrics of ``module`` reduce over the ranks that have batches of their own, not over all that have the same."""
+    if strategy.reports.size < strategy.world.size:
+        for part in module.modules():
+            if hasattr(type(part), "update_count") and part.process_group is None:  # torchmetrics' own default
+                part.process_group = getattr(strategy.reports, "group", None)
 
 
 def place_of(metric: Any, module: nn.Module | None) -> str | None:

@@ -25,6 +25,7 @@ from trainer_kit.engine.compose import check_module, compose_evaluation, compose
 from trainer_kit.engine.directories import take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
+from trainer_kit.engine.metric_objects import count_once
 from trainer_kit.engine.requests import requeue_once, terminable
 from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
 from trainer_kit.engine.run import Fit
@@ -108,6 +109,7 @@ class Verb:
             trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
         prepare_data(trainer, module, self.datamodule, stage)
         self._call_configure_model()
+        count_once(module, trainer.strategy)
 
     def _add_callbacks(self) -> None:
         """Callbacks that belong to the module replace the Trainer's of the same class.

@@ -193,7 +193,17 @@ class MeshStrategy:
         self._divide(module, lambda: self._data_axes.prepare_module(module, manual, precision))
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide; it is called as it was before."""
+        """Divide; it is called as it was before.
+
+        Raises:
+            StrategyError: a loop of the user's own cannot have it, for it is done around a whole step.
+        """
+        if self.mesh["cp"].size() > 1 or self._plan_of(module).loss_parallel:
+            raise StrategyError(
+                "sequences and losses are divided around whole steps, and a loop of your own has none",
+                found=f"cp={self.mesh['cp'].size()}, loss_parallel={self._plan_of(module).loss_parallel}",
+                fix="use cp=1 and loss_parallel=False, or a Trainer",
+            )
         self._divide(module, lambda: self._data_axes.wrap_module(module, precision))
         return module
 
