@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, case, make_batches, make_net, merged, train
@@ -83,3 +83,86 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     trainer = fsdp(module, strategy="fsdp", devices=2, precision="16-mixed")
     assert trainer.precision_plugin.scaler.get_scale() == 2.0**15
     assert all(value.isfinite().all() for value in whole(module.state_dict()).values())
+
+
+class Stream(IterableDataset[Any]):
+    """So many samples on each rank."""
+
+    def __init__(self, counts: tuple[int, ...]) -> None:
+        self.counts = counts
+
+    def __iter__(self) -> Any:
+        rank = torch.distributed.get_rank()
+        at = sum(self.counts[:rank])
+        inputs, labels = merged(make_batches(1, size=sum(self.counts)))
+        yield from ((inputs[i], labels[i]) for i in range(at, at + self.counts[rank]))
+
+
+class Hears(tk.Callback):
+    """What a rank hears of batches, backwards and their gradients."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.heard.append(f"start {len(batch[0])}")
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        self.heard.append("before")
+
+    def on_after_backward(self, trainer: Any, module: Any) -> None:
+        self.heard.append("after")
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.heard.append("end")
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.heard.append(f"validated {len(batch[0])}")
+
+
+class Counts(Classifier):
+    """Keeps what Python programs keep, draws, and has a running statistic."""
+
+    def __init__(self) -> None:
+        super().__init__(make_net(norm=True, dropout=0.1))
+        self.seen: list[int] = []
+        self.by_kind: dict[str, list[int]] = {"val": []}
+        self.total = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(len(batch[0]))
+        self.total += len(batch[0])
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.by_kind["val"].append(len(batch[0]))
+        self.log("val", super().training_step(batch, batch_idx))
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_what_a_rank_does_not_have_leaves_nothing_behind() -> None:
+    """Uneven streams: rank 1 has two batches less; a validation of one sample gives it none at all."""
+    results = []
+    for strategy in ("ddp", FSDPStrategy()):
+        torch.manual_seed(torch.distributed.get_rank())
+        module, hears = Counts(), Hears()
+        one = DataLoader([tuple(part[0] for part in merged(make_batches(1)))], batch_size=2)
+        data = DataLoader(Stream((10, 6)), batch_size=2)
+        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        options |= {"enable_model_summary": False, "max_epochs": 2, "accelerator": "cpu", "devices": 2}
+        trainer = tk.Trainer(strategy=strategy, callbacks=[hears], **options)
+        trainer.fit(module, data, one)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        (validated,) = trainer.validate(module, DataLoader(Stream((6, 10)), batch_size=2), verbose=False)
+        kept = module.seen, module.by_kind, module.total, hears.heard
+        weights = {name: value for name, value in whole(module.state_dict()).items() if "running" not in name}
+        results.append((weights, values, validated, kept, torch.rand(2)))
+    (weights, values, validated, kept, drawn), (mine, own_values, own_validated, own_kept, own_drawn) = results
+    assert own_kept == kept
+    assert_same(mine, weights, 1e-5)
+    assert own_values == pytest.approx(values, rel=1e-4)
+    assert own_validated == pytest.approx(validated, rel=1e-4)
+    assert torch.equal(drawn, own_drawn)

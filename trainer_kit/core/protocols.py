@@ -58,7 +58,7 @@ class MicroSteps(Protocol):
     def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
         """Go back to a micro-batch that has begun, for strategies that have several under way."""
 
-    def rehearse(self, batch: Any, index: int) -> None:
+    def rehearse(self, batch: Any, index: int) -> Any:
         """Run the user's step on a batch, unheard and unlogged."""
 
     @property

@@ -20,6 +20,7 @@ from trainer_kit.engine.about import about_run
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
+from trainer_kit.engine.ghosts import Ghosts
 from trainer_kit.engine.loaders import (
     NAMES,
     agreed_limits,
@@ -109,8 +110,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
     (limit,) = agreed_limits([limit], strategy.data)
-    trainer.num_training_batches = float("inf") if limit is None else limit
-    _tell_of_one_pass(trainer, feed, limit)
+    _tell_of_length(trainer, feed, limit)
     trainer.train_batch_samples = feed.samples(0)
     _check_tokens(settings, module)
     manual = _is_manual(trainer, module)
@@ -128,6 +128,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     micro = _micro(trainer, module, datamodule, bus, stepper, step, made, manual)
     micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
     windows = _windows(trainer, module, feed, micro, limit, ahead)
+    _with_ghosts(windows, module, datamodule, trainer, made, manual)
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
     run = Fit(
         module=module,
@@ -174,8 +175,9 @@ def _windows(trainer: Any, module: Any, feed: Feed, micro: Micro, limit: int | N
     return windows
 
 
-def _tell_of_one_pass(trainer: Any, feed: Feed, limit: int | None) -> None:
+def _tell_of_length(trainer: Any, feed: Feed, limit: int | None) -> None:
     settings = trainer.settings
+    trainer.num_training_batches = float("inf") if limit is None else limit
     epochs = (settings.max_epochs or 0) - trainer.progress.epoch
     if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
         trainer.print(
@@ -235,9 +237,16 @@ def _micro(
     micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
     stepper.window = micro
-    if manual:
-        micro.absent = stepper.absent
     return micro
+
+
+def _with_ghosts(windows: Windows, module: Any, datamodule: Any, trainer: Any, made: Optimizers, manual: bool) -> None:
+    """Where every rank is needed for the micro-batches of the others, one that has none runs an earlier one."""
+    strategy, micro = trainer.strategy, windows.micro
+    if strategy.data.size > 1 and (manual or strategy.lockstep):
+        move = _mover(module, datamodule, strategy, trainer.precision_plugin)
+        ghosts = Ghosts(micro, module, strategy, move, None if manual else made.names)
+        micro.absent, windows.provide = ghosts.absent, ghosts.provide
 
 
 def _mover(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Callable[[Any], Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -20,6 +21,7 @@ from trainer_kit.core.signatures import takes
 from trainer_kit.data import EMPTY, Feed, size_reader
 from trainer_kit.engine.bus import Bus, Listeners
 from trainer_kit.engine.entry import Reduced
+from trainer_kit.engine.ghosts import donated, in_step, unseen
 from trainer_kit.engine.loaders import part_weight
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.unwind import Unwinding
@@ -121,10 +123,17 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
     size: Callable[[Any], int] | None = None
     weigh = None if run.whole else part_weight(run.module, run.strategy)
-    for index, batch in enumerate(islice(run.feeds[loader].epoch(epoch), run.limits[loader])):
+    lockstep, earlier = run.strategy.lockstep, None
+    mine = in_step(run.feeds[loader], islice(run.feeds[loader].epoch(epoch), run.limits[loader]), run.strategy)
+    for index, batch in enumerate(mine):
+        if lockstep and index == 0 and not _all_have(run, loader):
+            earlier = donated(None if batch is EMPTY else batch, run.strategy.data)
+            earlier = earlier if move is None else move(earlier, loader)
         if batch is EMPTY:  # the other ranks have more samples
             if kept is not None:
                 kept.append(EMPTY)
+            if lockstep:
+                _run_ghost(run, partial(step, earlier, index, *extra))
             continue
         if size is None:
             size = size_reader(batch)
@@ -142,6 +151,8 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
         else:
             with context:
                 output = step(batch, index, *extra)
+        if lockstep:
+            earlier = batch
         for hook in ends:
             hook(output, batch, index, loader)
         if kept is not None:
@@ -150,6 +161,23 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
             seen = run.seen[loader] = run.seen.get(loader, 0) + 1
             run.publish(metrics.flush_evaluation_step(), seen)
     return size is not None
+
+
+def _all_have(run: Evaluation, loader: int) -> bool:
+    """Whether it is certain that every data rank has a share of the first batch."""
+    samples = run.feeds[loader].samples(0)
+    return samples is not None and samples >= run.strategy.data.size
+
+
+def _run_ghost(run: Evaluation, step: Callable[[], Any]) -> None:
+    """The other ranks need this one in their batch: an earlier one runs, unheard and unlogged."""
+    metrics = run.metrics
+    kept, metrics.table, metrics.hook = (metrics.table, metrics.by_batch), {}, f"{_HOOKS[run.stage]}_step"
+    try:
+        with unseen(run.module, run.strategy.device), run.precision.forward_context() or nullcontext():
+            step()
+    finally:
+        metrics.table, metrics.by_batch = kept
 
 
 def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:

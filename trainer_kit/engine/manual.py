@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.protocols import Precision, Strategy
-from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import LRSchedulerConfig, Optimizers
@@ -97,15 +96,6 @@ class ManualStepper:
 
     def advance(self, config: LRSchedulerConfig) -> None:
         """The user advances schedulers."""
-
-    def absent(self) -> None:
-        """This rank has no batch: it takes part in what the others exchange, and nothing of it stays."""
-        assert self.window is not None
-        buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
-        with preserved_rng(self.strategy.device):
-            self.window.take_part()
-        for buffer, before in buffers:
-            buffer.detach().copy_(before)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Weigh, scale, and run the module's backward; gradients of all ranks are averaged by it."""

@@ -10,7 +10,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from trainer_kit.core.errors import ConfigurationError, DataError
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Precision
 from trainer_kit.core.seed import restore_rng, rng_state
@@ -54,7 +54,7 @@ class Micro:
         contributed: whether any micro-batch of the window added a gradient.
         fresh: whether the gradients of the window before are still there.
         earlier: the last batch before those that this rank does not have.
-        absent: is called for a micro-batch that this rank does not have.
+        absent: is called for a micro-batch that this rank does not have; returns what backward is called on, or None.
         zero: drops them; where that is all there is to it, they are ``drops``.
     """
 
@@ -64,6 +64,7 @@ class Micro:
         "_bus",
         "_metrics",
         "_noise",
+        "_quiet",
         "_scale",
         "_several",
         "_step",
@@ -117,7 +118,7 @@ class Micro:
         self.wants_outputs = bool(bus.on_train_batch_end)
         self.move: Callable[[Any], Any] | None = None
         self.zero: Callable[[], None] = _nothing
-        self.absent: Callable[[], None] = _nothing
+        self.absent: Callable[[], Any] = _nothing
         self.batches: list[Any] = []
         self.factors: list[float] | None = None
         self.weights: Sequence[float] = [1.0]
@@ -138,6 +139,7 @@ class Micro:
         self.remembers = False
         self.parts: list[Tensor] | None = None
         self._noise: dict[str, Any] = {}
+        self._quiet = bus.silent()
 
     def begin(self, index: int) -> None:
         """Move the batch, and say that it starts."""
@@ -166,8 +168,7 @@ class Micro:
         if batch is None:
             self.ghosts += 1
             self.start_gradients()
-            self.absent()
-            return None
+            return self.absent()
         self._metrics.hook = "training_step"
         if self._autocast is None:
             output = self._step(batch, self.index)
@@ -262,14 +263,14 @@ class Micro:
                     parameter.grad = None
             else:
                 self.zero()
+        bus = self._bus if self.batch is not None else self._quiet
         if self._several is not None:
             for name, parameters in self._several.items():
                 thawed = [parameter for parameter in parameters if parameter.requires_grad]
                 if name in loss and thawed:
                     # Only into its own optimizer's parameters; the graph stays for the next name's backward.
-                    self._one_backward(loss[name], inputs=thawed, retain_graph=True)
+                    self._one_backward(bus, loss[name], inputs=thawed, retain_graph=True)
             return
-        bus = self._bus
         for hook in bus.on_before_backward:
             hook(loss)
         if self._backward is None:
@@ -279,11 +280,11 @@ class Micro:
         for hook in bus.on_after_backward:
             hook()
 
-    def _one_backward(self, loss: Tensor, **options: Any) -> None:
-        for hook in self._bus.on_before_backward:
+    def _one_backward(self, bus: Bus, loss: Tensor, **options: Any) -> None:
+        for hook in bus.on_before_backward:
             hook(loss)
         (self._backward or _backward)(loss, **options)
-        for hook in self._bus.on_after_backward:
+        for hook in bus.on_after_backward:
             hook()
 
     def remember(self) -> None:
@@ -307,27 +308,13 @@ class Micro:
         finally:
             self._bus, metrics.table, self.remembers = bus, table, True
 
-    def take_part(self) -> None:
-        """Manual optimization: the step on an earlier batch, with weight 0 and unheard, for the exchanges in it."""
-        if self.earlier is None:
-            raise DataError(
-                "this rank has no data, and manual optimization needs every rank",
-                fix="use fewer processes, smaller batches, or automatic optimization",
-            )
-        factors, seen = self.factors, (self.loss, self.loss_sum)
-        self.factors = [0.0]
-        try:
-            self.rehearse(self.earlier, self.first)
-        finally:
-            self.factors, (self.loss, self.loss_sum) = factors, seen
-
-    def rehearse(self, batch: Any, index: int) -> None:
-        """Run the user's step on a batch, unheard and unlogged."""
+    def rehearse(self, batch: Any, index: int) -> Any:
+        """Run the user's step on a batch, unheard and unlogged; returns what it does."""
         metrics = self._metrics
         table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
         try:
             with self._autocast or nullcontext():
-                self._step(batch, index)
+                return self._step(batch, index)
         finally:
             metrics.table = table
 

@@ -36,6 +36,7 @@ class Windows:
     Attributes:
         length: micro-batches of a window, from the next one on.
         limit: micro-batches of an epoch, or None where nobody knows.
+        provide: is called for a window that some rank may lack a micro-batch of; None where that needs nothing.
         budget: how many more micro-batches the run will take, as far as anybody knows; None for no limit.
     """
 
@@ -56,6 +57,7 @@ class Windows:
         self.loss_weight, self.weighting, self.limit, self.ahead = loss_weight, weighting, limit, ahead
         self.length = 1
         self._by_samples = False
+        self.provide: Callable[[], None] | None = None
         self.budget: int | None = None
         self._size: Callable[[Any], int] | None = None
 
@@ -128,6 +130,8 @@ class Windows:
         while load(list(islice(batches, self.length)), start):
             if self._by_samples:  # else it was agreed
                 micro.uneven = start + micro.count > last
+            if micro.uneven and self.provide is not None:
+                self.provide()
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count

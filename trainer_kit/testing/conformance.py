@@ -148,6 +148,30 @@ class _Frozen(Classifier):
         self.net.blocks[0].requires_grad_(False)
 
 
+class _Weighed(Classifier):
+    """A mean over tokens: a sample has as many as its label says."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens = 1 + batch[1]
+        return (F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") * tokens).sum() / tokens.sum()
+
+    def loss_weight(self, batch: Any) -> Tensor:
+        return (1 + batch[1]).sum()  # type: ignore[no-any-return]
+
+
+class _Evaluated(Classifier):
+    counted = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.counted += len(batch[0])
+        said = self.net(batch[0])
+        self.log("val_loss", F.cross_entropy(said, batch[1]))
+        self.log("val_accuracy", (said.argmax(-1) == batch[1]).double().mean())
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        return self.net(batch[0]) + dataloader_idx  # type: ignore[no-any-return]
+
+
 def _samples(count: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(1)
     return TensorDataset(torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw))
@@ -265,6 +289,49 @@ def _accumulation_and_clipping(strategy: _Make) -> None:
     _compare(strategy, Classifier, [24], gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
+def _uneven_ranks(strategy: _Make) -> None:
+    """Short last batches, ranks without a share of them, and ranks that never have one."""
+    _compare(strategy, Classifier, [25, 19, 38], accumulate_grad_batches=2, gradient_clip_val=0.5)
+    _compare(strategy, _TwoNets, [19])
+    _compare(strategy, Classifier, [1])
+
+
+def _uneven_by_hand(strategy: _Make) -> None:
+    _compare(strategy, _ByHand, [19, 1])
+
+
+def _token_weights(strategy: _Make) -> None:
+    _compare(strategy, _Weighed, [24, 19], accumulate_grad_batches=2)
+
+
+def _evaluation(strategy: _Make) -> None:
+    """Values and predictions of each sample once, in order; between two epochs and by themselves."""
+    world = torch.distributed.get_world_size()
+    for count in (26, 19, 1):
+        seen: list[list[Any]] = []
+        for chosen, devices in ((strategy(), world), ("auto", 1)):
+            torch.manual_seed(7)
+            module, seconds = _Evaluated(), _Evaluated()
+            settings: dict[str, Any] = {"barebones": True, "precision": "64-true", "seed": 0, "accelerator": "cpu"}
+            trainer = Trainer(devices=devices, strategy=chosen, max_epochs=2, **settings)
+            trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
+            loader = DataLoader(_samples(count), batch_size=_PER_RANK * world // devices)
+            trainer.fit(module, DataLoader(_samples(24), batch_size=_PER_RANK * world // devices), loader)
+            values = [dict(trainer.validate(module, loader, verbose=False)[0]), module.counted]
+            torch.manual_seed(7)
+            predictions = trainer.predict(seconds, [loader, loader])
+            assert predictions is not None
+            values += [torch.cat(list(one)) for one in predictions]
+            seen.append(values)
+        (mine, counted, *found), (theirs, alone, *expected) = seen
+        assert mine.keys() == theirs.keys()
+        assert all(abs(mine[name] - theirs[name]) < 1e-9 for name in theirs), (mine, theirs)
+        total = torch.tensor(counted)
+        torch.distributed.all_reduce(total)
+        assert int(total) == alone, "a batch was counted that is no rank's"
+        assert_same(dict(enumerate(found)), dict(enumerate(expected)))  # type: ignore[arg-type]
+
+
 def _frozen_parts(strategy: _Make) -> None:
     _compare(strategy, _Frozen, [24], accumulate_grad_batches=2)
 
@@ -290,6 +357,10 @@ CHECKS: Final[dict[str, Callable[[_Make], None]]] = {
     "frozen_parts": _frozen_parts,
     "named_losses": _named_losses,
     "manual_optimization": _manual_optimization,
+    "uneven_ranks": _uneven_ranks,
+    "uneven_by_hand": _uneven_by_hand,
+    "token_weights": _token_weights,
+    "evaluation": _evaluation,
     "checkpoints": _checkpoints,
 }
 """By name; each is called on every rank with what makes the strategy."""
