@@ -212,6 +212,38 @@ class Built(Classifier):
         return sgd(self.net)
 
 
+class Forked(Classifier):
+    """Uses one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__(make_net())
+        torch.manual_seed(3)
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.heads[batch_idx // 2 % 2](self.net(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)  # without momentum no gradient is a gradient of zeros
+
+
+def parameters_that_a_step_does_not_use(tmp_path: Path) -> None:
+    batches = list(loader(48, 6))
+    for options, length in product([*({"stage": stage} for stage in STAGES), *HOSTED], [1, 4]):
+        with case(length=length, **options):
+            plain, module = Forked(), Forked()
+            optimizer = plain.configure_optimizers()
+            for start in range(0, 8, length):
+                optimizer.zero_grad()
+                for index in range(start, start + length):
+                    (plain.training_step(batches[index], index) / length).backward()
+                optimizer.step()
+            trainer = fit(module, loader(48), 0, strategy=make(**options), accumulate_grad_batches=length)
+            found = weights(trainer, module)
+            for name, value in plain.state_dict().items():
+                torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+
+
 def offloaded_in_bfloat16_and_built_in_parts(tmp_path: Path) -> None:
     for options in HOSTED:
         with case(**options):
@@ -326,6 +358,7 @@ CHECKS: list[Callable[[Path], None]] = [
     weights_are_those_of_one_process,
     windows_without_a_loss_and_windows_that_end_early,
     evaluation_in_training_after_it_and_alone,
+    parameters_that_a_step_does_not_use,
     offloaded_in_bfloat16_and_built_in_parts,
     every_stage_and_one_process_go_on_from_each_other,
     every_bit_of_weights_and_moments_arrives,

@@ -220,6 +220,7 @@ def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -
         (OwnStep(make_net()), {}, StrategyError, "OwnStep.optimizer_step"),
         (OwnBackward(make_net()), {}, StrategyError, "backward is overridden"),
         (Classifier(make_net(), lambda net: torch.optim.Adagrad(net.parameters())), {}, StrategyError, "Adagrad"),
+        (Classifier(make_net(), lambda net: None), {}, StrategyError, "nothing to step"),
         (Classifier(make_net(), two), {}, StrategyError, "one loss and one optimizer"),
         (Classifier(make_net()), {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, StrategyError, "norm"),
         (Classifier(make_net()), {"precision": "16-mixed"}, PrecisionError, "cannot run float16"),

@@ -21,6 +21,7 @@ from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed_gradients import begin_window, finish_window
 from trainer_kit.strategies.deepspeed_library import deepspeed_of, dividing, local_rank, quiet, release
 from trainer_kit.strategies.deepspeed_state import (
     Piece,
@@ -94,6 +95,12 @@ class DeepSpeedStrategy:
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._clip = self._own_clip = 0.0
         self._unfinished = False
+        # Offloaded gradients leave the device at the boundary, and only those of its backward would.
+        self._finishes_late = self.stage >= 2 and self._offloads("offload_optimizer")
+
+    def _offloads(self, key: str) -> bool:
+        section = self.config["zero_optimization"].get(key) or {}
+        return bool(section.get("device", "none") != "none")
 
     @property
     def gradient_divisor(self) -> int:
@@ -164,8 +171,7 @@ class DeepSpeedStrategy:
             raise StrategyError(
                 "DeepSpeed's engine steps by itself", found=f"{type(module).__name__}.optimizer_step", fix="remove it"
             )
-        hidden = getattr(getattr(module, "config", None), "hidden_size", None) or _hidden_size(module)
-        self.configure(precision=precision.name, hidden_size=hidden)
+        self.configure(precision=precision.name, hidden_size=_hidden_size(module))
         if precision.scales:
             precision.hand_over()  # type: ignore[attr-defined]
         self._engine = self._optimizer = None
@@ -233,11 +239,8 @@ class DeepSpeedStrategy:
 
     def _through(self, method: Callable[..., Any], find: Callable[[], Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            called = find()
-            if called is None:  # there is nothing to optimize
-                return method(*args)
             self._step.__dict__["forward"] = method
-            return called(*args)
+            return find()(*args)
 
         return run
 
@@ -259,25 +262,26 @@ class DeepSpeedStrategy:
         engine._config.gradient_clipping = self._clip
         if hasattr(engine.optimizer, "clip_grad"):
             engine.optimizer.clip_grad = self._clip
+        engine.set_gradient_accumulation_boundary(True)
         engine.step()
         self._clip, self._unfinished = self._own_clip, False
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """One micro-batch after the other; the engine is told which one is the last of the window."""
-        engine = self._engine
-        if self._unfinished:
-            _forget_gradients(engine)
-        last, ran = micro.count - 1, True
+        engine, last, ran = self._engine, micro.count - 1, True
+        if engine is None:
+            raise StrategyError("DeepSpeed has nothing to step", fix="return an optimizer from configure_optimizers")
+        begin_window(engine, self._unfinished)
         for index in range(micro.count):
             micro.begin(index)
-            engine.set_gradient_accumulation_boundary(index == last)
+            engine.set_gradient_accumulation_boundary(index == last and not self._finishes_late)
             loss = micro.forward(index)
             ran = loss is not None
             if ran:
                 self._unfinished = True
                 micro.backward(index, loss)
-            if index == last and not ran and self._unfinished:
-                _finish_gradients(engine)
+            if index == last and self._unfinished and (self._finishes_late or not ran):
+                finish_window(engine)
             micro.end(index)
 
     def arm(self, loss: Tensor) -> None:
@@ -339,12 +343,8 @@ class DeepSpeedStrategy:
     def describe(self) -> str:
         """One line for ``explain()``."""
         size = f" over {self.world.size} ranks" if hasattr(self, "world") else ""
-        zero = self.config["zero_optimization"]
-        hosted = [
-            word
-            for word, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
-            if (zero.get(key) or {}).get("device", "none") != "none"
-        ]
+        keys = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
+        hosted = [word for word, key in keys.items() if self._offloads(key)]
         there = f", {' and '.join(hosted)} on the host" if hosted else ""
         return f"DeepSpeed ZeRO stage {self.stage}{size} on {self.device.type}{there}"
 
@@ -368,23 +368,3 @@ def _hidden_size(module: nn.Module) -> int | None:
         if isinstance(size, int):
             return size
     return None
-
-
-def _forget_gradients(engine: Any) -> None:
-    """An earlier window ended without a step: nothing of it may stay in the engine."""
-    optimizer = engine.optimizer
-    optimizer.zero_grad(set_to_none=True)
-    if hasattr(optimizer, "micro_step_id"):
-        optimizer.micro_step_id = 0 if engine.zero_optimization_stage() == 3 else -1
-    for name in ("all_grad_tensors", "averaged_gradients"):
-        kept = getattr(optimizer, name, None)
-        if isinstance(kept, dict):
-            kept.update(dict.fromkeys(kept))
-
-
-def _finish_gradients(engine: Any) -> None:
-    """The last micro-batch of the window had no backward, in which the engine would have finished the others'."""
-    if engine.zero_optimization_partition_gradients():
-        engine.optimizer.finalize_gradient_accumulation_boundary()
-    else:
-        engine.allreduce_gradients()
