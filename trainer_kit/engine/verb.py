@@ -22,7 +22,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.about import go_on_logging
 from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
-from trainer_kit.engine.directories import take_directories
+from trainer_kit.engine.directories import on_rank_zero, take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.metric_objects import count_once
@@ -387,7 +387,11 @@ def _dry_run(trainer: Any, run: Fit) -> None:
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
-    encode({**state, "loaders": run.windows.feed.first_state()}, {}, copy=False, sharded=run.strategy.sharded)
+    state["loaders"] = run.windows.feed.first_state()
+    if run.strategy.sharded:
+        encode(state, {}, copy=False, sharded=True)
+    else:  # rank 0 writes, and an engine that gathers its state has it there alone
+        on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.print(

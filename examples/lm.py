@@ -1,0 +1,146 @@
+"""One language model on every engine: the same losses, whatever it is divided into.
+
+    python examples/lm.py
+    python examples/lm.py --strategy fsdp --devices 2
+    python examples/lm.py --strategy 3d --devices 8
+
+A step is 4 micro-batches of 8 texts on any number of processes. The module says how it may be divided
+(``configure_parallel``), ``--strategy`` says over what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pydoc_data.topics
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from trainer_kit.strategies import MeshStrategy
+
+TEXT = "\n".join(pydoc_data.topics.topics.values())
+LETTERS = sorted(set(TEXT))
+NUMBER = {letter: number for number, letter in enumerate(LETTERS)}
+LENGTH = 64
+
+STRATEGIES: dict[str, Any] = {
+    "pp": lambda: MeshStrategy(dp_shard=1, pp=-1),
+    "fsdp_tp": lambda: MeshStrategy(dp_shard=-1, tp=2),
+    "3d": lambda: MeshStrategy(dp_shard=-1, tp=2, pp=2),
+}
+"""More than a word says."""
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.head = head
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Heads are counted from what the layers hand over: under tensor parallel each rank has some of them.
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, head: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, head)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm_1(x))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Transformer(nn.Module):
+    def __init__(self, width: int, layers: int, head: int) -> None:
+        super().__init__()
+        self.letters, self.places = nn.Embedding(len(LETTERS), width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, head) for _ in range(layers))
+        self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, len(LETTERS), bias=False)
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.letters(text) + self.places(torch.arange(text.size(1), device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(self.norm(x))
+
+
+class LanguageModel(tk.TrainModule):
+    def __init__(self, width: int = 64, layers: int = 4, head: int = 16, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = Transformer(width, layers, head)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        text, following = batch
+        loss = F.cross_entropy(self.net(text).flatten(0, 1), following.flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=0.9, nesterov=True)
+
+    def configure_parallel(self, mesh: Any) -> tk.ParallelPlan:
+        return tk.ParallelPlan(
+            tensor={
+                "net.blocks.*.attention.q": "colwise",
+                "net.blocks.*.attention.k": "colwise",
+                "net.blocks.*.attention.v": "colwise",
+                "net.blocks.*.attention.out": "rowwise",
+                "net.blocks.*.up": "colwise",
+                "net.blocks.*.down": "rowwise",
+            },
+            pipeline=tk.PipelinePlan(model="net"),
+        )
+
+
+class Curve:
+    """A logger is anything with this method; it is called on rank 0."""
+
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
+        if "loss" in metrics:
+            print(f"step {step:4d}  loss {metrics['loss']:.6f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--strategy", default="auto", help=f"a word of the Trainer's, or {', '.join(STRATEGIES)}")
+    parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
+    parser.add_argument("--precision", default="32-true")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--every", type=int, default=10, help="print the loss each so many steps")
+    parser.add_argument("--root", default="runs", help="where runs are written")
+    args = parser.parse_args()
+
+    tk.seed_everything(1)
+    numbers = torch.tensor([NUMBER[letter] for letter in TEXT])
+    texts = numbers[: (len(numbers) - 1) // LENGTH * LENGTH]
+    following = numbers[1 : len(texts) + 1]
+    data = TensorDataset(texts.view(-1, LENGTH), following.view(-1, LENGTH))
+    trainer = tk.Trainer(
+        strategy=STRATEGIES.get(args.strategy, lambda: args.strategy)(),
+        devices=args.devices,
+        precision=args.precision,
+        max_steps=args.steps,
+        accumulate_grad_batches=4,
+        global_batch_size=8,
+        gradient_clip_val=1.0,
+        log_every_n_steps=args.every,
+        logger=Curve(),
+        enable_progress_bar=False,
+        default_root_dir=args.root,
+    )
+    trainer.fit(LanguageModel(), DataLoader(data, batch_size=8, shuffle=True, drop_last=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The language model's losses, on every engine that a CPU can run, next to those of one process."""
+
+from __future__ import annotations
+
+import io
+import re
+import runpy
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from trainer_kit.testing import run_distributed
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm.py"
+
+
+def losses(strategy: str, root: str) -> dict[str, float]:
+    """As the example prints them; on ranks that are there already."""
+    flags = ["--steps", "9", "--every", "3", "--strategy", strategy, "--root", root]
+    printed = io.StringIO()
+    with mock.patch.object(sys, "argv", [str(EXAMPLE), *flags]), redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return {step: float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed.getvalue())}
+
+
+def check(strategies: list[str], alone: dict[str, float], root: str) -> None:
+    for strategy in strategies:
+        found = losses(strategy, f"{root}/{strategy}")
+        if torch.distributed.get_rank() == 0:
+            assert found == pytest.approx(alone, abs=1e-5), strategy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "strategies"),
+    [
+        (2, ["ddp", "fsdp", "hsdp", "tp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]),
+        (4, ["fsdp_tp"]),
+    ],
+)
+def test_every_engine_has_the_same_losses(ranks: int, strategies: list[str], tmp_path: Path) -> None:
+    alone = losses("auto", str(tmp_path / "alone"))
+    assert list(alone) == ["3", "6", "9"]
+    run_distributed(check, ranks, strategies, alone, str(tmp_path), timeout=110)
