@@ -89,7 +89,7 @@ class Callback:
         """
 
     def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> int | None:
-        """Before ``training_step``, for each micro-batch, on the device. Returning -1 ends the epoch."""
+        """Before ``training_step``, for each micro-batch, on the device. -1 from every rank ends the epoch."""
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
@@ -242,7 +242,7 @@ class ModuleHooks:
         """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before ``training_step``, for each micro-batch, on the device. Returning -1 ends the epoch."""
+        """Before ``training_step``, for each micro-batch, on the device. -1 from every rank ends the epoch."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, gradients still there.

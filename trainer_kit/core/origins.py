@@ -95,7 +95,7 @@ def is_true(value: Any) -> bool:
         >>> is_true("yes"), is_true("0"), is_true(True)
         (True, False, True)
     """
-    return str(value).strip().lower() in ("1", "true", "yes", "on")
+    return str(value).strip().lower() in ("1", "true", "yes", "on", "y")
 
 
 def steps_of(chosen: Chosen) -> int:

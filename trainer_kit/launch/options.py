@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from trainer_kit.core.origins import is_true
+
 __all__ = ["ENGINES", "SECTIONS", "TOP", "Option", "all_options"]
 
-_TRUE: Final = ("true", "yes", "on", "1", "y")
 _FALSE: Final = ("false", "no", "off", "0", "n")
 
 
 def _boolean(text: str) -> bool:
-    word = text.lower()
-    if word in _TRUE or word in _FALSE:
-        return word in _TRUE
+    if is_true(text) or text.lower() in _FALSE:
+        return is_true(text)
     raise ValueError("is true or false")
 
 

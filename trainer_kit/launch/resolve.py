@@ -11,7 +11,7 @@ from typing import Any, Final, final
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, variable
 from trainer_kit.launch.file import ConfigurationFile, read_configuration
-from trainer_kit.launch.options import TOP, all_options
+from trainer_kit.launch.options import TOP
 
 __all__ = ["Resolved", "accelerates_default", "default_file", "our_default", "resolve"]
 
@@ -122,6 +122,6 @@ def _about_cpu(file: ConfigurationFile) -> bool:
 
 def _read(name: str, found: Chosen) -> Chosen:
     try:
-        return Chosen(all_options()[name].value(found.value), found.origin)
+        return Chosen(TOP[name].value(found.value), found.origin)
     except ValueError as error:
         raise ConfigurationError(f"{found.origin}: {name} {error}", found=repr(found.value)) from None
