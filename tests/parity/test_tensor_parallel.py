@@ -71,6 +71,7 @@ def test_two_tensor_ranks() -> None:
     check_that_resumes_draw_the_same()
     check_metric_objects()
     check_presets()
+    check_half_precision()
 
 
 def check_optimizers() -> None:
@@ -222,6 +223,26 @@ def check_metric_objects() -> None:
     module = Counts(make_language(), ParallelPlan(tensor="llama"))
     trainer = train(module, make_texts([4]), make_texts([4, 3]), strategy="tp", devices=2)
     assert trainer.callback_metrics["seen"] == 7 * 8
+
+
+class Overflows(Speaker):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (float("inf") if batch_idx == 2 else 1.0)
+
+
+def check_half_precision() -> None:
+    """The scaler meets gradients that are whole, and others in parts; a step that overflows is nobody's."""
+    for precision, kind, sequence in (
+        ("16-mixed", Overflows, False),
+        ("16-mixed", Overflows, True),
+        ("bf16-mixed", Speaker, False),
+    ):
+        with case(precision=precision, sequence=sequence):
+            one, mine = kind(make_language().float()), kind(make_language().float())
+            mine.plan = ParallelPlan(tensor="llama", sequence_parallel=sequence, loss_parallel=sequence)
+            train(one, make_texts([4] * 6), precision=precision, strategy="single_device")
+            train(mine, make_texts([4] * 6), precision=precision, strategy="tp", devices=2)
+            assert_alike(mine, one, 2e-3)
 
 
 SPLIT = {"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"}

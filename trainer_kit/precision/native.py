@@ -179,7 +179,7 @@ class MixedPrecision:
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
         self.scaler = scaler or (torch.amp.GradScaler(self.device_type) if self.scales else None)
-        self._seen: dict[int, _SeenOptimizer] = {}
+        self._seen: dict[int, list[_SeenOptimizer]] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._began = False  # the scaler exists on the device once a loss was scaled
@@ -246,8 +246,11 @@ class MixedPrecision:
                 if not self._began:  # this rank had no data yet: its gradients are those of the others
                     self._began = True
                     self.scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
-                seen = self._seen.setdefault(id(optimizer), _SeenOptimizer(optimizer))
-                self.scaler.unscale_(seen)  # type: ignore[arg-type]
+                if id(optimizer) not in self._seen:
+                    self._seen[id(optimizer)] = _seen(optimizer)
+                for seen in self._seen[id(optimizer)]:
+                    if seen.only is None or _has_gradients(seen):
+                        self.scaler.unscale_(seen)  # type: ignore[arg-type]
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step`` unless this optimizer's gradients overflowed."""
@@ -257,8 +260,13 @@ class MixedPrecision:
         self.unscale_gradients(optimizer)
         self._stepped.add(id(optimizer))
         seen = self._seen[id(optimizer)]
-        seen.run = step
-        return self.scaler.step(seen) is not None  # type: ignore[arg-type]
+        if len(seen) == 1:
+            seen[0].run = step
+            return self.scaler.step(seen[0]) is not None  # type: ignore[arg-type]
+        whole = [self.scaler.step(one) is not None for one in seen if _has_gradients(one)]  # type: ignore[arg-type]
+        if all(whole):
+            step()
+        return all(whole)
 
     def end_step(self) -> None:
         """Adapt the scale."""
@@ -286,19 +294,39 @@ class MixedPrecision:
 
 
 class _SeenOptimizer:
-    """An optimizer as GradScaler sees it, whose ``step`` says that it ran: the sign of a skip that costs no read."""
+    """An optimizer as GradScaler sees it, whose ``step`` says that it ran: the sign of a skip that costs no read.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.run: Callable[[], Any] = optimizer.step
+    Args:
+        optimizer: the user's.
+        only: those of its parameters that are looked at; None for all.
+    """
+
+    def __init__(self, optimizer: Optimizer, only: set[Tensor] | None = None) -> None:
+        self.optimizer, self.only = optimizer, only
+        self.run: Callable[[], Any] = optimizer.step if only is None else _nothing
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
+        groups, only = self.optimizer.param_groups, self.only
+        return groups if only is None else [{"params": [p for p in g["params"] if p in only]} for g in groups]
 
     def step(self) -> bool:
         self.run()
         return True
+
+
+def _seen(optimizer: Optimizer) -> list[_SeenOptimizer]:
+    """One; or one for each way in which parameters are divided, for torch looks for overflows in one way at a time."""
+    kinds: dict[Any, set[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole = tuple(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+            kinds.setdefault((getattr(parameter, "device_mesh", None), whole), set()).add(parameter)
+    return [_SeenOptimizer(optimizer, kind if len(kinds) > 1 else None) for kind in kinds.values()]
+
+
+def _nothing() -> None:
+    """The step itself comes when all of its parameters have been looked at."""
 
 
 class _DefaultDtype:
@@ -321,7 +349,7 @@ def _default_dtype(dtype: torch.dtype) -> Any:
         yield
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
+def _has_gradients(optimizer: Optimizer | _SeenOptimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
