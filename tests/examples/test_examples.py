@@ -73,6 +73,14 @@ def test_char_transformer_learns(run: Run) -> None:
     assert number(r"validation loss: ([\d.]+)", run("char_transformer", "--steps", "300")) < 2.45
 
 
+@pytest.mark.slow
+def test_qlora_learns() -> None:
+    pytest.importorskip("bitsandbytes")
+    said = run("qlora", "--steps", "100")
+    assert number(r"a frozen weight: (\d+) bits", said) == 4
+    assert number(r"tuned ([\d.]+)", said) < number(r"shouted text: ([\d.]+)", said) - 1.5
+
+
 @pytest.mark.parametrize("flags", [(), pytest.param(("--devices", "2"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("example", ["gan_named", "gan_manual"])
 def test_gan_runs(example: str, flags: tuple[str, ...], run: Run) -> None:

@@ -105,6 +105,17 @@ def test_the_word_and_what_it_leaves_alone() -> None:
     assert kinds(second) == ["Float8Linear", "Linear", "Linear"]
 
 
+def test_evaluation_computes_in_fp8_too() -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    net, x = nn.Sequential(layer), torch.randn(16, 1, 16)
+    Float8Precision(base="32-true").convert_module(net)
+    trained = net(x).detach()
+    net.eval()
+    with torch.no_grad():  # torch has a path for it that takes the weights and leaves the layers out
+        assert torch.equal(net(x), trained)
+
+
 def test_a_device_without_fp8_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> Tensor:
         raise RuntimeError("_scaled_mm is only supported on devices of compute capability 8.9\nmore")

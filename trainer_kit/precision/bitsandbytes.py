@@ -103,8 +103,12 @@ class _Frozen(nn.Linear, ABC):
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
         self.bias = layer.bias
         self.train(layer.training)
-        for name, part in self.parts(layer.weight.detach()).items():
-            self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+        weight = layer.weight.detach()
+        # Where weights come from another rank only the shapes count.
+        parts = self.parts(torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight)
+        for name, part in parts.items():
+            made = part.to("meta") if weight.is_meta else part
+            self.register_parameter(name, nn.Parameter(made, requires_grad=False))
 
     @abstractmethod
     def parts(self, weight: Tensor) -> dict[str, Tensor]:

@@ -64,6 +64,10 @@ class ConvertedPrecision(ABC):
         """Exchange layers, then cast the rest as the native precision does."""
         found = list(excepted(module, self.exceptions))
         self.exchange(module, [name for name, _, _ in found])
+        for part in module.modules():
+            if isinstance(part, nn.TransformerEncoderLayer) and not part._forward_pre_hooks:
+                # torch's fast path of evaluation passes by the layers, but not where somebody listens.
+                part.register_forward_pre_hook(_nothing)
         self.base.convert_with(
             module,
             [(name, part, given) for name, part, given in found if isinstance(given, ModulePrecision)],
@@ -109,6 +113,10 @@ class ConvertedPrecision(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""
         self.base.load_state_dict(state)
+
+
+def _nothing(module: nn.Module, given: Any) -> None:
+    pass
 
 
 def refuse_shared(module: nn.Module, layers: Mapping[str, nn.Module], name: str) -> None:

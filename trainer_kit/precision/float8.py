@@ -28,7 +28,7 @@ class Float8Precision(ConvertedPrecision):
     """Linear layers multiply in float8, everything else computes in ``base``; weights are stored as they are.
 
     Inputs, weights and gradients are scaled anew in each step, so there is no state to keep. All linear layers are
-    exchanged: what should not be (often the first and the last) is an exception.
+    exchanged (not subclasses of ``nn.Linear``): what should not be, often the first and the last, is an exception.
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; https://github.com/pytorch/ao.
 
     Args:
@@ -91,7 +91,10 @@ class Float8Precision(ConvertedPrecision):
 
         if isinstance(module, nn.Linear):
             raise PrecisionError("a module that is one linear layer cannot be exchanged", fix="put it into another one")
-        linear = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+        # Subclasses have a forward of their own, and the one in torch's attention is never called.
+        linear: dict[str, Any] = {
+            name: part for name, part in module.named_modules() if type(part) in (nn.Linear, Float8Linear)
+        }
         inner = list(linear) if self.ends else list(linear)[1:-1]
         wanted = {
             name

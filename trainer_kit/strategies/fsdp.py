@@ -164,6 +164,7 @@ class FSDPStrategy:
             mp_policy=policy,
             cpu_offload=self.cpu_offload,
             ignored=self._ignored,
+            apart=_apart(module, precision, policy),
         )
         weights, before = InitialWeights(module, self.world), dict(module.named_parameters())
         if self._recomputes is not False:
@@ -357,3 +358,12 @@ def _nothing_returned(rank: int) -> StrategyError:
         found=f"rank {rank}",
         fix="return the loss times 0 to skip a batch, or use DDPStrategy",
     )
+
+
+def _apart(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """What cannot be gathered with the rest: torch casts a unit to one dtype, and reduces gradients of one."""
+    trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
+    if not hasattr(precision, "kept_modules") or (policy.param_dtype is None and len(trained) < 2):
+        return []
+    kept: list[nn.Module] = precision.kept_modules(module)
+    return kept

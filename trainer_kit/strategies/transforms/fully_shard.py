@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 from torch import nn
@@ -36,6 +37,7 @@ class FullyShard:
         mp_policy: in which dtype parameters are gathered and gradients reduced.
         cpu_offload: parts, gradients and optimizer states live in host memory.
         ignored: modules that stay whole on every rank, or a regular expression that their names match.
+        apart: modules that are units whatever the policy says, and are gathered as they are stored.
     """
 
     def __init__(
@@ -46,10 +48,12 @@ class FullyShard:
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         ignored: str | Iterable[nn.Module] = (),
+        apart: Iterable[nn.Module] = (),
     ) -> None:
         self.policy, self.reshard_after_forward, self.cpu_offload = policy, reshard_after_forward, cpu_offload
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.ignored = ignored if isinstance(ignored, str) else list(ignored)
+        self.apart = {id(part) for part in apart}
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, roots: Sequence[nn.Module] | None = None) -> None:
         """Shard in place; what is sharded already stays as it is.
@@ -66,6 +70,7 @@ class FullyShard:
             raise StrategyError("parameters are sharded over one axis, or two for replicas", found=f"{mesh}")
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.cpu_offload else OffloadPolicy()
         ignored = self.left_whole(module)
+        as_stored = replace(self.mp_policy, param_dtype=None)
         for part in [*self._units(module), *([module] if roots is None else roots)]:
             if isinstance(part, FSDPModule):
                 continue
@@ -73,7 +78,7 @@ class FullyShard:
                 part,
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
-                mp_policy=self.mp_policy,
+                mp_policy=as_stored if id(part) in self.apart else self.mp_policy,
                 offload_policy=offload,
                 ignored_params=ignored,
             )
@@ -90,7 +95,10 @@ class FullyShard:
         owners = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
         shared = {number for number, count in owners.items() if count > 1}
         found = []
-        for part in units(module, self.policy).values():
+        picked = {id(part) for part in units(module, self.policy).values()} | self.apart
+        for part in reversed(list(module.modules())):  # inner ones first
+            if id(part) not in picked or part is module:
+                continue
             inside = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
             if all(inside[number] == owners[number] for number in shared & inside.keys()):
                 found.append(part)
