@@ -147,10 +147,8 @@ def choose_strategy(
             "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
         )
     device = pick_device(accelerator, environment.local_rank, devices)
-    if strategy == "auto" and (engine := variable("distributed_type")) and engine.value == "DEEPSPEED":
-        from trainer_kit.strategies.deepspeed_config import from_launcher
-
-        strategy = STRATEGIES.get("deepspeed")(device, **from_launcher(_told(_DEEPSPEED_KEYS)))
+    if strategy == "auto" and (engine := variable("distributed_type")) is not None:
+        strategy = _launchers_engine(str(engine.value), world, device) or strategy
     made = _make_strategy(word, device) if isinstance(strategy, str) else strategy
     if not hasattr(made, "forward_backward"):
         raise StrategyError(
@@ -179,6 +177,20 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
             found=f"strategy={strategy!r}, accelerator={accelerator!r}",
             fix="pip install torch_xla, in the version that goes with this torch",
         )
+    return made
+
+
+def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
+    """The strategy of an engine that the launcher names, with what it says of it."""
+    made: Strategy | None = None
+    if engine == "DEEPSPEED":
+        from trainer_kit.strategies import deepspeed_config
+
+        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_told(_DEEPSPEED_KEYS)))
+    if engine == "FSDP" and world > 1:
+        from trainer_kit.strategies import fsdp_config
+
+        made = STRATEGIES.get("fsdp")(device, **fsdp_config.from_launcher(_told(fsdp_config.KEYS)))
     return made
 
 

@@ -143,11 +143,18 @@ def test_deepspeed_reaches_the_ranks() -> None:
     assert "zero_stage" not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
 
 
+def test_fsdp_reaches_the_ranks() -> None:
+    made = plan(options(SAMPLES["fsdp.yaml"]), ALONE)
+    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
+    assert told["distributed_type"] == "FSDP"
+    assert told["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
+    assert made.left_out == ()
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("fsdp.yaml", "FSDP"),
-        ("fsdp2.yaml", "FSDP"),
+        ("fsdp2.yaml", "parallelism over several dimensions"),
         ("megatron.yaml", "Megatron-LM"),
         ("tpu.yaml", "TPU"),
         ("sagemaker.yaml", "SageMaker"),

@@ -12,8 +12,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, sgd, train
+from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.parts import choose_strategy
 from trainer_kit.strategies import FSDPStrategy
+from trainer_kit.strategies.fsdp_config import from_launcher
 from trainer_kit.strategies.gradients import clip_sharded_gradients, total_norm
 from trainer_kit.strategies.transforms.units import units
 from trainer_kit.testing import run_distributed
@@ -192,3 +195,36 @@ def test_on_two_ranks() -> None:
 def test_a_step_without_a_loss_is_refused() -> None:
     with pytest.raises(StrategyError, match=r"(?s)returned None.*rank 1.*times 0"):
         run_distributed(without_a_loss, 2)
+
+
+def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {
+        "distributed_type": "FSDP",
+        "fsdp_version": "1",
+        "fsdp_sharding_strategy": "HYBRID_SHARD_ZERO2",
+        "fsdp_offload_params": "1",
+        "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+        "fsdp_min_num_params": "2000",
+        "fsdp_activation_checkpointing": "1",
+        "fsdp_use_orig_params": "0",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(f"TRAINER_KIT_{name.upper()}", value)
+    strategy, processes, start = choose_strategy("auto", "cpu", 2, 1, Environment.detect())
+    assert isinstance(strategy, FSDPStrategy)
+    assert (strategy.hybrid, strategy.cpu_offload, processes, start) == (True, True, 2, "agent")
+    assert from_launcher(told) == {
+        "sharding_strategy": "HYBRID_SHARD_ZERO2",
+        "cpu_offload": True,
+        "auto_wrap_policy": 2000,
+        "activation_checkpointing_policy": True,
+    }
+    assert choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0].name == "ddp"
+    assert choose_strategy("auto", "cpu", 1, 1, Environment.detect())[0].name == "single_device"
+    assert from_launcher({"fsdp_reshard_after_forward": "false", "fsdp_ignored_modules": "head.*"}) == {
+        "reshard_after_forward": False,
+        "ignored_modules": "head.*",
+    }
+    assert units(Deep(), from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"]) == {}
+    with pytest.raises(StrategyError, match="not offloaded"):
+        from_launcher({"fsdp_activation_checkpointing_offload": "true"})

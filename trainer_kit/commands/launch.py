@@ -74,7 +74,7 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
         {
             "cpu": "On the CPU.",
             "multi_gpu": "On several devices, data parallel.",
-            "use_fsdp": "With FSDP (not here yet).",
+            "use_fsdp": "With FSDP.",
             "use_deepspeed": "With DeepSpeed.",
             "use_megatron_lm": "With Megatron-LM (not here yet).",
             "tpu": "",

@@ -99,7 +99,6 @@ class Option:
 
 
 ENGINES: Final = {
-    "FSDP": "FSDP",
     "MEGATRON_LM": "Megatron-LM",
     "TP": "tensor parallelism",
     "TPU": "TPU",
@@ -109,7 +108,7 @@ ENGINES: Final = {
 
 _KINDS: Final = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", *sorted(ENGINES), "DATA_PARALLEL", "MODEL_PARALLEL",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP", *sorted(ENGINES), "DATA_PARALLEL", "MODEL_PARALLEL",
 )  # fmt: skip
 _DYNAMO: Final = (
     "NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT",

@@ -166,8 +166,9 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
 
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     passed = [*_PASSED, *SECTIONS["dynamo_config"]]
-    if options["distributed_type"] == "DEEPSPEED":
-        passed += ["distributed_type", *SECTIONS["deepspeed_config"]]
+    engine = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}.get(options["distributed_type"] or "")
+    if engine is not None:
+        passed += ["distributed_type", *SECTIONS[engine]]
     found: dict[str, str] = {}
     origins: dict[str, str] = {}
     for name in passed:

@@ -1,0 +1,68 @@
+"""The keys of ``fsdp_config`` in a configuration file of Accelerate's, as arguments of `FSDPStrategy`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.origins import is_true
+
+__all__ = ["KEYS", "from_launcher"]
+
+KEYS: Final = (
+    "fsdp_sharding_strategy",
+    "fsdp_reshard_after_forward",
+    "fsdp_offload_params",
+    "fsdp_min_num_params",
+    "fsdp_auto_wrap_policy",
+    "fsdp_transformer_layer_cls_to_wrap",
+    "fsdp_activation_checkpointing",
+    "fsdp_activation_checkpointing_offload",
+    "fsdp_ignored_modules",
+)
+"""Those that say something. FSDP2 does by itself, or has no longer, what the others ask for."""
+
+
+def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of the strategy.
+
+    Args:
+        told: the texts of what the launcher was given, by key.
+
+    Raises:
+        StrategyError: for what FSDP2 has not.
+
+    Example:
+        >>> from_launcher({"fsdp_reshard_after_forward": "SHARD_GRAD_OP", "fsdp_offload_params": "1"})
+        {'cpu_offload': True, 'sharding_strategy': 'SHARD_GRAD_OP'}
+        >>> from_launcher({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        ...                "fsdp_transformer_layer_cls_to_wrap": "Block, Head"})
+        {'auto_wrap_policy': ['Block', 'Head']}
+    """
+    found: dict[str, Any] = {}
+    if is_true(told.get("fsdp_offload_params")):
+        found["cpu_offload"] = True
+    if "fsdp_sharding_strategy" in told:
+        found["sharding_strategy"] = told["fsdp_sharding_strategy"]
+    reshards = told.get("fsdp_reshard_after_forward", "")
+    if reshards.upper().endswith(("SHARD", "_OP", "ZERO2")):  # in version 1 this was the strategy
+        found["sharding_strategy"] = reshards
+    elif reshards:
+        found["reshard_after_forward"] = is_true(reshards)
+    if is_true(told.get("fsdp_activation_checkpointing_offload")):
+        fix = "leave it out: activations are computed again (fsdp_activation_checkpointing)"
+        raise StrategyError("activations are not offloaded", found="fsdp_activation_checkpointing_offload", fix=fix)
+    if is_true(told.get("fsdp_activation_checkpointing")):
+        found["activation_checkpointing_policy"] = True
+    if "fsdp_ignored_modules" in told:
+        found["ignored_modules"] = told["fsdp_ignored_modules"]
+    names = [name.strip() for name in told.get("fsdp_transformer_layer_cls_to_wrap", "").split(",") if name.strip()]
+    policy = told.get("fsdp_auto_wrap_policy", "").upper()
+    if policy == "NO_WRAP":
+        found["auto_wrap_policy"] = []
+    elif policy == "SIZE_BASED_WRAP":
+        found["auto_wrap_policy"] = int(told.get("fsdp_min_num_params", "100000000"))
+    elif names:
+        found["auto_wrap_policy"] = names
+    return found
