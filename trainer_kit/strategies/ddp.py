@@ -126,6 +126,21 @@ class DDPStrategy:
         self._step = _Step(module, partial)
         self._learns_graph = bool(self.wrapper_options["static_graph"])
         self._ddp = self._wrap(self._step, partial)
+        # Sums over three or more depend on where a gradient lies in its bucket.
+        if self.world.size > 2 and not partial and not self._learns_graph and self.comm_hook in (None, "fp16", "bf16"):
+            self._lay_out(module)
+
+    def _lay_out(self, module: nn.Module) -> None:
+        """Let DDP lay out its buckets anew now, which it does once, by what it sees in its first backward.
+
+        It would be the first step's of every start: a resumed run would add in another order than one that nobody
+        disturbed. What it sees is a backward of zeros, in the order in which parameters are registered.
+        """
+        assert self._ddp is not None
+        with self._step.adding_nothing():
+            self._ddp().backward()
+        for parameter in module.parameters():
+            parameter.grad = None
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move, and wrap what has anything to train; every rank gets rank 0's weights."""
