@@ -201,6 +201,25 @@ def evaluation_in_training_after_it_and_alone(tmp_path: Path) -> None:
             assert tested["val_loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), abs=1e-6)
 
 
+def with_everything_that_is_on_by_default(tmp_path: Path) -> None:
+    for stage in STAGES:
+        with case(stage=stage):
+            root, module = tmp_path / f"run-{stage}", Judged(make_net())
+            keeper = tk.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
+            options = {"max_epochs": 3, "default_root_dir": root, "callbacks": [keeper], "log_every_n_steps": 1}
+            trainer = tk.Trainer(strategy=make(stage=stage), devices=2, accelerator="cpu", **options)
+            trainer.fit(module, loader(19), loader(18))
+            trainer.save_checkpoint(root / "after")
+            best = keeper.best_model_score
+            for path, expected in [
+                (root / "after", trainer.callback_metrics["val_loss"]),
+                (keeper.best_model_path, best),
+            ]:
+                alone = tk.Trainer(strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True)
+                (found,) = alone.validate(Judged(make_net(seed=5)), loader(18), ckpt_path=path, verbose=False)
+                assert found["val_loss"] == pytest.approx(float(expected), abs=1e-6)
+
+
 class Built(Classifier):
     """Is made under the strategy's care."""
 
@@ -363,6 +382,7 @@ CHECKS: list[Callable[[Path], None]] = [
     weights_are_those_of_one_process,
     windows_without_a_loss_and_windows_that_end_early,
     evaluation_in_training_after_it_and_alone,
+    with_everything_that_is_on_by_default,
     parameters_that_a_step_does_not_use,
     offloaded_in_bfloat16_and_built_in_parts,
     every_stage_and_one_process_go_on_from_each_other,

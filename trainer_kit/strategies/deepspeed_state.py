@@ -94,17 +94,22 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
 
 
 def _whole(parameter: nn.Parameter, piece: Piece, tensor: Tensor, keep: bool) -> Tensor:
-    """The pieces of all ranks as one tensor on the CPU; without storage where it is not kept."""
+    """The pieces of all ranks as one tensor on the CPU; zeros that take no memory where it is not kept."""
     shape = shape_of(parameter)
     if not piece.divided:
-        return piece.of(tensor).view(shape).clone() if keep else torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return piece.of(tensor).view(shape).clone() if keep else _unkept(shape, tensor.dtype)
     whole = torch.zeros(shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor))
     piece.in_whole(whole).copy_(piece.of(tensor))
     # As integers, of which all but one are zero: every bit arrives, the sign of a zero too.
     dist.all_reduce(whole.view(torch.int32 if whole.element_size() == 4 else torch.int16))
     if not keep:
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return _unkept(shape, tensor.dtype)
     return whole.view(shape).cpu()  # sync point: a checkpoint
+
+
+def _unkept(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor that takes the memory of one element: who looks at a state on any rank finds its shapes."""
+    return torch.zeros((), dtype=dtype).expand(shape)
 
 
 def _exchange_device(tensor: Tensor) -> torch.device:
@@ -120,7 +125,7 @@ def module_state(pieces: Mapping[nn.Parameter, Piece], module: nn.Module, keep: 
     Args:
         pieces: of its parameters.
         module: the user's.
-        keep: whether this rank wants the values; else weights come without storage.
+        keep: whether this rank wants the values; else weights are zeros that take no memory.
     """
     state = dict(module.state_dict())
     seen: dict[nn.Parameter, Tensor] = {}
@@ -206,7 +211,7 @@ def _check_names(
 def optimizer_states(
     pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, keep: bool
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The state of each parameter, whole. Every rank must call it; values come without storage where not kept."""
+    """The state of each parameter, whole. Every rank must call it; zeros that take no memory where not kept."""
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for parameter, piece in pieces.items():
         own = optimizer.state.get(piece.master)
