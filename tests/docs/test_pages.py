@@ -34,7 +34,11 @@ def scripts(text: str) -> list[tuple[int, str]]:
 
 
 CASES = [
-    pytest.param(source, id=f"{page.relative_to(ROOT).as_posix()}:{line}")
+    pytest.param(
+        source,
+        id=f"{page.relative_to(ROOT).as_posix()}:{line}",
+        marks=[pytest.mark.slow] if "check_strategy(" in source else [],
+    )
     for page in PAGES
     for line, source in scripts(page.read_text(encoding="utf-8"))
 ]

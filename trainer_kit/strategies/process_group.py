@@ -26,7 +26,9 @@ _APART: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
 """By the world they are a part of, which is kept so that its id stays its own, and their ranks."""
 
 
-def join_world(device: torch.device, backend: str | None, timeout: timedelta) -> ProcessGroup:
+def join_world(
+    device: torch.device, backend: str | None = None, timeout: timedelta = timedelta(minutes=30)
+) -> ProcessGroup:
     """Join the process group of the environment (torchrun's variables, SLURM's or MPI's), or reuse it.
 
     Args:
