@@ -34,9 +34,11 @@ def texts(count: int, seed: int = 1) -> list[Any]:
 
 
 def compare(axes: dict[str, int], flags: dict[str, bool], kind: type[Speaker] = Counting, **options: Any) -> None:
-    """Training, evaluation and prediction on these ranks and in this process alone."""
+    """Training, evaluation and prediction on these ranks and in this process alone.
+
+    Of the last batches, in training and in evaluation, some data ranks have nothing.
+    """
     ranks = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
-    extra = ranks > 2  # no rank without a text
     plan = ParallelPlan(tensor="llama", context=ContextPlan(), **flags)
     one, mine = kind(make_language(**options)), kind(make_language(seed=dist.get_rank(), **options), plan)
     trainers, logged, predicted = [], [], []
@@ -44,7 +46,7 @@ def compare(axes: dict[str, int], flags: dict[str, bool], kind: type[Speaker] = 
         (one, 4, {"strategy": "single_device"}),
         (mine, 4 // ranks, {"strategy": MeshStrategy(**{"dp_shard": 1, **axes}), "devices": dist.get_world_size()}),
     ):
-        train_data, val_data = (DataLoader(texts(*part), batch_size=size) for part in ((23 + extra, 1), (7 + extra, 2)))
+        train_data, val_data = (DataLoader(texts(*part), batch_size=size) for part in ((22, 1), (6, 2)))
         trainers.append(train(module, train_data, val_data, **LIMITS, **how))
         logged.append(dict(trainers[-1].callback_metrics))
         predicted.append(torch.cat(trainers[-1].predict(module, val_data)))
@@ -269,7 +271,8 @@ def test_four_ranks() -> None:
     ):
         with case(**axes):
             compare(axes, flags, **options)
-    run_checks(partial(mesh, dp_shard=2, tp=2))
+    few = ["named_losses", "manual_optimization", "evaluation", "checkpoints"]
+    run_checks(partial(mesh, dp_shard=2, tp=2), few)
 
 
 @pytest.mark.world_size(8, timeout=240)

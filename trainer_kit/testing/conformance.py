@@ -309,25 +309,29 @@ def _evaluation(strategy: _Make) -> None:
     world = torch.distributed.get_world_size()
     for count in (26, 19, 1):
         seen: list[list[Any]] = []
+        size, group = _PER_RANK, None
         for chosen, devices in ((strategy(), world), ("auto", 1)):
             torch.manual_seed(7)
             module, seconds = _Evaluated(), _Evaluated()
             settings: dict[str, Any] = {"barebones": True, "precision": "64-true", "seed": 0, "accelerator": "cpu"}
             trainer = Trainer(devices=devices, strategy=chosen, max_epochs=2, **settings)
             trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
-            loader = DataLoader(_samples(count), batch_size=_PER_RANK * world // devices)
-            trainer.fit(module, DataLoader(_samples(24), batch_size=_PER_RANK * world // devices), loader)
+            loader = DataLoader(_samples(count), batch_size=size)
+            trainer.fit(module, DataLoader(_samples(24), batch_size=size), loader)
             values = [dict(trainer.validate(module, loader, verbose=False)[0]), module.counted]
             torch.manual_seed(7)
             predictions = trainer.predict(seconds, [loader, loader])
             assert predictions is not None
             values += [torch.cat(list(one)) for one in predictions]
             seen.append(values)
+            if group is None:  # ranks that compute a batch together count as one
+                group = trainer.strategy.data
+                size *= group.size
         (mine, counted, *found), (theirs, alone, *expected) = seen
         assert mine.keys() == theirs.keys()
         assert all(abs(mine[name] - theirs[name]) < 1e-9 for name in theirs), (mine, theirs)
-        total = torch.tensor(counted)
-        torch.distributed.all_reduce(total)
+        assert group is not None
+        total = group.all_reduce(torch.tensor(counted))
         assert int(total) == alone, "a batch was counted that is no rank's"
         assert_same(dict(enumerate(found)), dict(enumerate(expected)))  # type: ignore[arg-type]
 
