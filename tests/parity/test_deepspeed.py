@@ -326,6 +326,11 @@ def every_stage_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
         with case(stage=stage):
             path, other = tmp_path / f"{stage}", STAGES[stage - 1]
             divided(Classifier(make_net()), None, 3, stage=stage).save_checkpoint(path)
+            # On the same ranks in every bit.
+            module, again = Classifier(make_net()), Classifier(make_net(seed=7))
+            expected = weights(divided(module, None, 8, stage=stage), module)
+            same_state(weights(divided(again, path, 8, stage=stage), again), expected)
+            # In one process, which goes on as if it had been one from the start; and from others.
             module = Classifier(make_net(seed=7))
             single(module, path, 8)
             for name, value in straight.net.state_dict().items():
