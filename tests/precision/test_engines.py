@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.parity.plain import case
+from trainer_kit.core.errors import StrategyError
 from trainer_kit.precision import MixedPrecision, TruePrecision
 from trainer_kit.strategies import FSDPStrategy
 
@@ -24,6 +25,8 @@ pytest.importorskip("bitsandbytes")
 
 class Net(tk.TrainModule):
     """A frozen layer with an adapter, layers that are trained, and a norm and a head that are exceptions."""
+
+    kind = "sgd"
 
     def __init__(self, seed: int, frozen: bool) -> None:
         super().__init__()
@@ -38,7 +41,7 @@ class Net(tk.TrainModule):
         return F.cross_entropy(self.head(self.norm(torch.tanh(hidden))).float(), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+        return tk.optimizer(self.kind, [p for p in self.parameters() if p.requires_grad], lr=0.5)
 
 
 def loader(size: int) -> DataLoader[Any]:
@@ -128,6 +131,13 @@ def test_fsdp(tmp_path: Path) -> None:
     built = fit(Built(), "nf4-dq", 4, strategy="fsdp", devices=2)
     for key, value in alone.items():
         torch.testing.assert_close(built[f"net.{key}"], value, rtol=0, atol=1e-6)
+    for kind in ("adamw8bit", "adamw_torch_8bit"):
+        module = Net(0, False)
+        module.kind = kind
+        with pytest.raises(
+            StrategyError, match=r"cannot have divided parameters\n  found: .*\n  fix:   train with DDP"
+        ):
+            fit(module, "bf16-mixed", 4, strategy="fsdp", devices=2)
     # Weights are gathered in another dtype; bytes, their scales, and exceptions are not.
     half = FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
     gathered = fit(Net(3, True), "as stored", 4, strategy=half, devices=2)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError, RegistryError
 from trainer_kit.core.registry import OPTIMIZERS
 
-__all__ = ["from_parts", "make_optimizer", "to_parts"]
+__all__ = ["from_parts", "make_optimizer", "to_parts", "why_not_divided"]
 
 for _name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "SGD"):
     OPTIMIZERS.register(_name.lower(), f"torch.optim:{_name}")
@@ -84,6 +84,21 @@ def from_parts(state: Mapping[str, Any]) -> dict[str, Any]:
         name: _whole(value) if isinstance(value, Mapping) and value.get(_KIND) in _LOW_BIT else value
         for name, value in state.items()
     }
+
+
+def why_not_divided(optimizer: Optimizer) -> str | None:
+    """Why an optimizer needs whole parameters; None where it does not.
+
+    Example:
+        >>> from torch import nn
+        >>> why_not_divided(make_optimizer("sgd", nn.Linear(2, 1).parameters()))
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("bitsandbytes."):
+        return "bitsandbytes' kernels take whole tensors"
+    if kind.__module__.startswith("torchao.optim") and not kind.__name__.startswith("_"):
+        return "torchao's low-bit states of a part cannot be saved exactly"
+    return None
 
 
 def _parts(value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.precision.optimizers import from_parts, to_parts
+from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
 __all__ = ["Moved", "load_module_parts", "load_optimizer_state", "optimizer_parts", "optimizer_state", "part_of"]
 
@@ -61,7 +61,7 @@ class Moved:
         """Point an optimizer's groups at what became of its parameters.
 
         Raises:
-            StrategyError: it has stepped them already.
+            StrategyError: it has stepped them already, or does not work with parts.
         """
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -72,6 +72,11 @@ class Moved:
                     fix = "make the optimizer before its first step, or after prepare()"
                     raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
                 group["params"][index] = now
+        divided = any(hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"])
+        reason = why_not_divided(optimizer) if divided else None
+        if reason is not None:
+            fix = "train with DDP, or with an optimizer of torch"
+            raise StrategyError(f"{type(optimizer).__name__} cannot have divided parameters", found=reason, fix=fix)
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
