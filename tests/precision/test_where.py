@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-import trainer_kit as tk
+from trainer_kit import Accelerator, Trainer  # they register the names of strategies
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.precision import BitsandbytesPrecision, MixedPrecision, TruePrecision
@@ -77,9 +77,9 @@ def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatc
 
     monkeypatch.setitem(STRATEGIES._targets, "single_device", named)
     with pytest.raises(PrecisionError, match="'nf4' does not run on deepspeed"):
-        tk.Trainer(accelerator="cpu", devices=1, precision="nf4", barebones=True)
+        Trainer(accelerator="cpu", devices=1, precision="nf4", barebones=True)
     with pytest.raises(PrecisionError, match=r"'64-true' does not run on deepspeed\n  found: .* in float32 at most"):
-        tk.Accelerator(cpu=True, mixed_precision="64-true")
+        Accelerator(cpu=True, mixed_precision="64-true")
 
 
 def test_families() -> None:
