@@ -278,3 +278,17 @@ def test_four_ranks() -> None:
 @pytest.mark.world_size(8, timeout=240)
 def test_replicas_shards_and_tensor_ranks() -> None:
     compare({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, {"sequence_parallel": True})
+    check_what_a_mesh_says_of_itself()
+
+
+def check_what_a_mesh_says_of_itself() -> None:
+    told: list[str] = []
+
+    class Told(Speaker):
+        def on_train_start(self) -> None:
+            told.append(self.trainer.strategy.describe())
+
+    strategy = MeshStrategy(dp_shard=4, tp=2)
+    train(Told(make_language(), ParallelPlan(tensor="llama")), make_texts([4] * 4), strategy=strategy, devices=8)
+    places = "the same batches on ranks 0 1, 2 3, 4 5, 6 7"
+    assert told == [f"mesh dp_shard=4 × tp=2 on cpu; {places}; this rank holds 218 of 1,672 parameters"], told

@@ -22,6 +22,7 @@ from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients
+from trainer_kit.strategies.holding import parameters_held, same_batches
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -355,7 +356,10 @@ class MeshStrategy:
         if hasattr(self, "mesh"):
             sizes = dict(zip(_AXES, self.mesh.shape, strict=True))
         axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
-        return f"mesh {axes} on {self.device.type}"
+        told = [f"mesh {axes} on {self.device.type}"]
+        told += [same_batches(self.mesh)] if hasattr(self, "mesh") else []
+        told += [parameters_held(self._module)] if self._module is not None else []
+        return "; ".join(filter(None, told))
 
 
 def _were_launched(processes: int) -> str:
