@@ -21,6 +21,7 @@ NAMES = [
     "DistributedDataParallelKwargs",
     "DistributedType",
     "Duration",
+    "FullyShardedDataParallelPlugin",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",

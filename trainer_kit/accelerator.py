@@ -27,6 +27,7 @@ from trainer_kit.raw.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -57,7 +58,6 @@ _EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" mean
 _NOT_HERE: Final = {
     "deepspeed_plugin": "DeepSpeed",
     "deepspeed_plugins": "DeepSpeed",
-    "fsdp_plugin": "FSDP",
     "megatron_lm_plugin": "Megatron-LM",
     "torch_tp_plugin": "tensor parallelism",
     "parallelism_config": "parallelism over several dimensions",
@@ -121,6 +121,7 @@ class Accelerator(Answers):
         dynamo_backend: of ``torch.compile``, for prepared models.
         dynamo_plugin: more about that.
         seed: of the order of the data; by default that of ``set_seed``, else drawn once for all processes.
+        fsdp_plugin: train under FSDP; by default what the launcher says.
         debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.
 
     Raises:
@@ -158,8 +159,7 @@ class Accelerator(Answers):
         debug: bool | None = None,
         **engines: Any,
     ) -> None:
-        _refuse(engines)
-        options = by_kind(kwargs_handlers)
+        options = {**_engine(engines), **by_kind(kwargs_handlers)}
         self.environment = Environment.detect()
         self.origins = _origins(cpu, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, debug)
         on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
@@ -244,12 +244,17 @@ def _wrapping(model: nn.Module) -> str:
     return type(model).__name__ + (f" of {type(inner).__name__}" if inner is not model else "")
 
 
-def _refuse(engines: Mapping[str, Any]) -> None:
+def _engine(engines: Mapping[str, Any]) -> dict[type, Any]:
+    """The plugin that was given, by its class."""
     for name, value in engines.items():
+        if name == "fsdp_plugin":
+            continue
         if name not in _NOT_HERE:
             raise TypeError(f"Accelerator got an unexpected argument {name!r}")
         if value is not None:
             raise ConfigurationError(f"{_NOT_HERE[name]} is not here yet", found=f"{name}={value!r}")
+    plugin = engines.get("fsdp_plugin")
+    return {} if plugin is None else {FullyShardedDataParallelPlugin: plugin}
 
 
 def _origins(
@@ -283,13 +288,14 @@ def _dynamo(backend: str | None) -> TorchDynamoPlugin:
 
 def _strategy(options: Mapping[type, Any]) -> Any:
     """What the user's options ask for; a strategy object where there are any."""
+    fsdp = options.get(FullyShardedDataParallelPlugin)
     wrapper, group = options.get(DistributedDataParallelKwargs), options.get(InitProcessGroupKwargs)
-    if (wrapper is None and group is None) or not Environment.detect().launched:
+    if (wrapper is None and group is None and fsdp is None) or not Environment.detect().launched:
         return "auto"
     from trainer_kit.core.registry import STRATEGIES
 
     chosen: dict[str, Any] = {}
-    if wrapper is not None:
+    if wrapper is not None and fsdp is None:
         for name in (
             "broadcast_buffers",
             "bucket_cap_mb",
@@ -304,6 +310,8 @@ def _strategy(options: Mapping[type, Any]) -> Any:
         chosen["process_group_backend"] = group.backend
         if group.timeout is not None:
             chosen["timeout"] = group.timeout
+    if fsdp is not None:
+        return STRATEGIES.get("fsdp")(**fsdp.arguments(), **chosen)
     return STRATEGIES.get("ddp")(**chosen)
 
 

@@ -28,6 +28,7 @@ from trainer_kit.raw.options import (
 )
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.wrapping import apply_precision, unwrap, without_exchange
+from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["Loop"]
@@ -314,14 +315,17 @@ class Loop(Gathering):
         """
         if not self.window.sync:
             return None
-        return nn.utils.clip_grad_norm_(self._ready(parameters), max_norm, norm_type)
+        ready = self._ready(parameters)
+        if self.strategy.sharded and norm_type == 2:
+            return clip_sharded_gradients(ready, max_norm, "norm")
+        return nn.utils.clip_grad_norm_(ready, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element; only at the end of a window."""
         if self.window.sync:
-            nn.utils.clip_grad_value_(self._ready(parameters), clip_value)
+            self.strategy.clip_gradients(self._ready(parameters), clip_value, "value")
 
-    def _ready(self, parameters: Any) -> list[Tensor]:
+    def _ready(self, parameters: Any) -> list[Any]:
         """Their gradients as optimizers will see them: unscaled, and weighed; those of other optimizers are left."""
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         wanted = {id(parameter) for parameter in several}

@@ -14,6 +14,7 @@ __all__ = [
     "AutocastKwargs",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -149,6 +150,71 @@ class ProjectConfiguration:
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+
+@dataclass(kw_only=True)
+class FullyShardedDataParallelPlugin:
+    """Of FSDP, for ``Accelerator(fsdp_plugin=...)``; what only FSDP1 needed is accepted, and FSDP2 does it by itself.
+
+    Attributes:
+        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2".
+        reshard_after_forward: as torch's ``fully_shard`` takes it; the word of a strategy, as version 1 has it.
+        mixed_precision_policy: torch's ``MixedPrecisionPolicy``.
+        auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or a callable.
+        cpu_offload: parts, gradients and optimizer states live in host memory.
+        ignored_modules: stay whole: modules, or a regular expression of names.
+        transformer_cls_names_to_wrap: classes of the units.
+        min_num_params: of a unit, for "size_based_wrap".
+        activation_checkpointing: units compute their activations again in backward.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Those of `FSDPStrategy`."""
+        found: dict[str, Any] = {"cpu_offload": bool(self.cpu_offload)}
+        word = self.sharding_strategy
+        if not isinstance(self.reshard_after_forward, (bool, int, type(None))):
+            word = self.reshard_after_forward
+        elif self.reshard_after_forward is not None:
+            found["reshard_after_forward"] = self.reshard_after_forward
+        if word is not None:
+            found["sharding_strategy"] = str(getattr(word, "name", word))
+        if self.activation_checkpointing:
+            found["activation_checkpointing_policy"] = True
+        if self.mixed_precision_policy is not None:
+            found["mixed_precision"] = self.mixed_precision_policy
+        if self.ignored_modules is not None:
+            found["ignored_modules"] = self.ignored_modules
+        policy = self.auto_wrap_policy
+        if callable(policy):
+            found["auto_wrap_policy"] = policy
+        elif policy is not None and str(policy).lower() == "no_wrap":
+            found["auto_wrap_policy"] = []
+        elif policy is not None and str(policy).lower() == "size_based_wrap":
+            found["auto_wrap_policy"] = self.min_num_params or 100_000_000
+        elif self.transformer_cls_names_to_wrap:
+            found["auto_wrap_policy"] = list(self.transformer_cls_names_to_wrap)
+        return found
 
 
 @dataclass

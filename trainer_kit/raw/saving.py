@@ -160,7 +160,7 @@ class Saving(Loop):
         automatic = self.project_configuration.automatic_checkpoint_naming
         path = self._next_path() if automatic or output_dir is None else output_dir
         target = _local(path)
-        weights = [dict(unwrap(model).state_dict()) for model in self._models]
+        weights = [self.strategy.module_state(unwrap(model)) for model in self._models]
         if self._before_save:
             beside = _beside(target)
             if self.is_main_process:
@@ -170,12 +170,9 @@ class Saving(Loop):
                 hook(self._models, weights, str(beside))
         state = self._collect(weights)
         problem: CheckpointError | None = None
-        if self.is_main_process:
+        if self.is_main_process or self.strategy.sharded:
             try:
-                _make_room(target)
-                info = {"step": self.step, "world_size": self.num_processes, "iteration": self.save_iteration}
-                write_checkpoint(target, state, info=info, overwrite=True)
-                self._prune(target)
+                self._write(target, state)
             except CheckpointError as error:
                 problem = error
         problem = self.world.broadcast(problem)
@@ -183,6 +180,32 @@ class Saving(Loop):
             raise problem
         self.project_configuration.iteration += 1
         return str(target)
+
+    def _write(self, target: Path, state: dict[str, Any]) -> None:
+        info = {"step": self.step, "world_size": self.num_processes, "iteration": self.save_iteration}
+        if self.is_main_process:
+            _make_room(target)
+        if not self.strategy.sharded:
+            write_checkpoint(target, state, info=info, overwrite=True)
+        else:
+            from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
+
+            self.world.barrier()  # there is room
+            write_sharded(target, state, info=info, group=self.world.apart(), overwrite=True)
+        if self.is_main_process:
+            self._prune(target)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """The state; of divided tensors this process's parts."""
+        if not self.strategy.sharded:
+            return read_checkpoint(path)
+        from trainer_kit.checkpoint.reshard import read_divided
+
+        like: dict[str, Any] = {}
+        for i, model in enumerate(self._models):
+            for name, tensor in self.strategy.module_state(unwrap(model)).items():
+                like[name] = like[f"{i}.{name}"] = tensor
+        return read_divided(path, like, group=self.world.apart())
 
     def load_state(
         self,
@@ -202,14 +225,19 @@ class Saving(Loop):
         """
         self._check(None, "load_state")
         path = self._find(input_dir)
-        state = read_checkpoint(path)
+        state = self._read(path)
         models = list(self._models)
         for hook in list(self._before_load.values()):
             hook(models, str(_beside(path)))
         self._refuse_others(path, state)
         for i, model in enumerate(self._models):
-            if any(model is left for left in models):
-                unwrap(model).load_state_dict(state["model" if i == 0 else f"model_{i}"], **load_model_func_kwargs)
+            if not any(model is left for left in models):
+                continue
+            saved, own = state["model" if i == 0 else f"model_{i}"], unwrap(model)
+            if self.strategy.sharded:
+                self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
+            else:
+                own.load_state_dict(saved, **load_model_func_kwargs)
         names = self._names()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             restore_optimizer(self.strategy, optimizer.optimizer, saved, names, self.print)
@@ -295,8 +323,9 @@ class Saving(Loop):
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model, whole, by the user's names."""
-        return dict((self.unwrap_model(model) if unwrap else model).state_dict())
+        """The weights of a prepared model, whole, by the user's names; under FSDP every process calls it."""
+        found = dict((self.unwrap_model(model) if unwrap else model).state_dict())
+        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
 
     def save_model(
         self,
@@ -313,13 +342,14 @@ class Saving(Loop):
             max_shard_size: of a file, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
+        whole = self.get_state_dict(model) if self.is_main_process or self.strategy.sharded else {}
         if self.is_main_process:
             target = _local(save_directory)
             if target.is_file():
                 raise ConfigurationError("save_model needs a directory", found=str(target))
             work = target / ".model.tmp"
             shutil.rmtree(work, ignore_errors=True)
-            weights = {name: value.detach() for name, value in self.get_state_dict(model).items()}
+            weights = {name: value.detach() for name, value in whole.items()}
             if safe_serialization:
                 export(weights, work, "huggingface", max_shard_size=max_shard_size)
             else:

@@ -76,4 +76,8 @@ def without_exchange(*models: nn.Module) -> Iterator[None]:
         for model in models:
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 stack.enter_context(model.no_sync())
+            elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+                divided: Any = model
+                divided.set_requires_gradient_sync(False)
+                stack.callback(divided.set_requires_gradient_sync, True)
         yield

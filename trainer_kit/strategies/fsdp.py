@@ -152,6 +152,9 @@ class FSDPStrategy:
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Divide; it is called as it was before."""
         self._divide(module, precision, [module])
+        if self._reshards is None:  # nobody says when an optimizer steps what was only read, and stayed gathered
+            root: Any = module
+            root.set_reshard_after_forward(True, recurse=False)
         return module
 
     def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:

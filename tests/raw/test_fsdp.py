@@ -1,0 +1,78 @@
+"""An Accelerator on FSDP: the loop of one process, its states, and its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from tests.parity.plain import doubled, make_batches, make_net, merged
+from trainer_kit.testing.conformance import assert_same, whole
+
+SAMPLES = TensorDataset(*merged(doubled(make_batches(1, size=26))))
+
+
+def loop(accelerator: tk.Accelerator, size: int) -> tuple[nn.Module, list[float]]:
+    """Two epochs by hand, with accumulation and clipping; the norms of their gradients."""
+    model = make_net().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=size))
+    norms: list[float] = []
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.1)))
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, norms
+
+
+def made(**options: Any) -> tk.Accelerator:
+    return tk.Accelerator(cpu=True, gradient_accumulation_steps=2, seed=0, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
+    accelerator = made(
+        fsdp_plugin=tk.FullyShardedDataParallelPlugin(min_num_params=10, auto_wrap_policy="size_based_wrap")
+    )
+    assert accelerator.strategy.name == "fsdp"
+    mine, norms = loop(accelerator, 3)
+    theirs, own_norms = loop(made(), 3)  # DDP
+    assert norms == pytest.approx(own_norms, rel=1e-9)
+    found = accelerator.get_state_dict(mine)
+    assert_same(found, accelerator.unwrap_model(theirs).state_dict(), 1e-9)
+    assert all(hasattr(p, "placements") for p in mine.parameters())
+
+    # A state of it, into it and into DDP; of DDP into it.
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(mine, tmp_path / "model")
+    for other in (made(fsdp_plugin=tk.FullyShardedDataParallelPlugin()), made()):
+        model = make_net(seed=3).double()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        model, optimizer, _ = other.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=3))
+        other.load_state(tmp_path / "state")
+        assert_same(whole(other.unwrap_model(model).state_dict()), found, 0.0)
+        moments = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
+        before = accelerator._optimizers[0].state[next(iter(mine.parameters()))]["exp_avg"]
+        parts = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in (moments, before)]
+        assert torch.equal(*parts)
+        other.save_state(tmp_path / other.strategy.name)
+    back = made(fsdp_plugin=tk.FullyShardedDataParallelPlugin())
+    model = make_net(seed=4).double()
+    model, _, _ = back.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(SAMPLES, batch_size=3))
+    back.load_state(tmp_path / "ddp")
+    assert_same(whole(model.state_dict()), found, 0.0)
+    alone = make_net(seed=5).double()
+    alone.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
+    assert_same(alone.state_dict(), found, 0.0)
