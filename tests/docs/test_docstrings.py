@@ -14,10 +14,18 @@ import trainer_kit
 MODULES = sorted(
     ["trainer_kit", *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit."))]
 )
+HEAVY = {f"trainer_kit.precision.{name}" for name in ("bitsandbytes", "float8", "qat")}  # import a library for seconds
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in HEAVY else ())
+        for name in MODULES
+        if not name.endswith("__main__")
+    ],
+)
 def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module(name)

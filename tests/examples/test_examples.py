@@ -74,8 +74,7 @@ def test_char_transformer_learns(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_qlora_learns() -> None:
-    pytest.importorskip("bitsandbytes")
+def test_qlora_learns(run: Run) -> None:
     said = run("qlora", "--steps", "100")
     assert number(r"a frozen weight: (\d+) bits", said) == 4
     assert number(r"tuned ([\d.]+)", said) < number(r"shouted text: ([\d.]+)", said) - 1.5

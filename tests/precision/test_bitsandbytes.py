@@ -15,7 +15,7 @@ import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision import BitsandbytesPrecision
 
-pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.slow  # importing the library takes seconds
 MODES = ["nf4", "nf4-dq", "fp4", "fp4-dq", "int8"]
 FOUR = ("nf4", "fp4")
 

@@ -19,9 +19,6 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.precision import MixedPrecision, TruePrecision
 from trainer_kit.strategies import FSDPStrategy
 
-pytest.importorskip("torchao")
-pytest.importorskip("bitsandbytes")
-
 
 class Net(tk.TrainModule):
     """A frozen layer with an adapter, layers that are trained, and a norm and a head that are exceptions."""

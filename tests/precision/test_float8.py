@@ -14,7 +14,7 @@ import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision import Float8Precision
 
-pytest.importorskip("torchao")
+pytestmark = pytest.mark.slow  # importing the library takes seconds
 
 
 class Net(tk.TrainModule):

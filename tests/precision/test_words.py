@@ -152,7 +152,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> No
     ("word", "library", "told"),
     [
         ("transformer-engine", "transformer_engine.pytorch", "pip install 'transformer-engine\\[pytorch\\]'"),
-        ("fp8", "torchao.float8", "pip install 'trainer-kit\\[torchao\\]'"),
+        ("fp8", "torchao", "pip install 'trainer-kit\\[torchao\\]'"),
         ("nf4-dq", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
         ("int8", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
     ],
@@ -160,7 +160,8 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> No
 def test_a_precision_of_a_vendor_says_what_it_needs(
     word: str, library: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
+    for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(PrecisionError, match=told):
         quiet(precision=word)
 
