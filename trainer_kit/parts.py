@@ -34,6 +34,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "fsdp_cpu_offload": {"cpu_offload": True},
     "tp": {"dp_shard": 1, "tp": -1},
     "tensor_parallel": {"dp_shard": 1, "tp": -1},
+    "pp": {"dp_shard": 1, "pp": -1},
+    "pipeline_parallel": {"dp_shard": 1, "pp": -1},
     "cp": {"dp_shard": 1, "cp": -1},
     "context_parallel": {"dp_shard": 1, "cp": -1},
 }

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
-from tests.strategies.pipelines import Stages
+from tests.strategies.pipelines import stages
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy
@@ -27,7 +27,7 @@ def four_ranks(directory: str, found: list[str]) -> None:
 
 
 def two_ranks(directory: str, found: list[str]) -> None:
-    made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": Stages}
+    made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages}
     continues(made, directory, found)
 
 

@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import trainer_kit as tk
 from tests.parity.plain import case
-from tests.strategies.pipelines import Stages, Writer, texts, words
+from tests.strategies.pipelines import Writer, stages, texts, words
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.transforms.schedules import SCHEDULES
+from trainer_kit.testing.conformance import whole
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +47,7 @@ def both(make: Any, schedule: str = "1F1B", batches: Any = None, **options: Any)
     one, mine = make(), make()
     start = {name: value.clone() for name, value in one.state_dict().items()}
     alone = train(one, "single_device", batches, **options)
-    staged = train(mine, Stages(schedule), batches, **options)
+    staged = train(mine, stages(schedule), batches, **options)
     whole, own = one.state_dict(), mine.state_dict()
     everyone = staged.strategy.world.all_gather_object(list(own))
     assert sorted(name for names in everyone for name in names) == sorted(whole)  # each on one rank
@@ -118,14 +120,14 @@ def check_evaluation() -> None:
         one, other = (trainer.predict(trainer.module, val) for trainer in (alone, staged))
     for theirs, mine in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    fresh = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True)  # without training
+    fresh = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True)  # without training
     torch.testing.assert_close(fresh.predict(Writer(), val)[0], Writer().predict_step(val[0], 0).detach())
 
 
 def check_what_a_step_draws() -> None:
     torch.manual_seed(dist.get_rank())
     module = Noisy()
-    staged = train(module, Stages(), texts((4,) * 8), max_epochs=1)
+    staged = train(module, stages(), texts((4,) * 8), max_epochs=1)
     drawn = [value for value in module.heard if isinstance(value, Tensor)]
     if staged.strategy.pipeline.last:
         assert len(drawn) == 8
@@ -167,15 +169,52 @@ def check_other_models() -> None:
 
 def check_precision() -> None:
     one, mine = Writer(words().float()), Writer(words().float())
-    for module, strategy in ((one, "single_device"), (mine, Stages())):
+    for module, strategy in ((one, "single_device"), (mine, stages())):
         train(module, strategy, texts(RAGGED), precision="bf16-mixed")
     for name, value in mine.state_dict().items():
         torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-5, atol=1e-5)
     assert not torch.is_autocast_enabled("cpu")
 
 
+def compared_on(strategy: Any, batch: int, count: int, **options: Any) -> None:
+    """Loaders that are divided over the data ranks, which are more than one."""
+    one, mine = Writer(), Writer()
+    data, val = torch.cat(texts((count,))), torch.cat(texts((8,), seed=7))
+    ranks = strategy.sizes["dp_shard"] * strategy.sizes["dp_replicate"]
+    alone = train(one, "single_device", DataLoader(data, batch * ranks), DataLoader(val, 2 * ranks), **options)
+    split = train(mine, strategy, DataLoader(data, batch), DataLoader(val, 2), **options)
+    expected = one.state_dict()
+    for name, value in whole(mine.state_dict()).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    for name, value in alone.callback_metrics.items():
+        torch.testing.assert_close(split.callback_metrics[name], value, rtol=1e-6, atol=1e-6)
+    assert split.progress.samples == alone.progress.samples
+    one_said, mine_said = (t.predict(t.module, DataLoader(val, 2)) for t in (alone, split))
+    torch.testing.assert_close(torch.cat(mine_said), torch.cat(one_said), rtol=1e-12, atol=1e-12)
+    everyone = split.strategy.world.all_gather_object(sum(value.numel() for value in local(mine)))
+    assert max(everyone) < 0.75 * sum(p.numel() for p in one.parameters())
+
+
+def local(module: nn.Module) -> list[Tensor]:
+    return [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
+
+
 @pytest.mark.world_size(4)
 def test_four_ranks() -> None:
-    for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble"):
+    for schedule in ("1F1B", "Interleaved1F1B"):
         with case(schedule=schedule):
             both(Writer, schedule, max_epochs=1)
+    clipped: dict[str, Any] = {"gradient_clip_val": 0.05}
+    for sizes, schedule, count, options in (
+        ({"dp_shard": 2}, "1F1B", 46, clipped),
+        ({"dp_replicate": 2}, "1F1B", 45, {}),  # at the end one of them has nothing
+        ({"dp_shard": 2}, "ZBVZeroBubble", 45, clipped),
+        ({"tp": 2}, "GPipe", 46, clipped),
+    ):
+        with case(sizes=sizes, schedule=schedule):
+            compared_on(stages(schedule, **sizes), 2, count, **options)
+
+
+@pytest.mark.world_size(8)
+def test_eight_ranks_along_three_axes() -> None:
+    compared_on(stages("Interleaved1F1B", dp_shard=2, tp=2), 2, 46, gradient_clip_val=0.05)

@@ -1,23 +1,17 @@
-"""A model of blocks, a module around it, and a strategy that does nothing but pipeline it."""
+"""A model of blocks, and a module around it that says how it may be split."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainer_kit as tk
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
-from trainer_kit.strategies.process_group import join_world
-from trainer_kit.strategies.single import Alone, SingleDeviceStrategy
-from trainer_kit.strategies.transforms.pipeline import Pipeline
-from trainer_kit.strategies.transforms.schedules import bubble
+from trainer_kit.strategies import MeshStrategy
 
 WORDS, LENGTH = 11, 6
 
@@ -74,7 +68,7 @@ class Writer(tk.TrainModule):
         self.heard: list[Any] = []
 
     def configure_parallel(self, mesh: Any) -> ParallelPlan | None:
-        return ParallelPlan(pipeline=self.plan)
+        return ParallelPlan(pipeline=self.plan, tensor={"net.layers.*.up": "colwise", "net.layers.*.down": "rowwise"})
 
     def loss(self, batch: Tensor) -> Tensor:
         logits = self.net(batch)["logits"]
@@ -112,60 +106,6 @@ def texts(sizes: Sequence[int], seed: int = 1) -> list[Tensor]:
     return [torch.randint(WORDS, (size, LENGTH), generator=draw) for size in sizes]
 
 
-class Stages:
-    """All ranks are stages of one model; everything else is as on one device."""
-
-    name = "stages"
-    sharded = True
-
-    def __init__(self, schedule: str = "1F1B") -> None:
-        self.alone, self.schedule, self.device = SingleDeviceStrategy("cpu"), schedule, torch.device("cpu")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["alone"], name)
-
-    def start(self) -> None:
-        self.world, self.data = join_world(self.device, None, timedelta(minutes=1)), Alone()
-        self.reports = self.world
-        if "pipeline" not in self.__dict__:
-            self.pipeline = Pipeline(dist.group.WORLD, self.world, self.device, self.schedule)  # type: ignore[arg-type]
-        self.reporter = self.pipeline.reporter
-
-    def configure(self, **facts: Any) -> str | None:
-        return bubble(facts["accumulation"], self.pipeline.count) if "accumulation" in facts else None
-
-    def load_module_state(self, module: Any, state: Any, strict: bool) -> None:
-        self.pipeline.load_state(module, state, strict)
-
-    def init_context(self) -> Any:
-        return nullcontext()
-
-    def place_module(self, module: Any, precision: Any) -> None:
-        self.pipeline.apply(module, module.configure_parallel(None), precision)
-
-    def prepare_module(self, module: Any, manual: bool, precision: Any) -> None:
-        self.place_module(module, precision)
-
-    def prepare_optimizer(self, optimizer: Any) -> None:
-        self.pipeline.prepare_optimizer(optimizer)
-
-    def bind(self, method: Any, several: bool) -> Any:
-        return self.pipeline.bind(method)
-
-    def bind_evaluation(self, method: Any) -> Any:
-        return self.pipeline.bind_evaluation(method)
-
-    def forward_backward(self, micro: Any) -> None:
-        self.pipeline.forward_backward(micro)
-
-    def clip_gradients(self, parameters: Any, value: float, algorithm: str) -> None:
-        self.pipeline.clip_gradients(parameters, value, algorithm)
-
-    def barrier(self, name: str | None = None) -> None:
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        return self.world.broadcast(value, src)
-
-    def describe(self) -> str:
-        return self.pipeline.describe()
+def stages(schedule: str = "1F1B", **sizes: int) -> MeshStrategy:
+    """All ranks that no other axis takes are stages."""
+    return MeshStrategy(**{"dp_shard": 1, "pp": -1, **sizes}, pp_schedule=schedule)  # type: ignore[arg-type]

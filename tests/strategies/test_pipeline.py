@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import trainer_kit as tk
 from tests.parity.plain import case
-from tests.strategies.pipelines import Stages, Words, Writer, texts
+from tests.strategies.pipelines import Words, Writer, stages, texts
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.transforms.split import Turn, make_stages
@@ -175,7 +175,7 @@ class Failing(Writer):
 
 
 def fit(make: Any) -> None:
-    trainer = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True, max_steps=1)
+    trainer = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)
     trainer.fit(make(), texts((4,) * 2))
 
 
@@ -206,8 +206,8 @@ def test_modules_that_have_no_place_in_a_pipeline() -> None:
         with case(module=make.__name__), pytest.raises(StrategyError, match=what):
             fit(make)
     module = Writer()
-    first = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True, max_steps=1)
+    first = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)
     first.fit(module, texts((4,) * 2))
-    second = tk.Trainer(accelerator="cpu", strategy=Stages(), devices=2, barebones=True)
+    second = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True)
     with pytest.raises(StrategyError, match="was split by another pipeline"):
         second.predict(module, texts((4,)))

@@ -158,17 +158,7 @@ class FSDPStrategy:
         return module
 
     def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:
-        # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
-        # norms would compute in them too, and on a CPU refuse to.
-        policy = self._mixed or MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
-        shard = FullyShard(
-            self._policy,
-            reshard_after_forward=self._reshards,
-            mp_policy=policy,
-            cpu_offload=self.cpu_offload,
-            ignored=self._ignored,
-            apart=_apart(module, precision, policy),
-        )
+        shard = self.sharding(module, precision)
         weights, before = InitialWeights(module, self.world), dict(module.named_parameters())
         if self._recomputes is not False:
             ActivationCheckpointing(self._policy if self._recomputes is True else self._recomputes).apply(module)
@@ -182,6 +172,33 @@ class FSDPStrategy:
             if not hasattr(parameter, "placements"):  # what is whole is averaged as a whole, after each backward
                 hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
+
+    def sharding(
+        self,
+        module: nn.Module,
+        precision: Precision,
+        whole: Sequence[nn.Module] = (),
+        reshard_after_forward: bool | None = None,
+    ) -> FullyShard:
+        """How modules are divided.
+
+        Args:
+            module: what is divided.
+            precision: in which gradients are reduced.
+            whole: modules that stay whole, where no others were named.
+            reshard_after_forward: in place of what the strategy says.
+        """
+        # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
+        # norms would compute in them too, and on a CPU refuse to.
+        policy = self._mixed or MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
+        return FullyShard(
+            self._policy,
+            reshard_after_forward=self._reshards if reshard_after_forward is None else reshard_after_forward,
+            mp_policy=policy,
+            cpu_offload=self.cpu_offload,
+            ignored=self._ignored or whole,
+            apart=_apart(module, precision, policy),
+        )
 
     def _average(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group
 
 __all__ = ["clip_gradients", "clip_sharded_gradients", "total_norm"]
 
@@ -29,13 +30,16 @@ def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: 
         raise _unknown(algorithm)
 
 
-def clip_sharded_gradients(parameters: Iterable[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+def clip_sharded_gradients(
+    parameters: Iterable[nn.Parameter], value: float, algorithm: str, stages: Group | None = None
+) -> Tensor | None:
     """Clip gradients of which this rank may hold a part, by what `clip_gradients` would do to the whole.
 
     Args:
         parameters: of any mix: in parts over one mesh or several, and whole ones that all ranks hold alike.
         value: as there.
         algorithm: as there.
+        stages: ranks with other parameters of the same model.
 
     Returns:
         The norm before, on the device; None when clipping by value.
@@ -48,6 +52,8 @@ def clip_sharded_gradients(parameters: Iterable[nn.Parameter], value: float, alg
     if algorithm != "norm":
         raise _unknown(algorithm)
     norm = total_norm(gradients)
+    if stages is not None:  # in one dtype: a stage may have no gradient
+        norm = stages.all_reduce(norm.to(torch.float64).square()).sqrt()
     factor = (value / (norm + 1e-6)).clamp(max=1.0)  # no look at whether it is needed: that would be a sync
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(_local, gradients):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -20,12 +19,14 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.strategies.axes import AXES, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.holding import parameters_held, same_batches
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.strategies.staged import Staged
 from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
@@ -36,22 +37,22 @@ from trainer_kit.strategies.state import (
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
 from trainer_kit.strategies.transforms.context import ContextParallel
+from trainer_kit.strategies.transforms.pipeline import Pipeline
+from trainer_kit.strategies.transforms.schedules import bubble, check_schedule
 from trainer_kit.strategies.transforms.tensor import TensorParallel, check_whole_parameters, complete_gradients
 from trainer_kit.strategies.transforms.units import Policy
 
 __all__ = ["MeshStrategy"]
 
-_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
-
 
 @final
 class MeshStrategy:
-    """Data, tensor and context parallel together, on one ``DeviceMesh``.
+    """Data, tensor, context and pipeline parallel together, on one ``DeviceMesh``.
 
     Each global batch is divided over ``dp_replicate × dp_shard``; the other ranks of a place there get the same batch.
-    What is applied to the module, in this order: tensor parallel by the module's plan, context parallel, activation
-    checkpointing, and last FSDP2 over the data and context axes. The module keeps its names; checkpoints load anywhere.
+    What is applied to the module, in this order: pipeline stages, tensor parallel by the module's plan, context
+    parallel, activation checkpointing, and last FSDP2 over the data and context axes. The module keeps its names;
+    checkpoints load anywhere.
 
     Args:
         device: where this rank computes; the Trainer fills it in.
@@ -59,7 +60,9 @@ class MeshStrategy:
         dp_shard: among how many ranks parameters, gradients and optimizer state are divided.
         cp: among how many ranks each sequence is divided.
         tp: among how many ranks each layer is divided.
-        pp: pipeline stages.
+        pp: among how many ranks the model's blocks are divided, as stages of a pipeline.
+        pp_schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``, ``"InterleavedZeroBubble"`` or
+            ``"ZBVZeroBubble"``; all but the first two give each rank several stages.
         plan: how the module may be split, in place of what its ``configure_parallel`` returns.
         activation_checkpointing_policy: which modules compute activations again in backward; True: repeated blocks.
         fsdp: further options of `FSDPStrategy` for the data axes.
@@ -86,6 +89,7 @@ class MeshStrategy:
         cp: int = 1,
         tp: int = 1,
         pp: int = 1,
+        pp_schedule: str = "1F1B",
         plan: ParallelPlan | None = None,
         activation_checkpointing_policy: Policy = False,
         fsdp: Mapping[str, Any] | None = None,
@@ -100,9 +104,12 @@ class MeshStrategy:
         if list(self.sizes.values()).count(-1) > 1:
             found = ", ".join(axis for axis, size in self.sizes.items() if size == -1)
             raise StrategyError("one axis at most takes what the others leave", found=f"-1 for {found}")
+        check_schedule(pp_schedule)
+        self.schedule = pp_schedule
+        self.pipeline: Pipeline | None = None
         self.plan, self._recomputes, self._fsdp = plan, activation_checkpointing_policy, dict(fsdp or {})
         self.backend, self.timeout = process_group_backend, timeout
-        self._data_axes: SingleDeviceStrategy | FSDPStrategy = SingleDeviceStrategy(self.device)
+        self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
         self._context: ContextParallel | None = None
         self._module: nn.Module | None = None
         self._moved = Moved()
@@ -121,32 +128,19 @@ class MeshStrategy:
         if hasattr(self, "mesh"):
             return
         sizes = self.places(self.world.size)
-        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=_AXES)
+        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
         self.mesh: DeviceMesh = mesh
         self.data: ProcessGroup = self._over("dp_replicate", "dp_shard")
         self.losses: ProcessGroup = self.data if sizes["cp"] == 1 else self._over("dp_replicate", "dp_shard", "cp")
         self.reports, self.reporter = self.losses, self.world.rank
+        if sizes["pp"] > 1:
+            self.pipeline = Pipeline(mesh["pp"].get_group(), self.world, self.device, self.schedule)
+            self.reports = self._over(*(axis for axis in AXES if axis != "tp" and (axis != "cp" or sizes["cp"] > 1)))
+            self.reporter, self._stages = self.pipeline.reporter, ProcessGroup(self.device, mesh["pp"].get_group())
 
     def places(self, processes: int) -> dict[str, int]:
-        """The size of each axis, with -1 filled in.
-
-        Args:
-            processes: how many there are.
-
-        Raises:
-            StrategyError: another number of places.
-        """
-        places = math.prod(size for size in self.sizes.values() if size != -1)
-        free = -1 in self.sizes.values()
-        if processes % places if free else processes != places:
-            told = " × ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1)
-            raise StrategyError(
-                f"the mesh has {places} places{' or a multiple' if free else ''} but {_were_launched(processes)}",
-                found=f"{told or '1 in every axis'} in MeshStrategy(...)",
-                fix=f"launch {places * max(1, round(processes / places)) if free else places} processes"
-                + ("" if free else ", or leave one axis at -1"),
-            )
-        return {axis: processes // places if size == -1 else size for axis, size in self.sizes.items()}
+        """The size of each axis, with -1 filled in; see `trainer_kit.strategies.axes.places`."""
+        return places(self.sizes, processes)
 
     def _over(self, *axes: str) -> ProcessGroup:
         return ProcessGroup(self.device, self.mesh[axes]._flatten("_".join(axes) + "_flat").get_group())
@@ -174,6 +168,11 @@ class MeshStrategy:
         """FSDP averages over the data and the context ranks."""
         return self.losses.size
 
+    def configure(self, **facts: Any) -> str | None:
+        """A line about windows that leave stages waiting."""
+        batches = facts.get("accumulation")
+        return None if self.pipeline is None or batches is None else bubble(batches, self.pipeline.count)
+
     def stop(self) -> None:
         """Let go of the module; it stays divided."""
         self._data_axes.stop()
@@ -187,11 +186,11 @@ class MeshStrategy:
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide; evaluation alone has no room for the whole either."""
-        self._divide(module, lambda: self._data_axes.place_module(module, precision))
+        self._divide(module, precision, lambda: self._data_axes.place_module(module, precision))
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Divide; every rank gets its part of rank 0's weights."""
-        self._divide(module, lambda: self._data_axes.prepare_module(module, manual, precision))
+        self._divide(module, precision, lambda: self._data_axes.prepare_module(module, manual, precision))
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Divide; it is called as it was before.
@@ -199,20 +198,24 @@ class MeshStrategy:
         Raises:
             StrategyError: a loop of the user's own cannot have it, for it is done around a whole step.
         """
-        if self.mesh["cp"].size() > 1 or self._plan_of(module).loss_parallel:
+        if self.pipeline is not None or self.mesh["cp"].size() > 1 or self._plan_of(module).loss_parallel:
+            sizes = f"pp={self.mesh['pp'].size()}, cp={self.mesh['cp'].size()}"
             raise StrategyError(
-                "sequences and losses are divided around whole steps, and a loop of your own has none",
-                found=f"cp={self.mesh['cp'].size()}, loss_parallel={self._plan_of(module).loss_parallel}",
-                fix="use cp=1 and loss_parallel=False, or a Trainer",
+                "stages, sequences and losses are divided around whole steps, and a loop of your own has none",
+                found=f"{sizes}, loss_parallel={self._plan_of(module).loss_parallel}",
+                fix="use pp=1, cp=1 and loss_parallel=False, or a Trainer",
             )
-        self._divide(module, lambda: self._data_axes.wrap_module(module, precision))
+        self._divide(module, precision, lambda: self._data_axes.wrap_module(module, precision))
         return module
 
-    def _divide(self, module: nn.Module, along_data: Callable[[], Any]) -> None:
+    def _divide(self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]) -> None:
         plan = self._plan_of(module)
         before = dict(module.named_parameters())
-        InitialWeights(module, self.world).hand_out(module, self.device, self.device)
-        module.to(self.device)
+        if self.pipeline is None:
+            InitialWeights(module, self.world).hand_out(module, self.device, self.device)
+            module.to(self.device)
+        else:
+            self.pipeline.apply(module, plan, precision)
         if self.mesh["tp"].size() > 1:
             TensorParallel(plan).apply(module, self.mesh["tp"])
             self._splits_loss = plan.loss_parallel
@@ -221,7 +224,11 @@ class MeshStrategy:
             self._context.apply(module, self.mesh["cp"])
         if self._recomputes is not False:
             ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
-        self._data_axes = SingleDeviceStrategy(self.device) if self.losses.size == 1 else self._fully_sharded()
+        shards = None if self.losses.size == 1 else self._fully_sharded()
+        if self.pipeline is None:
+            self._data_axes = shards or SingleDeviceStrategy(self.device)
+        else:
+            self._data_axes = Staged(self.pipeline, self.losses, shards)
         along_data()
         self._module, self._seen = module, False
         self._moved.note(before, module)
@@ -257,6 +264,8 @@ class MeshStrategy:
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Parameters that it had before they were divided become their parts."""
+        if self.pipeline is not None:
+            self.pipeline.prepare_optimizer(optimizer)
         self._moved.follow(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -311,7 +320,7 @@ class MeshStrategy:
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
         """Clip by norm or by value, over all parts."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
-        clip_sharded_gradients(parameters, value, algorithm)
+        clip_sharded_gradients(parameters, value, algorithm, None if self.pipeline is None else self._stages)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +330,10 @@ class MeshStrategy:
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Whole tensors, or parts."""
-        load_module_parts(module, state, strict)
+        if self.pipeline is None:
+            load_module_parts(module, state, strict)
+        else:
+            self.pipeline.load_state(module, state, strict)
 
     def optimizer_state(
         self, optimizer: Optimizer
@@ -340,7 +352,7 @@ class MeshStrategy:
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
-        return borrowed_buffers(module, self.world)
+        return borrowed_buffers(module, self.world if self.pipeline is None else self.losses)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank."""
@@ -354,16 +366,13 @@ class MeshStrategy:
         """One line for ``explain()``."""
         sizes = self.sizes
         if hasattr(self, "mesh"):
-            sizes = dict(zip(_AXES, self.mesh.shape, strict=True))
+            sizes = dict(zip(AXES, self.mesh.shape, strict=True))
         axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
-        told = [f"mesh {axes} on {self.device.type}"]
+        schedule = f" ({self.schedule})" if sizes["pp"] != 1 else ""
+        told = [f"mesh {axes} on {self.device.type}{schedule}"]
         told += [same_batches(self.mesh)] if hasattr(self, "mesh") else []
         told += [parameters_held(self._module)] if self._module is not None else []
         return "; ".join(filter(None, told))
-
-
-def _were_launched(processes: int) -> str:
-    return "1 process was launched" if processes == 1 else f"{processes} processes were launched"
 
 
 def _context(module: nn.Module, plan: ParallelPlan) -> ContextParallel:

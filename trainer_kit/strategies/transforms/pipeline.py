@@ -215,12 +215,13 @@ class Pipeline:
 
             return run
 
+        for start in sorted(unknown):
+            self._relay.learn(_shapes(batches[start]), *inputs[start])
         for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
             key = _shapes(batches[start])
-            if start in unknown:
-                self._relay.learn(key, *inputs[start])
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
-            self._run(key, turns)
+            with self._own_errors():
+                self._schedules.run(key, self._relay.known[key], turns)
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
@@ -269,16 +270,6 @@ class Pipeline:
                 fix="return a loss for every batch; one that is multiplied by zero adds nothing",
             )
         return loss
-
-    def _run(self, key: Any, turns: Sequence[Turn]) -> None:
-        schedule = self._schedules.get(key, len(turns), self._relay.known[key])
-        for stage in self.stages:
-            stage.turns = iter(turns)
-        numbers = torch.arange(len(turns), device=self.device)
-        with self._own_errors():
-            schedule.step(
-                *((numbers,) if self.first else ()), target=numbers if self.last else None, return_outputs=False
-            )
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:

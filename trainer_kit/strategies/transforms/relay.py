@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.strategies.transforms.split import Stage, Turn
@@ -50,6 +51,9 @@ class Relay:
             _, self.known[key] = self._pass(args, kwargs, to_end=False)
             for buffer, value in before:
                 buffer.detach().copy_(value)
+            for part in (part for stage in self.stages.values() for part in stage.modules()):
+                if isinstance(part, FSDPModule):  # what it gathered: gradients belong to the parts
+                    part.reshard()
 
     def _pass(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], to_end: bool = True

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
-from trainer_kit.strategies.transforms.split import Stage
+from trainer_kit.strategies.transforms.split import Stage, Turn
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
@@ -82,19 +82,31 @@ class Schedules:
         self.name, self.stages, self.count, self.group, self.device = name, stages, count, group, device
         self._made: dict[tuple[Any, int], Any] = {}
 
-    def get(self, key: Any, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
-        """The schedule of so many micro-batches of one shape.
+    def run(self, key: Any, shapes: Mapping[int, tuple[Tensor, ...]], turns: Sequence[Turn]) -> None:
+        """So many micro-batches of one shape; gradients are added to those that are there.
 
         Args:
             key: of the shape.
-            batches: how many.
             shapes: what the stages take and return, as `Relay` knows it.
+            turns: the micro-batches.
         """
-        found = self._made.pop((key, batches), None) or self._make(batches, shapes)
-        self._made[key, batches] = found  # the latest is at the end
+        schedule = self._made.pop((key, len(turns)), None)
+        # torch drops the gradients of what FSDP divides when a schedule runs for the first time.
+        kept = [] if schedule is not None else [(p, p.grad) for s in self.stages for p in s.parameters()]
+        schedule = schedule or self._make(len(turns), shapes)
+        self._made[key, len(turns)] = schedule  # the latest is at the end
         if len(self._made) > _KEPT:
             del self._made[next(iter(self._made))]
-        return found
+        for parameter, _ in kept:
+            parameter.grad = None
+        for stage in self.stages:
+            stage.turns = iter(turns)
+        numbers = torch.arange(len(turns), device=self.device)
+        first, last = self.stages[0].index == 0, self.stages[-1].last
+        schedule.step(*((numbers,) if first else ()), target=numbers if last else None, return_outputs=False)
+        for parameter, gradient in kept:
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
         from torch.distributed.pipelining import schedules

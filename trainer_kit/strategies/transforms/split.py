@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies.transforms.stages import Layout
 
-__all__ = ["Stage", "StandIn", "Turn", "make_stages"]
+__all__ = ["Stage", "StandIn", "Turn", "make_stages", "whole_names"]
 
 
 class _Meaningless(Tensor):
@@ -81,6 +81,17 @@ class StandIn(nn.Module):
                 self.known[key] = tree_flatten(self.twin(*args, **kwargs))
         leaves, spec = self.known[key]
         return list(leaves), spec
+
+
+def whole_names(module: nn.Module) -> list[str]:
+    """The names of all submodules, with those that only other stages hold."""
+    found = []
+    for name, part in module.named_modules():
+        if isinstance(part, StandIn):
+            found += [f"{name}.{inner}" if inner else name for inner, _ in part.twin.named_modules()]
+        elif name:
+            found.append(name)
+    return found
 
 
 def _without_storage(tensor: Tensor) -> Tensor:

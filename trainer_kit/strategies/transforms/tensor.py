@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
+from trainer_kit.strategies.transforms.split import StandIn, whole_names
 from trainer_kit.strategies.transforms.tensor_styles import find_plans, named_style, preset
 
 __all__ = ["TensorParallel", "check_whole_parameters", "complete_gradients"]
@@ -84,7 +85,8 @@ class TensorParallel:
                     "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
                 )
         plan: Mapping[str, Any] = preset(module, self.plan) if isinstance(given, str) else given
-        names = [name for name, _ in module.named_modules() if name]
+        names = whole_names(module)  # a plan also names what other stages of a pipeline hold
+        here = {name for name, part in module.named_modules() if not isinstance(part, StandIn)}
         found: dict[str, ParallelStyle] = {}
         for pattern, value in plan.items():
             style = named_style(pattern, value)
@@ -96,7 +98,7 @@ class TensorParallel:
                     found=repr(pattern),
                     fix=did_you_mean(pattern, names),
                 )
-            found.update({name: style for name in matching if style is not None})
+            found.update({name: style for name in matching if style is not None and name in here})
         return found
 
 

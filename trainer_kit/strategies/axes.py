@@ -1,0 +1,42 @@
+"""The axes of a mesh, and how many places each has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Final
+
+from trainer_kit.core.errors import StrategyError
+
+__all__ = ["AXES", "places"]
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
+
+
+def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
+    """The size of each axis, with -1 filled in.
+
+    Args:
+        sizes: by axis, as the user gave them.
+        processes: how many there are.
+
+    Raises:
+        StrategyError: another number of places.
+
+    Example:
+        >>> places({"dp_shard": -1, "tp": 2}, 8)
+        {'dp_shard': 4, 'tp': 2}
+    """
+    count = math.prod(size for size in sizes.values() if size != -1)
+    free = -1 in sizes.values()
+    if processes % count if free else processes != count:
+        told = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+        launched = "1 process was launched" if processes == 1 else f"{processes} processes were launched"
+        raise StrategyError(
+            f"the mesh has {count} places{' or a multiple' if free else ''} but {launched}",
+            found=f"{told or '1 in every axis'} in MeshStrategy(...)",
+            fix=f"launch {count * max(1, round(processes / count)) if free else count} processes"
+            + ("" if free else ", or leave one axis at -1"),
+        )
+    return {axis: processes // count if size == -1 else size for axis, size in sizes.items()}
