@@ -22,6 +22,7 @@ import trainer_kit.callbacks.model_summary
 import trainer_kit.loggers.journal
 import trainer_kit.strategies.ddp
 import trainer_kit.strategies.fsdp
+import trainer_kit.strategies.mesh
 import trainer_kit.trainer  # noqa: F401
 from trainer_kit.launch.bootstrap import _leave
 

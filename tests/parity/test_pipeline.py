@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchmetrics
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -110,7 +111,28 @@ def check_options() -> None:
         both(lambda: Writer(plan=PipelinePlan(model="net", split_points=["layers.1"])))
 
 
+class Counting(Writer):
+    """A metric object that adds up, and would show what is counted twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.trained = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        outputs = super().training_step(batch, batch_idx)
+        self.trained(len(batch))
+        self.log("trained", self.trained, on_step=False, on_epoch=True)
+        return outputs
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.seen(len(batch))
+        self.log("seen", self.seen)
+
+
 def check_evaluation() -> None:
+    counted = train(Counting(), stages(), texts(RAGGED), texts((3, 4, 2)), max_epochs=1).callback_metrics
+    assert (int(counted["seen"]), int(counted["trained"])) == (9, 43)
     val = texts((3, 4, 2), seed=7)
     alone, staged = both(Writer, val=val, max_epochs=1)
     assert "val_loss" in staged.callback_metrics
@@ -191,8 +213,9 @@ def compared_on(strategy: Any, batch: int, count: int, **options: Any) -> None:
     assert split.progress.samples == alone.progress.samples
     one_said, mine_said = (t.predict(t.module, DataLoader(val, 2)) for t in (alone, split))
     torch.testing.assert_close(torch.cat(mine_said), torch.cat(one_said), rtol=1e-12, atol=1e-12)
-    everyone = split.strategy.world.all_gather_object(sum(value.numel() for value in local(mine)))
-    assert max(everyone) < 0.75 * sum(p.numel() for p in one.parameters())
+    held, total = sum(value.numel() for value in local(mine)), sum(p.numel() for p in one.parameters())
+    everyone = split.strategy.world.all_gather_object(held)
+    assert max(everyone) < 0.75 * total
 
 
 def local(module: nn.Module) -> list[Tensor]:

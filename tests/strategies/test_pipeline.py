@@ -208,6 +208,9 @@ def test_modules_that_have_no_place_in_a_pipeline() -> None:
     module = Writer()
     first = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)
     first.fit(module, texts((4,) * 2))
+    own, whole = (sum(p.numel() for p in net.parameters()) for net in (module, Writer()))
+    assert own < whole
+    assert first.strategy.pipeline.elsewhere == whole - own
     second = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True)
     with pytest.raises(StrategyError, match="was split by another pipeline"):
         second.predict(module, texts((4,)))

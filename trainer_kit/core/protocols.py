@@ -40,6 +40,8 @@ class MicroSteps(Protocol):
     first: int
     """The first one's number in its epoch."""
     batch: Any
+    earlier: Any
+    """The last batch before those that this rank does not have."""
     outputs: Any
     contributed: bool
 

@@ -46,6 +46,7 @@ class Metrics:
         "_flushed",
         "_homeless",
         "_shown",
+        "_staged",
         "_tables",
         "absent",
         "by_batch",
@@ -74,7 +75,7 @@ class Metrics:
         self.by_batch = False
         self._flushed = -1
         self.group: Group | None = None
-        self.counts, self.shares_all = True, False
+        self.counts, self.shares_all, self._staged = True, False, False
         self.module: Any = None
         self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
         self.table = self._tables["train"]
@@ -174,6 +175,7 @@ class Metrics:
         self.group, self.module = strategy.reports, module
         self.counts = strategy.reporter == strategy.world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
+        self._staged = self.shares_all and any(row[0] for row in strategy.world.agree([not self.counts]))
 
     def enter(self, stage: str) -> None:
         """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
@@ -277,6 +279,8 @@ class Metrics:
         values = self._shown
         values.update((name, torch.tensor(value)) for name, value in self.callback.items())
         tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
+        if self._staged:  # what one stage alone knows by now would let the ranks decide differently
+            tables = []
         for entry in chain.from_iterable(table.values() for table in tables):
             if entry.recorded:
                 values.update(entry.now())
@@ -322,7 +326,7 @@ class Metrics:
         self._flushed = state.get("flushed", -1)
         if self.module is not None:
             restore_running(self.module, state.get("objects", {}))
-        for saved in state.get("running", []):
+        for saved in state.get("running", []) if self.counts else ():
             entry = Entry.of_state(saved)
             place = saved[7]["metric"] if len(saved) > 7 else None
             if place is not None:

@@ -169,6 +169,7 @@ def _computed(entry: Entry, step: bool) -> float:
         return math.nan if cached is None else float(cached)  # sync point: the flush
     if not entry.borrowed:
         return float(metric.compute())  # sync point: the flush; torchmetrics reduces over the ranks by itself
+    metric.reset()  # a stage of a pipeline may have counted what another rank reports
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was never updated
         value = float(metric.compute())  # sync point: the flush

@@ -28,9 +28,14 @@ def same_batches(mesh: DeviceMesh) -> str:
     return f"the same batches on ranks {', '.join(shown)}{more}"
 
 
-def parameters_held(module: nn.Module) -> str:
-    """How much of a module's parameters this rank holds."""
-    whole = held = 0
+def parameters_held(module: nn.Module, elsewhere: int = 0) -> str:
+    """How much of a module's parameters this rank holds.
+
+    Args:
+        module: as it is here.
+        elsewhere: parameters that only other ranks' stages have.
+    """
+    whole, held = elsewhere, 0
     for parameter in module.parameters():
         whole += parameter.numel()
         held += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()

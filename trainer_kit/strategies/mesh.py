@@ -371,7 +371,8 @@ class MeshStrategy:
         schedule = f" ({self.schedule})" if sizes["pp"] != 1 else ""
         told = [f"mesh {axes} on {self.device.type}{schedule}"]
         told += [same_batches(self.mesh)] if hasattr(self, "mesh") else []
-        told += [parameters_held(self._module)] if self._module is not None else []
+        elsewhere = 0 if self.pipeline is None else self.pipeline.elsewhere
+        told += [parameters_held(self._module, elsewhere)] if self._module is not None else []
         return "; ".join(filter(None, told))
 
 

@@ -50,6 +50,7 @@ class Pipeline:
 
     Attributes:
         stages: of this rank: what further transforms wrap.
+        elsewhere: how many parameters only other ranks' stages have.
         first, last: whether this rank has the first and the last stage.
         reporter: the rank of the world that has the last stage, and with it losses and what steps log.
     """
@@ -71,6 +72,7 @@ class Pipeline:
         self.first, self.last = 0 in self.own, self.count - 1 in self.own
         self.stages: list[Stage] = []
         self.names: list[str] = []
+        self.elsewhere = 0
         self.reporter = dist.get_global_rank(group, self.ranks[-1])
         self._source = dist.get_global_rank(group, 0)
         self._module: weakref.ref[nn.Module] | None = None
@@ -78,7 +80,6 @@ class Pipeline:
         self._takes = self._answers = False
         self._answer: Any = None
         self._evaluations = 0
-        self._earlier: Any = None
         self._relay: Relay
         self._schedules: Schedules
 
@@ -111,7 +112,9 @@ class Pipeline:
         layout = lay_out(model, plan, self.count)
         self.names = list(module.state_dict())
         weights = InitialWeights(module, self.world)
+        self.elsewhere = sum(parameter.numel() for parameter in module.parameters())
         self.stages = make_stages(model, layout, self.own, self.device)
+        self.elsewhere -= sum(parameter.numel() for parameter in module.parameters())
         weights.hand_out(module, self.device, self.device)
         module.to(self.device)
         for stage in self.stages:
@@ -191,13 +194,9 @@ class Pipeline:
             micro.begin(index)
             if micro.batch is None:  # other data ranks have more
                 absent.add(index)
-            else:
-                self._earlier = micro.batch
-            batches.append(self._earlier)
-        if self._earlier is None:
-            raise DataError(
-                "this rank has no data, and the stages of a pipeline wait for each other", fix="use smaller batches"
-            )
+            batches.append(micro.earlier if micro.batch is None else micro.batch)
+        if batches[0] is None:
+            raise DataError("no rank has a batch", fix="give the loader data")
         starts, unknown = self._agree(batches)
         inputs = [self._take(micro, batch, index) for index, batch in enumerate(batches)]
         micro.start_gradients()
