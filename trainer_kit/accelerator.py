@@ -38,6 +38,7 @@ from trainer_kit.raw.options import (
     by_kind,
 )
 from trainer_kit.raw.process import Processes
+from trainer_kit.raw.waiting import Waiting
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.window import Window
 from trainer_kit.raw.wrapping import unwrap, without_exchange
@@ -169,8 +170,8 @@ class Accelerator(Answers):
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
-        quiet = without_exchange if self.world.size > 1 and not self.accumulation.sync_each_batch else None
-        self.window = Window(self.accumulation.num_steps, self.world, self.accumulation.sync_with_dataloader, quiet)
+        self.window = _window(self.world, self.accumulation)
+        self.waiting = Waiting(self.process_index, self.num_processes, self._tell) if self.use_distributed else None
         self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
@@ -268,6 +269,11 @@ def _origins(
         "gradient_accumulation_steps": Chosen(steps_of(micro_batches), micro_batches.origin),
         "debug": Chosen(is_true(debugging.value), debugging.origin),
     }
+
+
+def _window(world: Group, accumulation: GradientAccumulationPlugin) -> Window:
+    quiet = without_exchange if world.size > 1 and not accumulation.sync_each_batch else None
+    return Window(accumulation.num_steps, world, accumulation.sync_with_dataloader, quiet)
 
 
 def _dynamo(backend: str | None) -> TorchDynamoPlugin:

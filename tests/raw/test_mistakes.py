@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import re
+import time
 
 import pytest
 import torch
@@ -206,6 +207,29 @@ def test_debug_mode_names_who_does_not_come(monkeypatch):
             problem.value.found,
         )
         assert "is_main_process" in problem.value.fix
+
+
+@pytest.mark.world_size(2)
+def test_who_waits_for_long_says_where_everybody_is(monkeypatch):
+    """The same without debug mode."""
+    monkeypatch.setenv("TRAINER_KIT_PATIENCE", "0.4")
+    accelerator = Accelerator(cpu=True)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        accelerator.wait_for_everyone()
+        for call in (accelerator.wait_for_everyone, lambda: accelerator.gather(torch.ones(1))):
+            if not accelerator.is_main_process:
+                time.sleep(1.5)
+            call()
+    lines = printed.getvalue().splitlines()
+    assert len(lines) == (2 if accelerator.is_main_process else 0), lines
+    for line in lines:
+        assert re.fullmatch(
+            r"\[process 0\] waiting for more than 0\.4 s at test_mistakes\.py:\d+ in \w+ \(process 0\); "
+            r"process 1 is at test_mistakes\.py:\d+; "
+            r"every process must make this call: is it under `if accelerator\.is_main_process`\?",
+            line,
+        ), line
 
 
 @pytest.mark.world_size(2)

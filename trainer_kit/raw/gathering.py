@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -11,9 +12,12 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.raw import collectives
 from trainer_kit.raw.meet import meet
 from trainer_kit.raw.process import Processes
+from trainer_kit.raw.waiting import Waiting
 from trainer_kit.raw.window import Window
 
 __all__ = ["Gathering"]
+
+_ALONE: Final = nullcontext()
 
 
 class Gathering(Processes):
@@ -21,22 +25,23 @@ class Gathering(Processes):
 
     window: Window
     debug: bool
+    waiting: Waiting | None
     _triggered: bool
 
     def gather(self, tensor: Any) -> Any:
         """Nested tensors of all processes one after the other, along the first dimension."""
-        self._check(tensor, "gather")
-        return collectives.gather(self.world, tensor)
+        with self._together(tensor, "gather"):
+            return collectives.gather(self.world, tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
-        self._check(tensor, "reduce")
-        return collectives.reduce(self.world, tensor, reduction, scale)
+        with self._together(tensor, "reduce"):
+            return collectives.reduce(self.world, tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Nested tensors made as long along ``dim`` as the longest of all processes."""
-        self._check(None, "pad_across_processes")
-        return collectives.pad_across_processes(self.world, tensor, dim, pad_index, pad_first)
+        with self._together(None, "pad_across_processes"):
+            return collectives.pad_across_processes(self.world, tensor, dim, pad_index, pad_first)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Results of the current batch of all processes, without those of samples that are there twice.
@@ -46,9 +51,12 @@ class Gathering(Processes):
                 gathered from each process.
             use_gather_object: also for tensors: they may then differ in shape.
         """
+        with self._together(None, "gather_for_metrics"):
+            return self._gather_for_metrics(input_data, use_gather_object)
+
+    def _gather_for_metrics(self, input_data: Any, use_gather_object: bool) -> Any:
         batches: Any = self.window.batches
         counts: list[int] | None = None if batches is None else batches.counts
-        self._check(None, "gather_for_metrics")
         if use_gather_object or not _all_tensors(input_data):
             mine = input_data
             if counts is not None and isinstance(mine, (list, tuple)) and len(mine) == batches.size:
@@ -69,9 +77,12 @@ class Gathering(Processes):
 
         return collectives.each_tensor(input_data, one)
 
-    def _check(self, data: Any, call: str) -> None:
-        if self.debug and self.use_distributed:
+    def _together(self, data: Any, call: str) -> AbstractContextManager[None]:
+        if self.waiting is None:
+            return _ALONE
+        if self.debug:
             meet(self.world, data, call)
+        return self.waiting(call)
 
     def set_trigger(self) -> None:
         """Tell every process that asks `check_trigger` next."""
@@ -79,8 +90,8 @@ class Gathering(Processes):
 
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since; every process asks at the same place."""
-        self._check(None, "check_trigger")
-        found = any(row[0] for row in self.world.agree([float(self._triggered)]))
+        with self._together(None, "check_trigger"):
+            found = any(row[0] for row in self.world.agree([float(self._triggered)]))
         if found:
             self._triggered = False
         return found

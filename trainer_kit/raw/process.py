@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -17,7 +17,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 
-__all__ = ["DistributedType", "Processes"]
+__all__ = ["DistributedType", "Processes", "made_together"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -44,6 +44,17 @@ class DistributedType(str, Enum):
 
 
 _BY_DEVICE = {"cpu": "CPU", "npu": "NPU", "xpu": "XPU", "mlu": "MLU", "hpu": "HPU"}
+
+
+def made_together(method: _F) -> _F:
+    """Decorator of what every process calls: who waits in it for long says so."""
+
+    @functools.wraps(method)
+    def call(self: Processes, *arguments: Any, **options: Any) -> Any:
+        with self._together(None, method.__name__):
+            return method(self, *arguments, **options)
+
+    return call  # type: ignore[return-value]
 
 
 class Processes(ABC):
@@ -126,11 +137,12 @@ class Processes(ABC):
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here."""
-        self._check(None, "wait_for_everyone")
-        self.world.barrier()
+        with self._together(None, "wait_for_everyone"):
+            self.world.barrier()
 
-    def _check(self, data: Any, call: str) -> None:
-        """In debug mode, ahead of a collective."""
+    def _together(self, data: Any, call: str) -> AbstractContextManager[None]:
+        """Around a call that all processes make."""
+        return nullcontext()
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print once on each machine."""

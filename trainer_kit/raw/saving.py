@@ -25,6 +25,7 @@ from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.state import optimizer_state, restore_optimizer
 from trainer_kit.raw.loop import Loop
 from trainer_kit.raw.options import ProjectConfiguration
+from trainer_kit.raw.process import made_together
 from trainer_kit.raw.wrapping import unwrap
 
 __all__ = ["Saving"]
@@ -127,6 +128,7 @@ class Saving(Loop):
 
     # -- states ----------------------------------------------------------------------------------------------------
 
+    @made_together
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -151,7 +153,6 @@ class Saving(Loop):
         """
         if not safe_serialization:
             raise ConfigurationError("states are saved without pickle", found="safe_serialization=False")
-        self._check(None, "save_state")
         if not self.window.sync:
             self.print(
                 "save_state inside an accumulation window: the gradients so far are not saved; "
@@ -207,6 +208,7 @@ class Saving(Loop):
                 like[name] = like[f"{i}.{name}"] = tensor
         return read_divided(path, like, group=self.world.apart())
 
+    @made_together
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
@@ -223,7 +225,6 @@ class Saving(Loop):
         Raises:
             CheckpointError: there is none, it is damaged, or does not fit what was prepared.
         """
-        self._check(None, "load_state")
         path = self._find(input_dir)
         state = self._read(path)
         models = list(self._models)
