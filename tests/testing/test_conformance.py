@@ -1,0 +1,38 @@
+"""`check_strategy` passes who trains as one process does, and names the check that somebody else fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer_kit.strategies import DDPStrategy
+from trainer_kit.testing import check_strategy
+from trainer_kit.testing.conformance import CHECKS
+
+
+class Doubles:
+    """Somebody's own strategy, which is wrong about what its engine divides by."""
+
+    def __init__(self) -> None:
+        self.inner = DDPStrategy()
+
+    @property
+    def gradient_divisor(self) -> int:
+        return 2 * self.inner.gradient_divisor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+@pytest.mark.slow
+def test_a_wrong_strategy_is_found_out() -> None:
+    with pytest.raises(AssertionError, match="not close") as caught:
+        check_strategy(Doubles, only=["frozen_parts"])
+    assert any("check: frozen_parts" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.slow
+def test_every_check_passes_ddp() -> None:
+    check_strategy(DDPStrategy)
+    assert len(CHECKS) >= 9
