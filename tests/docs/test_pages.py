@@ -33,11 +33,12 @@ def scripts(text: str) -> list[tuple[int, str]]:
     return found
 
 
+LONG = ("check_strategy(", '"nf4"', "Float8Precision(")  # several ranks, or a vendor's library to import
 CASES = [
     pytest.param(
         source,
         id=f"{page.relative_to(ROOT).as_posix()}:{line}",
-        marks=[pytest.mark.slow] if "check_strategy(" in source else [],
+        marks=[pytest.mark.slow] if any(word in source for word in LONG) else [],
     )
     for page in PAGES
     for line, source in scripts(page.read_text(encoding="utf-8"))
