@@ -38,8 +38,10 @@ def check(strategies: list[str], alone: dict[str, float], root: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "strategies"),
     [
-        (2, ["ddp", "fsdp", "hsdp", "tp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]),
+        (2, ["ddp", "fsdp", "hsdp", "tp", "pp"]),
+        (2, ["deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]),
         (4, ["fsdp_tp"]),
+        (8, ["3d"]),
     ],
 )
 def test_every_engine_has_the_same_losses(ranks: int, strategies: list[str], tmp_path: Path) -> None:
