@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import trainer_kit as tk
 from trainer_kit.callbacks import ModelSummary
 from trainer_kit.callbacks.model_summary import summarize
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.testing import TinyModule
 
 
 class Net(nn.Module):
@@ -180,6 +182,16 @@ def test_the_callback(make_trainer, capsys):
     for callback, rank in ((ModelSummary(), 1), (ModelSummary(max_depth=0), 0)):
         make_trainer(callback, module=net, rank=rank).begin()
     assert capsys.readouterr() == ("", "")
+
+
+def test_it_says_what_a_rank_holds_and_sends(capsys):
+    module = TinyModule()
+    trainer = tk.Trainer(accelerator="cpu", max_steps=1, barebones=True, callbacks=ModelSummary())
+    trainer.fit(module, [torch.zeros(4, 32)])
+    size = sum(4 * parameter.numel() for parameter in module.parameters())
+    told = capsys.readouterr().err
+    assert f"a rank holds {size} B of parameters, {size} B of gradients, 0 B of optimizer state" in told
+    assert "one process holds everything" in told
 
 
 def test_a_sharded_module_is_not_run():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+import trainer_kit as tk
 from trainer_kit import Callback, DataModule, Trainer, TrainModule
 from trainer_kit.callbacks import GradientAccumulation
 from trainer_kit.core.errors import ConfigurationError
@@ -153,6 +154,17 @@ def test_it_says_how_gradients_are_clipped_and_who_steps():
     module = Net()
     module.automatic_optimization = False
     assert trainer().explain(module, loader()).count("manual") == 2
+
+
+def test_it_says_what_a_rank_holds_and_sends():
+    module = Net()
+    text = trainer(devices=2, accumulate_grad_batches=4).explain(module, loader())
+    assert "a rank holds 8 B of parameters, 8 B of gradients, 0 B of optimizer state" in text
+    assert "a step sends gradients: all-reduce over 2 ranks: 8 B" in text
+    text = trainer(devices=2, strategy="fsdp", accumulate_grad_batches=4).explain(module, loader())
+    assert "all-gather over 2 ranks for forward, 4 times" in text
+    built = type("Built", (Net,), {"__init__": lambda self: tk.TrainModule.__init__(self)})()
+    assert "known when configure_model has built" in trainer().explain(built, loader())
 
 
 def test_a_datamodule_is_set_up_first():

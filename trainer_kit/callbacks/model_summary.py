@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import TrainerLike
@@ -131,7 +132,11 @@ class ModelSummary(Callback):
             context = plugin.forward_context() if plugin is not None else None
             convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
             table = summarize(module, self.max_depth, context=context, convert=convert)
-            sys.stderr.write(f"{table}\n")
+            lines = [str(table)]
+            if hasattr(trainer.strategy, "costs"):
+                costs = trainer.strategy.costs(module, plugin, trainer.world_size)
+                lines += cost_lines(costs, trainer.optimizers)
+            sys.stderr.write("\n".join([*lines, ""]))
 
 
 def summarize(

@@ -108,6 +108,8 @@ class Strategy(Protocol):
     Optional, called where it exists: ``configure(**facts)``, for an engine with a configuration of its own: what the
     run says about it (``precision`` before the module is built; ``batch_size``, ``accumulation`` and ``clip`` before
     it is prepared), to fill it in and to refuse what contradicts it. It may return a line for the user.
+    ``costs(module, precision, ranks) -> Costs`` for ``explain()`` and the summary: what this rank holds of a module and
+    sends in a step, before the module is prepared and after; ``ranks``: of the world, which may not be there yet.
     """
 
     name: str

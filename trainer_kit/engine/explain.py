@@ -6,12 +6,14 @@ from typing import Any
 
 from lightning_utilities.core.overrides import is_overridden
 
+from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.compose import check_module
 from trainer_kit.engine.loaders import find_loaders, training_feed
+from trainer_kit.engine.optimize import configure_optimizers
 
 __all__ = ["explain", "show_results"]
 
@@ -92,6 +94,7 @@ def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
         found = find_loaders("fit", loaders, module, datamodule)
         if found is not None:
             lines += _data_lines(trainer, found, size)
+        lines += _cost_lines(trainer, module, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
         lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
@@ -136,13 +139,31 @@ class _Ranks:
 
 
 def _data_lines(trainer: Any, loaders: Any, size: int) -> list[str]:
-    counting = trainer.first_callback("get_accumulate_grad_batches")
-    window = 1 if counting is None else counting.get_accumulate_grad_batches(0)
+    window = _window(trainer)
     feed, limit = training_feed(loaders, trainer.settings, _Ranks(size), trainer.data_seed, window)  # type: ignore[arg-type]
     per_rank = feed.per_rank_batch_size
     known = "unknown" if per_rank is None else f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
     steps = "unknown" if limit is None else f"{-(-limit // window)} ({limit} batches in windows of {window})"
     return [f"data         {feed.describe()}", f"batch        {known}", f"steps/epoch  {steps}"]
+
+
+def _window(trainer: Any) -> int:
+    """Micro-batches of the first optimizer step."""
+    counting = trainer.first_callback("get_accumulate_grad_batches")
+    return 1 if counting is None else int(counting.get_accumulate_grad_batches(0))
+
+
+def _cost_lines(trainer: Any, module: Any, size: int) -> list[str]:
+    """What a rank holds and sends: of the module as it is now, divided by an earlier fit or not."""
+    if not hasattr(trainer.strategy, "costs"):
+        return []
+    if next(module.parameters(), None) is None:
+        return ["layout       known when configure_model has built the layers"]
+    costs = trainer.strategy.costs(module, trainer.precision_plugin, size)
+    optimizers = trainer.optimizers if trainer.module is module else None
+    if not optimizers and is_overridden("configure_optimizers", module, TrainModule):
+        optimizers = configure_optimizers(module).optimizers
+    return cost_lines(costs, optimizers, _window(trainer))
 
 
 def _facts(trainer: Any, module: Any) -> dict[str, str]:

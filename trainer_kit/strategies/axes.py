@@ -8,7 +8,7 @@ from typing import Final
 
 from trainer_kit.core.errors import StrategyError
 
-__all__ = ["AXES", "places"]
+__all__ = ["AXES", "axes_in_words", "places"]
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
@@ -40,3 +40,13 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
             + ("" if free else ", or leave one axis at -1"),
         )
     return {axis: processes // count if size == -1 else size for axis, size in sizes.items()}
+
+
+def axes_in_words(sizes: Mapping[str, int]) -> str:
+    """The axes that have more than one place.
+
+    Example:
+        >>> axes_in_words({"dp_shard": 2, "cp": 1, "tp": 2})
+        'dp_shard=2 × tp=2'
+    """
+    return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"

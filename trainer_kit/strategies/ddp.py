@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -265,6 +267,20 @@ class DDPStrategy:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """A value of rank ``src`` for everyone."""
         return self.world.broadcast(value, src)
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """Whole copies; one all-reduce of all gradients a step, in the dtype of the communication hook."""
+        trained = [p for p in module.parameters() if p.requires_grad]
+        what = f"gradients: all-reduce over {ranks} ranks"
+        if self.comm_hook is None:
+            sent = [Exchange(what=what, sent=ring(2, ranks, part_bytes(trained)))]
+        elif self.comm_hook in ("fp16", "bf16"):
+            sent = [Exchange(what=what, sent=ring(2, ranks, 2 * sum(p.numel() for p in trained)))]
+        else:
+            sent = [Exchange(what=f"gradients: as the communication hook does over {ranks} ranks", sent=None)]
+        if self.wrapper_options["broadcast_buffers"] and ranks > 1:
+            sent.append(Exchange(what="buffers: broadcast from rank 0", sent=part_bytes(module.buffers())))
+        return held_whole(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

@@ -16,11 +16,13 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed_costs import deepspeed_costs
 from trainer_kit.strategies.deepspeed_gradients import begin_window, finish_window
 from trainer_kit.strategies.deepspeed_library import deepspeed_of, dividing, local_rank, quiet, release
 from trainer_kit.strategies.deepspeed_state import (
@@ -339,6 +341,10 @@ class DeepSpeedStrategy:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """A value of rank ``src`` for everyone."""
         return self.world.broadcast(value, src)
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """By the stage."""
+        return deepspeed_costs(self.stage, module, ranks, precision.name)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
@@ -27,8 +28,8 @@ from trainer_kit.strategies.state import (
     optimizer_state,
 )
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
-from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_units
-from trainer_kit.strategies.transforms.units import Policy
+from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
+from trainer_kit.strategies.transforms.units import Policy, outer_modules
 
 __all__ = ["FSDPStrategy"]
 
@@ -112,10 +113,7 @@ class FSDPStrategy:
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
-        shape = self._mesh_shape
-        if shape is None:
-            inside = Environment.detect().local_world_size if self.hybrid else self.world.size
-            shape = (self.world.size // inside, inside) if self.hybrid else (inside,)
+        shape = self._shape(self.world.size)
         if not isinstance(shape, DeviceMesh):
             if torch.Size(shape).numel() != self.world.size:
                 found = f"device_mesh={shape} and {self.world.size} processes"
@@ -123,6 +121,14 @@ class FSDPStrategy:
             names = ("replicate", "shard")[-len(shape) :]
             shape = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=names)
         self.mesh: DeviceMesh = shape
+
+    def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:
+        """Of the mesh; (replicas, shards) where there are two axes."""
+        if self._mesh_shape is not None or not self.hybrid:
+            return self._mesh_shape or (ranks,)
+        here = Environment.detect()
+        inside = here.local_world_size if here.launched else ranks
+        return (ranks // inside, inside)
 
     def stop(self) -> None:
         """Let go of the module; it stays divided."""
@@ -137,7 +143,9 @@ class FSDPStrategy:
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide; evaluation alone has no room for whole weights either."""
         self.stop()
-        self._divide(module, precision, [module] if getattr(module, "automatic_optimization", True) else _roots(module))
+        self._divide(
+            module, precision, [module] if getattr(module, "automatic_optimization", True) else outer_modules(module)
+        )
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Divide; every rank gets its part of rank 0's weights.
@@ -147,7 +155,7 @@ class FSDPStrategy:
         """
         self.stop()
         self._every_backward = manual
-        self._divide(module, precision, _roots(module) if manual else [module])
+        self._divide(module, precision, outer_modules(module) if manual else [module])
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Divide; it is called as it was before."""
@@ -305,6 +313,16 @@ class FSDPStrategy:
         """A value of rank ``src`` for everyone."""
         return self.world.broadcast(value, src)
 
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """A part of everything; parameters are gathered in a forward and again for its backward, gradients reduced."""
+        shape = getattr(self, "mesh", None) or self._shape(ranks)
+        rank = shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
+        sizes = tuple(shape.shape) if isinstance(shape, DeviceMesh) else shape
+        automatic = getattr(module, "automatic_optimization", True)
+        roots = [module] if automatic else outer_modules(module)
+        each_backward = self._every_backward or not automatic
+        return sharded_costs(self.sharding(module, precision), module, roots, sizes, rank, each_backward)
+
     def describe(self) -> str:
         """One line for ``explain()``."""
         kind = "hybrid FSDP" if self.hybrid else "FSDP"
@@ -324,27 +342,6 @@ def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")
     return bound
-
-
-def _roots(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that have a forward; parameters outside of them stay whole."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _roots(child)
-        elif next(child.parameters(), None) is not None:
-            found.append(child)
-    owners: dict[int, nn.Module] = {}
-    for root in found:
-        for parameter in root.parameters():
-            other = owners.setdefault(id(parameter), root)
-            if other is not root:
-                raise StrategyError(
-                    "in manual optimization two parts of the module share a parameter, and each is divided by itself",
-                    found=f"{type(other).__name__} and {type(root).__name__}",
-                    fix="use automatic optimization, or DDPStrategy",
-                )
-    return found
 
 
 @final

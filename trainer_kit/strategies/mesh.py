@@ -15,15 +15,17 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.strategies.axes import AXES, places
+from trainer_kit.strategies.axes import AXES, axes_in_words, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.holding import parameters_held, same_batches
 from trainer_kit.strategies.initial import InitialWeights, built_once
+from trainer_kit.strategies.mesh_costs import mesh_costs
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
@@ -36,7 +38,7 @@ from trainer_kit.strategies.state import (
 )
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
-from trainer_kit.strategies.transforms.context import ContextParallel
+from trainer_kit.strategies.transforms.context import ContextParallel, context_parallel
 from trainer_kit.strategies.transforms.pipeline import Pipeline
 from trainer_kit.strategies.transforms.schedules import bubble, check_schedule
 from trainer_kit.strategies.transforms.tensor import TensorParallel, check_whole_parameters, complete_gradients
@@ -220,7 +222,7 @@ class MeshStrategy:
             TensorParallel(plan).apply(module, self.mesh["tp"])
             self._splits_loss = plan.loss_parallel
         if self.mesh["cp"].size() > 1:
-            self._context = _context(module, plan)
+            self._context = context_parallel(module, plan)
             self._context.apply(module, self.mesh["cp"])
         if self._recomputes is not False:
             ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
@@ -362,29 +364,22 @@ class MeshStrategy:
         """A value of rank ``src`` for everyone."""
         return self.world.broadcast(value, src)
 
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """As the data axes have it, of what the others leave; layers are divided by the plan when a verb begins."""
+        mesh = self._data_mesh if hasattr(self, "mesh") else None
+        return mesh_costs(self.places(ranks), mesh, self._fsdp, module, precision)
+
     def describe(self) -> str:
         """One line for ``explain()``."""
         sizes = self.sizes
         if hasattr(self, "mesh"):
             sizes = dict(zip(AXES, self.mesh.shape, strict=True))
-        axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
         schedule = f" ({self.schedule})" if sizes["pp"] != 1 else ""
-        told = [f"mesh {axes} on {self.device.type}{schedule}"]
+        told = [f"mesh {axes_in_words(sizes)} on {self.device.type}{schedule}"]
         told += [same_batches(self.mesh)] if hasattr(self, "mesh") else []
         elsewhere = 0 if self.pipeline is None else self.pipeline.elsewhere
         told += [parameters_held(self._module, elsewhere)] if self._module is not None else []
         return "; ".join(filter(None, told))
-
-
-def _context(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
-    if plan.context is None:
-        raise StrategyError(
-            f"{type(module).__name__} does not say where the sequence is in a batch",
-            found="no ParallelPlan(context=...)",
-            fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
-            "MeshStrategy(cp=..., plan=...)",
-        )
-    return ContextParallel(plan.context)
 
 
 def _whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
 
@@ -168,6 +170,10 @@ class SingleDeviceStrategy:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """The value itself."""
         return value
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """Everything, and nothing to send."""
+        return held_whole(module, "one process holds everything")
 
     def describe(self) -> str:
         """One line for ``explain()``."""

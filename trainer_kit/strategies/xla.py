@@ -11,8 +11,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
+from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
@@ -253,6 +255,19 @@ class XLAStrategy:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """A value of process ``src`` for everyone."""
         return self.world.broadcast(value, src)
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """Of a process; what devices of one process send each other is the compiler's choice."""
+        if self._mesh is not None:
+            return held_whole(
+                module,
+                f"one process for {self._mesh.size()} devices, over all of them; parameters "
+                + ("in parts" if self.shard_parameters else "whole on each"),
+                [Exchange(what="what the compiler puts between the devices", sent=None)],
+            )
+        size = part_bytes(p for p in module.parameters() if p.requires_grad)
+        sent = [Exchange(what=f"gradients: all-reduce over {ranks} processes", sent=ring(2, ranks, size))]
+        return held_whole(module, f"{ranks} processes, each with everything", sent)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

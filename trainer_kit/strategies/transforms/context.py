@@ -15,9 +15,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.parallel import ContextPlan
+from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 
-__all__ = ["ContextParallel"]
+__all__ = ["ContextParallel", "context_parallel"]
 
 _TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
@@ -210,3 +210,15 @@ class _Watch(TorchFunctionMode):
             self._ours += 1  # each of ours calls torch's once
             self.missed = self.missed or self._ours > self.context._seen
         return func(*args, **(kwargs or {}))
+
+
+def context_parallel(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
+    """The transform that a module's plan asks for."""
+    if plan.context is None:
+        raise StrategyError(
+            f"{type(module).__name__} does not say where the sequence is in a batch",
+            found="no ParallelPlan(context=...)",
+            fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
+            "MeshStrategy(cp=..., plan=...)",
+        )
+    return ContextParallel(plan.context)

@@ -12,7 +12,7 @@ from torch import nn
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
 
-__all__ = ["Policy", "units"]
+__all__ = ["Policy", "outer_modules", "units"]
 
 Policy = int | str | type | Collection[str | type] | Callable[..., bool] | None
 """A number of parameters, classes or their names, a callable, or None; see `units`."""
@@ -100,3 +100,24 @@ def _by_class(module: nn.Module, wanted: list[Any]) -> dict[str, nn.Module]:
             )
         picked |= mine
     return dict(_inner_first(module, picked))
+
+
+def outer_modules(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that have a forward; parameters outside of them stay whole."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, _CONTAINERS):
+            found += outer_modules(child)
+        elif next(child.parameters(), None) is not None:
+            found.append(child)
+    owners: dict[int, nn.Module] = {}
+    for root in found:
+        for parameter in root.parameters():
+            other = owners.setdefault(id(parameter), root)
+            if other is not root:
+                raise StrategyError(
+                    "in manual optimization two parts of the module share a parameter, and each is divided by itself",
+                    found=f"{type(other).__name__} and {type(root).__name__}",
+                    fix="use automatic optimization, or DDPStrategy",
+                )
+    return found

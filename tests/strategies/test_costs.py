@@ -1,0 +1,188 @@
+"""What strategies say that a rank holds and sends, next to what ranks hold once they have trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer_kit as tk
+from trainer_kit.core.costs import Costs, cost_lines, optimizer_bytes, part_bytes
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
+from trainer_kit.testing import run_distributed
+
+
+class Odd(tk.TrainModule):
+    """Sizes that two do not divide, a batch norm, and a layer that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 5)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)) for _ in range(3)
+        )
+        self.head = nn.Linear(5, 9)
+        self.embed.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch)
+        for block in self.blocks:
+            x = x + block(x)
+        return nn.functional.cross_entropy(self.head(x), batch)
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01)
+
+    def configure_parallel(self, mesh: Any) -> tk.ParallelPlan:
+        return tk.ParallelPlan(tensor={"blocks.*.0": "colwise_rep"})
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients = part_bytes(p.grad for p in self.parameters() if p.grad is not None)
+
+
+BATCHES = [torch.arange(8)] * 4
+PLAIN = torch.Size([9 * 5 + 3 * (5 * 8 + 8 + 8 + 8 + 8 * 5 + 5) + 5 * 9 + 9]).numel()
+
+
+def trainer(strategy: Any, **options: Any) -> tk.Trainer:
+    return tk.Trainer(**{
+        "accelerator": "cpu", "devices": 2, "strategy": strategy, "max_steps": 1, "barebones": True, **options
+    })  # fmt: skip
+
+
+def costs_of(made: tk.Trainer, module: nn.Module) -> Costs:
+    costs: Costs = made.strategy.costs(module, made.precision_plugin, 2)
+    return costs
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(part_bytes(v for v in own.values() if isinstance(v, Tensor)) for own in optimizer.state.values())
+
+
+def check_what_ranks_hold() -> None:
+    for strategy in ("ddp", "fsdp", "fsdp_shard_grad_op", "hsdp", *(f"deepspeed_stage_{stage}" for stage in range(4))):
+        torch.manual_seed(0)
+        module, made = Odd(), trainer(strategy)
+        made.strategy.start()
+        told = costs_of(made, module)
+        state = optimizer_bytes([module.configure_optimizers()], told)
+        made.fit(module, BATCHES)
+        assert state == state_bytes(made.optimizers[0]), strategy
+        if strategy == "deepspeed_stage_3":
+            assert told.parameters == sum(p.ds_tensor.numel() * 4 for p in module.parameters())
+        else:
+            assert told.parameters == part_bytes(module.parameters()), strategy
+        if not strategy.startswith("deepspeed"):  # there they are the engine's
+            assert told.gradients == module.gradients, strategy
+        else:
+            assert told.masters == sum(4 * x.numel() for x in {id(x): x for x in masters(made.strategy)}.values())
+        # Once more, of what is divided by now.
+        again = costs_of(made, module)
+        assert (again.parameters, again.gradients, again.masters) == (told.parameters, told.gradients, told.masters)
+        assert again.exchanges == told.exchanges, strategy
+        assert optimizer_bytes(made.optimizers, again) == state
+
+
+def masters(strategy: Any) -> list[Tensor]:
+    return [piece.master for piece in strategy._pieces.values()]
+
+
+def check_tensor_ranks() -> None:
+    module = Odd()
+    made = trainer(MeshStrategy(dp_shard=1, tp=2))
+    before = costs_of(made, module)
+    assert before.parameters is None
+    assert "tensor ranks" in before.layout
+    made.fit(module, BATCHES)
+    told = costs_of(made, module)
+    assert told.parameters == part_bytes(module.parameters()) < PLAIN * 4
+    assert told.gradients == module.gradients
+    assert optimizer_bytes(made.optimizers, told) == state_bytes(made.optimizers[0])
+    assert [exchange.sent for exchange in told.exchanges] == [None]
+
+
+class Blocks(tk.TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def check_stages() -> None:
+    module, made = Blocks(), trainer(MeshStrategy(dp_shard=1, pp=2), accumulate_grad_batches=2)
+    assert costs_of(made, module).parameters is None
+    made.fit(module, [torch.ones(4, 6)] * 4)
+    told = costs_of(made, module)
+    assert told.parameters == part_bytes(module.parameters()) in (42 * 4, 84 * 4)  # one block or two
+    assert "pipeline ranks" in told.layout
+    assert [exchange.what.split()[0] for exchange in told.exchanges] == ["activations"]
+
+
+def check_model_axes() -> None:
+    check_tensor_ranks()
+    check_stages()
+
+
+@pytest.mark.slow
+def test_what_is_said_is_what_ranks_hold() -> None:
+    run_distributed(check_what_ranks_hold, 2, timeout=110)
+
+
+@pytest.mark.slow
+def test_tensor_ranks_hold_their_parts_and_pipeline_ranks_their_stages() -> None:
+    run_distributed(check_model_axes, 2)
+
+
+def sent(strategy: Any, ranks: int, module: nn.Module, **options: Any) -> dict[str, int | None]:
+    precision = tk.Trainer(accelerator="cpu", barebones=True, max_steps=1, **options).precision_plugin
+    costs = strategy.costs(module, precision, ranks)
+    return {exchange.what.partition(" over")[0]: exchange.sent for exchange in costs.exchanges}
+
+
+def test_bytes_that_a_step_sends() -> None:
+    blocks = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Flatten())
+    module = nn.Sequential(nn.Linear(16, 16, bias=False), blocks)
+    block = 16 * 16 * 4
+    assert sent(DDPStrategy(), 4, module) == {"gradients: all-reduce": 2 * 3 * 3 * block // 4}
+    assert sent(DDPStrategy(ddp_comm_hook="bf16"), 4, module) == {"gradients: all-reduce": 3 * 3 * block // 4}
+    assert sent(DDPStrategy(ddp_comm_hook="powersgd"), 4, module) == {"gradients: as the communication hook does": None}
+    third = 3 * block // 4
+    assert sent(FSDPStrategy(), 4, module) == {
+        "parameters: all-gather": 2 * third,  # for backward: not what the root gathers
+        "gradients: reduce-scatter": 3 * third,
+    }
+    assert sent(FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), 4, module)["parameters: all-gather"] == 3 * third
+    hybrid = sent(FSDPStrategy(device_mesh=(2, 4)), 8, module)
+    assert hybrid["their parts: all-reduce"] == 3 * block // 4
+    assert sent(FSDPStrategy(), 4, module, precision="bf16-mixed") == sent(FSDPStrategy(), 4, module)
+    assert sent(MeshStrategy(dp_shard=4), 4, module) == sent(FSDPStrategy(), 4, module)
+    assert sent(DDPStrategy(), 1, module) == {}
+
+
+def test_lines_of_a_window() -> None:
+    module = nn.Linear(16, 16, bias=False)
+    costs = FSDPStrategy().costs(module, tk.Trainer(barebones=True, max_steps=1).precision_plugin, 2)
+    shown = cost_lines(costs, [torch.optim.SGD(module.parameters(), lr=1.0)], window=3)
+    assert shown[1] == "a rank holds 512 B of parameters, 512 B of gradients, 0 B of optimizer state"
+    assert shown[2] == "a step sends parameters: all-gather over 2 ranks for forward, 3 times: 1.54 kB"
+    assert shown[3] == "             gradients: reduce-scatter over 2 ranks: 512 B"
+    assert "forward (each micro-batch): 512 B" in cost_lines(costs, None)[2]
+    assert "an unknown number of optimizer state" in cost_lines(costs, None)[1]
+
+
+def test_an_optimizer_that_looks_at_values_says_nothing_beforehand() -> None:
+    layer = nn.Linear(4, 4)
+    alone = Costs(layout="", parameters=0, gradients=0, stepped=list)
+    optimizers = [torch.optim.Adafactor(layer.parameters()), torch.optim.LBFGS(layer.parameters())]
+    assert [optimizer_bytes([optimizer], alone) for optimizer in optimizers] == [None, None]
+    layer(torch.ones(4)).sum().backward()
+    optimizers[0].step()
+    assert optimizer_bytes(optimizers[:1], alone) == state_bytes(optimizers[0]) > 0

@@ -1,0 +1,167 @@
+"""What a rank holds for training, and what it sends in a step: strategies say it, `explain` and the summary show it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["Costs", "Exchange", "cost_lines", "in_words", "optimizer_bytes", "part_bytes"]
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One kind of communication in a training step.
+
+    Attributes:
+        what: what is exchanged, by which operation, among how many ranks.
+        sent: bytes that a rank sends in it where rings are used; None: it depends on the shapes of a batch.
+        each_batch: whether that is for every micro-batch, not once an optimizer step.
+    """
+
+    what: str
+    sent: int | None
+    each_batch: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a strategy says of a module.
+
+    Attributes:
+        layout: the axes among which the work is divided, and who holds what.
+        parameters: bytes on this rank; None: known only once the module is divided.
+        gradients: bytes on this rank when an optimizer steps.
+        stepped: from the parameters of an optimizer's group to what is stepped in their place on this rank; shapes
+            and dtypes count, so tensors of the meta device do.
+        masters: bytes of copies of the parameters in full precision that an engine keeps beside them.
+        exchanges: the communication of a step.
+    """
+
+    layout: str
+    parameters: int | None
+    gradients: int | None
+    stepped: Callable[[Sequence[nn.Parameter]], Sequence[Tensor]]
+    masters: int = 0
+    exchanges: Sequence[Exchange] = ()
+
+
+def part_bytes(tensors: Iterable[Any]) -> int:
+    """What this rank holds of tensors, in bytes; each is whole or a ``DTensor``.
+
+    Example:
+        >>> part_bytes([torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)])
+        52
+    """
+    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None:
+    """The state that optimizers have on this rank, or will have after their first step; None where nobody can say.
+
+    One that has not stepped yet tries a step on tensors without storage.
+
+    Example:
+        >>> layer = nn.Linear(3, 4)
+        >>> alone = Costs(layout="", parameters=64, gradients=64, stepped=list)
+        >>> optimizer_bytes([torch.optim.AdamW(layer.parameters())], alone)  # two moments, and the step of each tensor
+        136
+    """
+    found = 0
+    for optimizer in optimizers:
+        states: Any = optimizer.state.values() or _tried(optimizer, costs)
+        if states is None:
+            return None
+        found += sum(part_bytes(v for v in state.values() if isinstance(v, Tensor)) for state in states)
+    return found
+
+
+def _tried(optimizer: Optimizer, costs: Costs) -> Iterable[Any] | None:
+    kind, made = type(optimizer), []
+    for group in optimizer.param_groups:
+        seen: dict[Any, Any] = {}
+        for like in costs.stepped(group["params"]):
+            if not like.requires_grad:
+                continue
+            key = like.shape, like.dtype
+            if key not in seen:
+                seen[key] = _state_of(kind, optimizer, group, like)
+            if seen[key] is None:
+                return None
+            made.append(seen[key])
+    return made
+
+
+def _state_of(kind: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> Any:
+    stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"))
+    stand_in.grad = torch.empty_like(stand_in)
+    twin: Any = object.__new__(kind)
+    options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
+    twin.__dict__ = {
+        **vars(optimizer),
+        "state": defaultdict(dict),
+        "param_groups": [{**group, **options, "params": [stand_in]}],
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    try:
+        kind.step(twin)
+    except Exception:  # it looks at values, or needs a closure: then only its first real step shows
+        return None
+    return twin.state[stand_in]
+
+
+def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None, window: int | None = None) -> list[str]:
+    """A few lines for people.
+
+    Args:
+        costs: of this rank.
+        optimizers: of the module; None where they are not known yet.
+        window: micro-batches an optimizer step; None where nobody says.
+
+    Example:
+        >>> layer = nn.Linear(300, 400)
+        >>> alone = Costs(layout="everything is here", parameters=481600, gradients=481600, stepped=list)
+        >>> print(*cost_lines(alone, [torch.optim.Adam(layer.parameters())]), sep="\\n")
+        layout       everything is here
+        a rank holds 482 kB of parameters, 482 kB of gradients, 963 kB of optimizer state
+        a step sends nothing
+    """
+    state = None if optimizers is None else optimizer_bytes(optimizers, costs)
+    held = [(costs.parameters, "parameters"), (costs.gradients, "gradients"), (state, "optimizer state")]
+    if costs.masters:
+        held.append((costs.masters, "parameters in full precision"))
+    lines = [
+        f"layout       {costs.layout}",
+        f"a rank holds {', '.join(f'{in_words(number)} of {what}' for number, what in held)}",
+    ]
+    for index, exchange in enumerate(costs.exchanges):
+        times = (window or 1) if exchange.each_batch else 1
+        often = f", {times} times" if times > 1 else " (each micro-batch)" if exchange.each_batch and not window else ""
+        sent = "by the shapes of a batch" if exchange.sent is None else in_words(exchange.sent * times)
+        lines.append(f"{'' if index else 'a step sends':<13}{exchange.what}{often}: {sent}")
+    return lines if costs.exchanges else [*lines, "a step sends nothing"]
+
+
+def in_words(number: float | None) -> str:
+    """A number of bytes.
+
+    Example:
+        >>> in_words(1234567), in_words(12), in_words(None)
+        ('1.23 MB', '12 B', 'an unknown number')
+    """
+    if number is None:
+        return "an unknown number"
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
