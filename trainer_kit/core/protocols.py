@@ -39,6 +39,8 @@ class MicroSteps(Protocol):
     count: int
     first: int
     """The first one's number in its epoch."""
+    started: int
+    """How many optimizer steps were completed when the window began."""
     batch: Any
     earlier: Any
     """The last batch before those that this rank does not have."""
@@ -110,6 +112,9 @@ class Strategy(Protocol):
     it is prepared), to fill it in and to refuse what contradicts it. It may return a line for the user.
     ``costs(module, precision, ranks) -> Costs`` for ``explain()`` and the summary: what this rank holds of a module and
     sends in a step, before the module is prepared and after; ``ranks``: of the world, which may not be there yet.
+    ``own_state``, where ranks hold the same names with other values: the context in which `module_state` and
+    `optimizer_state` are this rank's, not what stands for all; a checkpoint keeps both. ``finish(module)``: training
+    ended by itself.
     """
 
     name: str

@@ -17,7 +17,7 @@ from trainer_kit.core.protocols import Strategy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero
 from trainer_kit.engine.runs import RUN, read_records
-from trainer_kit.engine.state import fitting
+from trainer_kit.engine.state import fitting, own_part
 
 __all__ = [
     "find_checkpoint",
@@ -174,7 +174,8 @@ def _changed(directory: Path) -> int:
 def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
     """The whole state, or the weights of anything that holds weights."""
     if path.is_dir() and is_complete(path) and not weights_only:
-        return _with_weights(path, read_checkpoint(path))
+        parts = [part for part in read_manifest(path)["parts"] if not part.startswith(own_part(""))]
+        return _with_weights(path, read_checkpoint(path, parts=parts))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
     return {"state_dict": read_weights(path)}
@@ -200,9 +201,14 @@ def read_rest(
         return read_state(path, weights_only)
     from trainer_kit.checkpoint.reshard import read_divided  # torch.distributed's planner
 
-    parts = [part for part in read_manifest(path)["parts"] if part == "model" or not weights_only]
+    known = read_manifest(path)["parts"]
+    parts = [part for part in known if part == "model" or not (weights_only or part.startswith(own_part("")))]
     like = strategy.module_state(module)
-    return _with_weights(path, read_divided(path, like, parts=parts, group=strategy.world.apart()))
+    state = read_divided(path, like, parts=parts, group=strategy.world.apart())
+    mine = own_part(strategy.world.rank)
+    if hasattr(strategy, "own_state") and mine in known and not weights_only:
+        state.update(read_checkpoint(path, parts=[mine]))
+    return _with_weights(path, state)
 
 
 def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ __all__ = [
     "fitting",
     "module_state",
     "optimizer_state",
+    "own_part",
     "plain_hparams",
     "restore",
     "restore_optimizer",
@@ -78,6 +79,7 @@ def collect(
         made = run.stepper.made
         names = {id(parameter): name for name, parameter in run.module.named_parameters()}
         state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in made.optimizers]
+        state.update(_of_this_rank(run, names))
         state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
         done = state["progress"] = _finished(run)
@@ -102,6 +104,22 @@ def collect(
     for hook in run.bus.on_save_checkpoint if hooks else ():
         hook(state)
     return state
+
+
+def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
+    """Where ranks have weights of their own, a part for each of them beside what stands for all."""
+    context = getattr(run.strategy, "own_state", None)
+    if context is None:
+        return {}
+    with context():
+        weights = {k: v for k, v in run.strategy.module_state(run.module).items() if isinstance(v, Tensor)}
+        optimizers = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
+    return {own_part(run.strategy.world.rank): {"state_dict": weights, "optimizer_states": optimizers}}
+
+
+def own_part(rank: int | str) -> str:
+    """The name of the part of a checkpoint that is one rank's own; with ``""`` how all of them begin."""
+    return f"replica-{rank}"
 
 
 def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
@@ -233,6 +251,8 @@ def restore(
     """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``."""
     for hook in run.bus.on_load_checkpoint:
         hook(state)
+    if len(state.get("rng", ())) == run.strategy.world.size:  # else every rank goes on from what stood for all
+        state = {**state, **state.get(own_part(run.strategy.world.rank), {})}
     with fitting("state_dict", RuntimeError):  # torch names the weights of another model
         run.strategy.load_module_state(run.module, state["state_dict"], strict)
     if "optimizer_states" not in state:

@@ -11,16 +11,26 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.ddp import DDPStrategy
     from trainer_kit.strategies.deepspeed import DeepSpeedStrategy
     from trainer_kit.strategies.fsdp import FSDPStrategy
+    from trainer_kit.strategies.local_sgd import PostLocalSGD
     from trainer_kit.strategies.mesh import MeshStrategy
     from trainer_kit.strategies.xla import XLAStrategy
 
-__all__ = ["DDPStrategy", "DeepSpeedStrategy", "FSDPStrategy", "MeshStrategy", "SingleDeviceStrategy", "XLAStrategy"]
+__all__ = [
+    "DDPStrategy",
+    "DeepSpeedStrategy",
+    "FSDPStrategy",
+    "MeshStrategy",
+    "PostLocalSGD",
+    "SingleDeviceStrategy",
+    "XLAStrategy",
+]
 
 _LAZY = {
     "DDPStrategy": "ddp",
     "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
     "MeshStrategy": "mesh",
+    "PostLocalSGD": "local_sgd",
     "XLAStrategy": "xla",
 }  # torch.distributed is only needed by those who use it
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -17,8 +16,10 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.comm_hooks import register_comm_hook
 from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
@@ -47,12 +48,13 @@ class DDPStrategy:
         bucket_cap_mb: size of an exchange buffer in MiB; torch's default when None.
         ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook as torch's ``register_comm_hook`` takes.
         ddp_comm_state: the state of that hook.
+        local_sgd: average weights every so many steps in place of all gradients.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: how long a collective may take.
     """
 
     name = "ddp"
-    sharded = lockstep = False
+    lockstep = False
     shard_batch = None
 
     def __init__(
@@ -66,6 +68,7 @@ class DDPStrategy:
         bucket_cap_mb: float | None = None,
         ddp_comm_hook: str | Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
+        local_sgd: PostLocalSGD | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
@@ -73,7 +76,11 @@ class DDPStrategy:
             raise StrategyError(
                 "unknown communication hook", found=repr(ddp_comm_hook), fix='use "fp16", "bf16", "powersgd"'
             )
+        if local_sgd is not None and static_graph:
+            raise StrategyError("a static graph is learned from exchanges, of which local SGD has none", found="both")
         self.device = torch.device(device)
+        self.local_sgd, self.sharded = local_sgd, local_sgd is not None
+        self._replicas: Replicas | None = None
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -98,6 +105,9 @@ class DDPStrategy:
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
+        if self.local_sgd is not None:
+            self._replicas = Replicas(self.local_sgd, self.world)
+            self.own_state = self._replicas.own
 
     def stop(self) -> None:
         """Let go of the wrapper and its hooks on the parameters; the process group stays until the process ends."""
@@ -117,6 +127,12 @@ class DDPStrategy:
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Move and wrap; every rank gets rank 0's weights."""
+        if self.local_sgd is not None and (manual or precision.scales):
+            raise StrategyError(
+                "local SGD needs to know when every rank steps",
+                found="manual optimization" if manual else f"precision={precision.name!r}, where each may skip a step",
+                fix="automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
+            )
         self._backward = "manual" if manual else "one"
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)
@@ -146,6 +162,10 @@ class DDPStrategy:
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move, and wrap what has anything to train; every rank gets rank 0's weights."""
+        if self.local_sgd is not None:
+            raise StrategyError(
+                "a loop of your own averages weights itself", fix="with LocalSGD(accelerator, model, 8)"
+            )
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)
             return module
@@ -157,7 +177,7 @@ class DDPStrategy:
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         wrapped = DistributedDataParallel(module, **options)
         if self.comm_hook is not None:
-            _register_comm_hook(wrapped, self.comm_hook, self.comm_state)
+            register_comm_hook(wrapped, self.comm_hook, self.comm_state)
         return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
@@ -186,11 +206,16 @@ class DDPStrategy:
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step."""
-        return optimizer.step
+        return optimizer.step if self._replicas is None else self._replicas.stepping(optimizer)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """One micro-batch after the other; gradients are exchanged during the last backward."""
         last = micro.count - 1
+        local = self._replicas is not None and self._replicas.begin(micro.started)
+        if local:
+            last = -1
+            if self._ddp is not None:  # else the first forward gives everyone rank 0's buffers, where there is a batch
+                self._ddp.require_forward_param_sync = False
         for index in range(micro.count):
             micro.begin(index)
             if self._backward == "one" and self._ddp is not None:
@@ -205,6 +230,8 @@ class DDPStrategy:
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
             micro.end(index)
+        if local and not micro.contributed:
+            fill_absent(self._step.reached or self._step.parameters())
         if self._learns_graph:
             self._learns_graph = False
             self._step.reached = [p for p in self._step.parameters() if p.grad is not None]
@@ -230,7 +257,7 @@ class DDPStrategy:
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""
-        return dict(module.state_dict())
+        return dict(module.state_dict()) if self._replicas is None else self._replicas.module_state(module)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """As torch loads it."""
@@ -240,7 +267,8 @@ class DDPStrategy:
         self, optimizer: Optimizer
     ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
         """The optimizer's own."""
-        return optimizer_state(optimizer)
+        parameters, state = optimizer_state(optimizer)
+        return parameters, state if self._replicas is None else self._replicas.optimizer_state(parameters, state)
 
     def load_optimizer_state(
         self,
@@ -254,11 +282,23 @@ class DDPStrategy:
     @property
     def own_buffers(self) -> bool:
         """The wrapper's forward gives every rank those of rank 0; not where it is told not to, or is not called."""
-        return not (self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None)
+        follow = self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None
+        return not follow or self._replicas is not None
 
-    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, running statistics are those of rank 0, as in its checkpoints."""
-        return borrowed_buffers(module, self.world)
+    @contextmanager
+    def shared_buffers(self, module: nn.Module) -> Iterator[None]:
+        """Inside, running statistics are those of rank 0, and weights the same everywhere, as in its checkpoints."""
+        with borrowed_buffers(module, self.world):
+            if self._replicas is None:
+                yield
+            else:
+                with self._replicas.united(module):
+                    yield
+
+    def finish(self, module: nn.Module) -> None:
+        """Training is over: weights that are each rank's own become one."""
+        if self._replicas is not None:
+            self._replicas.unite(module)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank."""
@@ -272,13 +312,15 @@ class DDPStrategy:
         """Whole copies; one all-reduce of all gradients a step, in the dtype of the communication hook."""
         trained = [p for p in module.parameters() if p.requires_grad]
         what = f"gradients: all-reduce over {ranks} ranks"
-        if self.comm_hook is None:
+        if self.local_sgd is not None:
+            what = f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"
+        if self.comm_hook is None or self.local_sgd is not None:
             sent = [Exchange(what=what, sent=ring(2, ranks, part_bytes(trained)))]
         elif self.comm_hook in ("fp16", "bf16"):
             sent = [Exchange(what=what, sent=ring(2, ranks, 2 * sum(p.numel() for p in trained)))]
         else:
             sent = [Exchange(what=f"gradients: as the communication hook does over {ranks} ranks", sent=None)]
-        if self.wrapper_options["broadcast_buffers"] and ranks > 1:
+        if self.wrapper_options["broadcast_buffers"] and ranks > 1 and self.local_sgd is None:
             sent.append(Exchange(what="buffers: broadcast from rank 0", sent=part_bytes(module.buffers())))
         return held_whole(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
 
@@ -286,7 +328,8 @@ class DDPStrategy:
         """One line for ``explain()``."""
         on = ", ".join(name for name, value in self.wrapper_options.items() if value is True)
         size = f" over {self.world.size} ranks" if hasattr(self, "world") else ""
-        return f"DistributedDataParallel{size} on {self.device.type}: {on}"
+        every = "" if self.local_sgd is None else f"; weights averaged every {self.local_sgd.period} steps"
+        return f"DistributedDataParallel{size} on {self.device.type}: {on}{every}"
 
 
 def _without_exchange(micro: MicroSteps, index: int) -> None:
@@ -336,40 +379,3 @@ class _AddingNothing:
 
     def __exit__(self, *error: object) -> None:
         self.step.__dict__["forward"] = self.method
-
-
-def _register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any) -> None:
-    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
-    chosen: Callable[..., Any]
-    if hook == "powersgd":
-        state = state or powerSGD_hook.PowerSGDState(None)
-    if callable(hook):
-        chosen = hook
-    else:
-        named: dict[str, Callable[..., Any]] = {
-            "fp16": default_hooks.fp16_compress_hook,
-            "bf16": _bf16_hook,
-            "powersgd": powerSGD_hook.powerSGD_hook,
-        }
-        chosen = named[hook]
-
-    def unannotated(state, bucket):  # type: ignore[no-untyped-def]
-        # torch compares annotations by identity, so those of `from __future__ import annotations` are refused.
-        return chosen(state, bucket)
-
-    ddp.register_comm_hook(state, unannotated)
-
-
-def _bf16_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Exchange in bfloat16 on any backend; torch's own hook of this name asks for NCCL although gloo can do it."""
-    buffer = bucket.buffer()
-    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
-    future = dist.all_reduce(compressed, async_op=True).get_future()
-
-    def decompress(done: torch.futures.Future[Any]) -> Tensor:
-        averaged: Tensor = buffer.copy_(done.value()[0])
-        return averaged
-
-    exchanged: torch.futures.Future[Tensor] = future.then(decompress)
-    return exchanged

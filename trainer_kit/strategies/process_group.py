@@ -19,7 +19,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.launch.machines import meet_without_agent
 
-__all__ = ["ProcessGroup", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
+__all__ = ["ProcessGroup", "average", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
 
 
 _APART: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
@@ -162,17 +162,24 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     everyone = [p for p in parameters if p.requires_grad]
     present = torch.tensor([p.grad is not None for p in everyone], dtype=torch.float32, device=group.device)
     used = group.all_reduce(present, "max").tolist()  # sync point: which gradients exist differs from rank to rank
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    gradients = []
     for parameter, is_used in zip(everyone, used, strict=True):
         if is_used:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter)
+            gradients.append(parameter.grad)
+    average(gradients, group)
+
+
+def average(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Average whole tensors over the ranks, in place, in one exchange for each dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
     for same in by_dtype.values():
-        gradients = [p.grad for p in same if p.grad is not None]
-        flat = group.all_reduce(torch.cat([g.reshape(-1) for g in gradients])).div_(group.size)
-        for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-            gradient.copy_(part.view_as(gradient))
+        flat = group.all_reduce(torch.cat([t.reshape(-1) for t in same])).div_(group.size)
+        for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
