@@ -17,7 +17,14 @@ from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, S
 from trainer_kit.precision.where import engine_of
 from trainer_kit.precision.words import WORDS, make_precision
 
-__all__ = ["added_callbacks", "choose_loggers", "choose_precision", "choose_strategy", "with_launchers"]
+__all__ = [
+    "added_callbacks",
+    "choose_loggers",
+    "choose_precision",
+    "choose_strategy",
+    "roomier_strategy",
+    "with_launchers",
+]
 
 _DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
 _DEEPSPEED = "trainer_kit.strategies.deepspeed:DeepSpeedStrategy"
@@ -159,6 +166,11 @@ def choose_strategy(
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start
+
+
+def roomier_strategy(asked: Any, made: Strategy) -> Strategy | None:
+    """What takes the place of a strategy that ``"auto"`` stands for where a model does not fit; None: nothing does."""
+    return _make_strategy("fsdp", made.device) if asked == "auto" and made.name == "ddp" else None
 
 
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:

@@ -21,7 +21,14 @@ from trainer_kit.engine.requests import listening
 from trainer_kit.engine.session import Session
 from trainer_kit.engine.settings import check_switches, make_settings
 from trainer_kit.engine.verb import Verb
-from trainer_kit.parts import added_callbacks, choose_loggers, choose_precision, choose_strategy, with_launchers
+from trainer_kit.parts import (
+    added_callbacks,
+    choose_loggers,
+    choose_precision,
+    choose_strategy,
+    roomier_strategy,
+    with_launchers,
+)
 
 __all__ = ["Trainer"]
 
@@ -202,6 +209,7 @@ class Trainer(Session):
             processes=processes,
             resume=resume,
         )
+        self.roomier = roomier_strategy(strategy, chosen)
         self.switches = {
             "deterministic": deterministic,
             "benchmark": benchmark,

@@ -14,6 +14,7 @@ from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.compose import check_module
 from trainer_kit.engine.loaders import find_loaders, training_feed
 from trainer_kit.engine.optimize import configure_optimizers
+from trainer_kit.engine.room import weigh
 
 __all__ = ["explain", "show_results"]
 
@@ -75,8 +76,15 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
 
 def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
     """See `Trainer.explain`; prints on rank 0 and returns the text."""
-    strategy = trainer.strategy
+    strategy, why = trainer.strategy, ""
     size = max(trainer.world_size, trainer.processes)
+    if module is not None:
+        check_module(module, "fit")
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        _prepare(trainer, module, datamodule)
+        if trainer.roomier is not None and any(True for _ in module.parameters()):
+            strategy, why = weigh(trainer, module, "fit")
     lines = [
         f"strategy     {strategy.describe()}",
         f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
@@ -86,15 +94,13 @@ def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
         f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
         f"ends         {_limits(trainer)}",
     ]
+    if why:
+        lines.append(f"auto         {why}")
     if module is not None:
-        check_module(module, "fit")
-        if isinstance(loaders, DataModule):
-            loaders, datamodule = None, loaders
-        _prepare(trainer, module, datamodule)
         found = find_loaders("fit", loaders, module, datamodule)
         if found is not None:
             lines += _data_lines(trainer, found, size)
-        lines += _cost_lines(trainer, module, size)
+        lines += _cost_lines(trainer, strategy, module, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
         lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
@@ -153,13 +159,13 @@ def _window(trainer: Any) -> int:
     return 1 if counting is None else int(counting.get_accumulate_grad_batches(0))
 
 
-def _cost_lines(trainer: Any, module: Any, size: int) -> list[str]:
+def _cost_lines(trainer: Any, strategy: Any, module: Any, size: int) -> list[str]:
     """What a rank holds and sends: of the module as it is now, divided by an earlier fit or not."""
-    if not hasattr(trainer.strategy, "costs"):
+    if not hasattr(strategy, "costs"):
         return []
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
-    costs = trainer.strategy.costs(module, trainer.precision_plugin, size)
+    costs = strategy.costs(module, trainer.precision_plugin, size)
     optimizers = trainer.optimizers if trainer.module is module else None
     if not optimizers and is_overridden("configure_optimizers", module, TrainModule):
         optimizers = configure_optimizers(module).optimizers

@@ -28,6 +28,7 @@ from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.metric_objects import count_once
 from trainer_kit.engine.requests import requeue_once, terminable
 from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
+from trainer_kit.engine.room import build_module
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import abandon_save, save_requested
 from trainer_kit.engine.settle import settle_end
@@ -108,7 +109,7 @@ class Verb:
             trainer.read_accumulation()
             trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
         prepare_data(trainer, module, self.datamodule, stage)
-        self._call_configure_model()
+        build_module(trainer, module, stage)
         count_once(module, trainer.strategy)
 
     def _add_callbacks(self) -> None:
@@ -176,13 +177,6 @@ class Verb:
                 ending.cleanup.append(_ignoring_error(partial(logger.finalize, status)))
         with ending:
             pass
-
-    def _call_configure_model(self) -> None:
-        strategy, precision = self.trainer.strategy, self.trainer.precision_plugin
-        if hasattr(strategy, "configure"):
-            strategy.configure(precision=precision.name)
-        with precision.init_context(), strategy.init_context():
-            self.module.configure_model()
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""

@@ -1,0 +1,97 @@
+"""`strategy="auto"` on several processes: whole copies where they fit, parts where they do not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from trainer_kit.core.costs import in_words
+from trainer_kit.precision.where import engine_of
+
+__all__ = ["build_module", "device_memory", "training_bytes", "weigh"]
+
+_SHARE: Final = 0.8
+"""Of a device's memory; the rest is for activations."""
+_MOMENTS: Final = 2
+"""Adam's. The optimizer is not known before the module is wrapped."""
+_WIDTHS: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
+_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def build_module(trainer: Any, module: Any, stage: str) -> None:
+    """Call ``configure_model``, and take the other strategy where ``"auto"`` finds that what it built does not fit."""
+    strategy, precision = trainer.strategy, trainer.precision_plugin
+    if hasattr(strategy, "configure"):
+        strategy.configure(precision=precision.name)
+    # What may have to be divided is built in host memory.
+    with precision.init_context(), strategy.init_context() if trainer.roomier is None else torch.device("cpu"):
+        module.configure_model()
+    if trainer.roomier is None:
+        return
+    taken, why = weigh(trainer, module, stage, strategy.world)
+    if taken is strategy:
+        return
+    if hasattr(precision, "check"):
+        precision.check(taken.device, engine_of(taken.name))
+    taken.start()
+    trainer.strategy, trainer.roomier = taken, None  # for good: what is divided stays divided
+    trainer.metrics.heard_on(taken, module)
+    trainer.print(f'strategy="auto": {why}')
+
+
+def weigh(trainer: Any, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
+    """The strategy that ``"auto"`` stands for with this module, and why.
+
+    Args:
+        trainer: whose strategy, and whose other one.
+        module: with its layers.
+        stage: fit, or an evaluation, which needs weights alone.
+        world: all ranks, which decide alike; None: they are not there yet.
+    """
+    strategy, other = trainer.strategy, trainer.roomier
+    local = max(1, trainer.environment.local_world_size if world is not None else trainer.processes)
+    memory = device_memory(strategy.device, local) or 0
+    if world is not None:
+        memory = int(min(row[0] for row in world.agree([memory])))
+    needed = training_bytes(module, trainer.precision_plugin.name, stage == "fit")
+    what = "training state (as with Adam)" if stage == "fit" else "weights"
+    numbers = f"{in_words(needed)} of {what}, and a rank has {in_words(memory or None)} of memory"
+    if not memory or needed <= _SHARE * memory:
+        return strategy, f"{strategy.name}: whole copies fit, {numbers}"
+    other.device = strategy.device
+    return other, f"{other.name}: whole copies do not fit, {numbers} ({1 - _SHARE:.0%} of it for activations)"
+
+
+def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
+    """Weights, and for what is trained gradients and two moments.
+
+    Example:
+        >>> training_bytes(nn.Linear(9, 10), "32-true", True), training_bytes(nn.Linear(9, 10), "bf16-true", False)
+        (1600, 200)
+    """
+    known = [p for p in module.parameters() if not is_lazy(p)]
+    copies = 1 + _MOMENTS if trains else 0
+    width = _WIDTHS.get(precision, 0)
+    return sum(p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known)
+
+
+def device_memory(device: torch.device, ranks: int) -> int | None:
+    """Bytes for one rank: an accelerator's own, or its share of the host's; None where nobody says.
+
+    Args:
+        device: where it computes.
+        ranks: on this machine.
+    """
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
+        return None if ask is None else int(ask(device)[1])
+    if not hasattr(os, "sysconf"):
+        return None
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    told = [Path(name).read_text().strip() for name in _LIMITS if os.access(name, os.R_OK)]  # a container's
+    return min([whole, *(int(limit) for limit in told if limit.isdigit())]) // ranks
