@@ -18,12 +18,6 @@ from trainer_kit.testing.conformance import Net, assert_same, run_checks, whole
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_every_check_on_two_ranks() -> None:
-    run_checks(FSDPStrategy)
-
-
-@pytest.mark.slow
-@pytest.mark.world_size(2)
 def test_every_way_to_shard() -> None:
     few = ["accumulation_and_clipping", "manual_optimization"]
     for options in (
@@ -40,8 +34,7 @@ def test_every_way_to_shard() -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(4)
-def test_replicas_and_shards_on_four_ranks() -> None:
-    run_checks(partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)))
+def test_gathered_again_over_two_of_four_ranks() -> None:
     run_checks(partial(FSDPStrategy, reshard_after_forward=2), ["accumulation_and_clipping", "manual_optimization"])
 
 

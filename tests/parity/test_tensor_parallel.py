@@ -21,7 +21,6 @@ from tests.parity.plain import case, train
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
-from trainer_kit.testing.conformance import run_checks
 
 pytestmark = pytest.mark.slow
 LIMITS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
@@ -247,18 +246,6 @@ def check_half_precision() -> None:
             assert_alike(mine, one, 2e-3)
 
 
-SPLIT = {"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"}
-
-
-def mesh(**axes: int) -> MeshStrategy:
-    return MeshStrategy(**{"dp_shard": 1, **axes}, plan=ParallelPlan(tensor=SPLIT))
-
-
-@pytest.mark.world_size(2, timeout=120)
-def test_what_any_strategy_does() -> None:
-    run_checks(partial(mesh, tp=2))
-
-
 @pytest.mark.world_size(4, timeout=240)
 def test_four_ranks() -> None:
     for axes, flags, options in (
@@ -271,8 +258,6 @@ def test_four_ranks() -> None:
     ):
         with case(**axes):
             compare(axes, flags, **options)
-    few = ["named_losses", "manual_optimization", "evaluation", "checkpoints"]
-    run_checks(partial(mesh, dp_shard=2, tp=2), few)
 
 
 @pytest.mark.world_size(8, timeout=240)

@@ -24,10 +24,17 @@ _Make = Callable[[], Any]
 
 _PER_RANK: Final = 3
 """Samples of a batch on each rank."""
+_TOLERANCES: Final = {"64-true": 1e-10, "32-true": 2e-6}
+"""By precision: what the order of sums may change, relatively and absolutely."""
 
 
 def check_strategy(
-    strategy: _Make, world_size: int = 2, *, only: Iterable[str] | None = None, timeout: float = 120.0
+    strategy: _Make,
+    world_size: int = 2,
+    *,
+    only: Iterable[str] | None = None,
+    precision: str = "64-true",
+    timeout: float = 120.0,
 ) -> None:
     """Train small models with a strategy on gloo ranks of this machine, and compare with one process.
 
@@ -35,6 +42,7 @@ def check_strategy(
         strategy: a class, or a function of the top level of a module, that makes the strategy.
         world_size: number of ranks.
         only: names of `CHECKS`; by default all of them.
+        precision: ``"64-true"``, in which the least difference shows; ``"32-true"`` for an engine that has no other.
         timeout: seconds for all of them together.
 
     Raises:
@@ -44,14 +52,14 @@ def check_strategy(
         >>> from trainer_kit.strategies import DDPStrategy
         >>> check_strategy(DDPStrategy, only=["accumulation_and_clipping"])
     """
-    run_distributed(run_checks, world_size, strategy, only, timeout=timeout)
+    run_distributed(run_checks, world_size, strategy, only, precision, timeout=timeout)
 
 
-def run_checks(strategy: _Make, only: Iterable[str] | None = None) -> None:
+def run_checks(strategy: _Make, only: Iterable[str] | None = None, precision: str = "64-true") -> None:
     """The checks, on ranks that are there already; every rank calls it."""
     for name in CHECKS if only is None else only:
         try:
-            CHECKS[name](strategy)
+            CHECKS[name](strategy, precision)
         except BaseException as error:
             add_note(error, f"check: {name}")
             raise
@@ -218,21 +226,27 @@ def fit(
     if save is not None:
         trainer.save_checkpoint(save)
     found = whole(trainer.strategy.module_state(module))
-    for own in trainer.strategy.world.all_gather_object(found):  # stages of a pipeline have some names each
+    everyone = trainer.strategy.world.all_gather_object(found)
+    if not trainer.strategy.sharded:
+        return trainer, everyone[0]  # what is whole may be whole on rank 0 alone, which writes it
+    for own in everyone:  # stages of a pipeline have some names each
         found = {**own, **found}
     return trainer, found
 
 
-def continues(strategies: Mapping[str, Any], directory: str, found: Iterable[str] = ()) -> None:
+def continues(
+    strategies: Mapping[str, Any], directory: str, found: Iterable[str] = (), precision: str = "64-true"
+) -> None:
     """Half of a training saved by each strategy, and gone on with by each other one, as if it were one training.
 
     Args:
         strategies: by name, of this many ranks; ``"one"`` is one process.
         directory: on storage that all ranks see.
         found: names of checkpoints that are there already, from other numbers of ranks.
+        precision: of the Trainers.
     """
     world = torch.distributed.get_world_size()
-    options: dict[str, Any] = {"max_steps": 3, "max_epochs": 1, "global_batch_size": 12}
+    options: dict[str, Any] = {"max_steps": 3, "max_epochs": 1, "global_batch_size": 12, "precision": precision}
     for name, strategy in strategies.items():
         alone = name == "one"
         if not alone or torch.distributed.get_rank() == 0:
@@ -246,7 +260,7 @@ def continues(strategies: Mapping[str, Any], directory: str, found: Iterable[str
             path, devices = f"{directory}/{writer}", 1 if reader == "one" else world
             try:
                 _, now = fit(strategy(), _Adaptive, 72, 12, devices, ckpt_path=path, **{**options, "max_steps": 6})
-                assert_same(now, expected)
+                assert_same(now, expected, _TOLERANCES[precision])
             except BaseException as error:
                 add_note(error, f"saved by {writer}, read by {reader}")
                 raise
@@ -267,15 +281,16 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tol
         )
 
 
-def _compare(strategy: _Make, make: Callable[[], Any], counts: Iterable[int], **options: Any) -> None:
+def _compare(strategy: _Make, precision: str, make: Callable[[], Any], counts: Iterable[int], **options: Any) -> None:
     """Fits of so many samples, on these ranks and in this process alone."""
     world = torch.distributed.get_world_size()
+    options["precision"] = precision
     for count in counts:
         try:
             trainer, found = fit(strategy(), make, count, _PER_RANK, world, **options)
             assert trainer.world_size == world, "the strategy does not train on all ranks"
             alone, expected = fit("auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options)
-            assert_same(found, expected)
+            assert_same(found, expected, _TOLERANCES[precision])
             assert trainer.global_step == alone.global_step
             assert trainer.progress.samples == alone.progress.samples
         except BaseException as error:
@@ -283,37 +298,43 @@ def _compare(strategy: _Make, make: Callable[[], Any], counts: Iterable[int], **
             raise
 
 
-def _accumulation_and_clipping(strategy: _Make) -> None:
+def _accumulation_and_clipping(strategy: _Make, precision: str) -> None:
     limits: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    _compare(strategy, Classifier, [72], **limits)
-    _compare(strategy, Classifier, [24], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    _compare(strategy, precision, Classifier, [72], **limits)
 
 
-def _uneven_ranks(strategy: _Make) -> None:
+def _clipping_by_value(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, Classifier, [24], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+def _uneven_ranks(strategy: _Make, precision: str) -> None:
     """Short last batches, ranks without a share of them, and ranks that never have one."""
-    _compare(strategy, Classifier, [25, 19, 38], accumulate_grad_batches=2, gradient_clip_val=0.5)
-    _compare(strategy, _TwoNets, [19])
-    _compare(strategy, Classifier, [1])
+    _compare(strategy, precision, Classifier, [25, 19, 38], accumulate_grad_batches=2, gradient_clip_val=0.5)
+    _compare(strategy, precision, Classifier, [1])
 
 
-def _uneven_by_hand(strategy: _Make) -> None:
-    _compare(strategy, _ByHand, [19, 1])
+def _uneven_named_losses(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, _TwoNets, [19])
 
 
-def _token_weights(strategy: _Make) -> None:
-    _compare(strategy, _Weighed, [24, 19], accumulate_grad_batches=2)
+def _uneven_by_hand(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, _ByHand, [19, 1])
 
 
-def _evaluation(strategy: _Make) -> None:
+def _token_weights(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, _Weighed, [24, 19], accumulate_grad_batches=2)
+
+
+def _evaluation(strategy: _Make, precision: str) -> None:
     """Values and predictions of each sample once, in order; between two epochs and by themselves."""
-    world = torch.distributed.get_world_size()
+    world, tolerance = torch.distributed.get_world_size(), _TOLERANCES[precision]
     for count in (26, 19, 1):
         seen: list[list[Any]] = []
         size, group = _PER_RANK, None
         for chosen, devices in ((strategy(), world), ("auto", 1)):
             torch.manual_seed(7)
             module, seconds = _Evaluated(), _Evaluated()
-            settings: dict[str, Any] = {"barebones": True, "precision": "64-true", "seed": 0, "accelerator": "cpu"}
+            settings: dict[str, Any] = {"barebones": True, "precision": precision, "seed": 0, "accelerator": "cpu"}
             trainer = Trainer(devices=devices, strategy=chosen, max_epochs=2, **settings)
             trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
             loader = DataLoader(_samples(count), batch_size=size)
@@ -329,42 +350,44 @@ def _evaluation(strategy: _Make) -> None:
                 size *= group.size
         (mine, counted, *found), (theirs, alone, *expected) = seen
         assert mine.keys() == theirs.keys()
-        assert all(abs(mine[name] - theirs[name]) < 1e-9 for name in theirs), (mine, theirs)
+        assert all(abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs), (mine, theirs)
         assert group is not None
         total = group.all_reduce(torch.tensor(counted))
         assert int(total) == alone, "a batch was counted that is no rank's"
-        assert_same(dict(enumerate(found)), dict(enumerate(expected)))  # type: ignore[arg-type]
+        assert_same(dict(enumerate(found)), dict(enumerate(expected)), tolerance)  # type: ignore[arg-type]
 
 
-def _frozen_parts(strategy: _Make) -> None:
-    _compare(strategy, _Frozen, [24], accumulate_grad_batches=2)
+def _frozen_parts(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, _Frozen, [24], accumulate_grad_batches=2)
 
 
-def _named_losses(strategy: _Make) -> None:
-    _compare(strategy, _TwoNets, [48], accumulate_grad_batches=2, gradient_clip_val=0.5)
+def _named_losses(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, _TwoNets, [48], accumulate_grad_batches=2, gradient_clip_val=0.5)
 
 
-def _manual_optimization(strategy: _Make) -> None:
-    _compare(strategy, _ByHand, [24])
+def _manual_optimization(strategy: _Make, precision: str) -> None:
+    _compare(strategy, precision, _ByHand, [24])
 
 
-def _checkpoints(strategy: _Make) -> None:
+def _checkpoints(strategy: _Make, precision: str) -> None:
     with tempfile.TemporaryDirectory() as own:
         box = [own]
         torch.distributed.broadcast_object_list(box, 0)
-        continues({"one": lambda: "auto", "it": strategy}, box[0])
+        continues({"one": lambda: "auto", "it": strategy}, box[0], precision=precision)
         torch.distributed.barrier()
 
 
-CHECKS: Final[dict[str, Callable[[_Make], None]]] = {
+CHECKS: Final[dict[str, Callable[[_Make, str], None]]] = {
     "accumulation_and_clipping": _accumulation_and_clipping,
+    "clipping_by_value": _clipping_by_value,
     "frozen_parts": _frozen_parts,
     "named_losses": _named_losses,
     "manual_optimization": _manual_optimization,
     "uneven_ranks": _uneven_ranks,
+    "uneven_named_losses": _uneven_named_losses,
     "uneven_by_hand": _uneven_by_hand,
     "token_weights": _token_weights,
     "evaluation": _evaluation,
     "checkpoints": _checkpoints,
 }
-"""By name; each is called on every rank with what makes the strategy."""
+"""By name; each is called on every rank with what makes the strategy, and the precision."""

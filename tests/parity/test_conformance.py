@@ -1,0 +1,67 @@
+"""The conformance suite: every strategy trains, evaluates and saves as one process does (`testing.check_strategy`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.parity.plain import case
+from trainer_kit import ParallelPlan, PipelinePlan
+from trainer_kit.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
+from trainer_kit.testing.conformance import CHECKS, run_checks
+
+pytestmark = pytest.mark.slow
+
+PLAN = ParallelPlan(
+    tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"},
+    pipeline=PipelinePlan(model="net", last=["last"]),
+)
+SEVERAL = {"named_losses", "manual_optimization", "uneven_named_losses", "uneven_by_hand"}
+# Both take one loss a step and refuse the rest before the first one. DeepSpeed clips by norm.
+PIPELINE = [name for name in CHECKS if name not in SEVERAL]
+DEEPSPEED = [name for name in PIPELINE if name not in ("clipping_by_value", "checkpoints")]
+
+
+def mesh(**axes: int) -> MeshStrategy:
+    return MeshStrategy(**{"dp_shard": 1, **axes}, plan=PLAN)
+
+
+def check(cases: dict[str, tuple[Callable[[], Any], Iterable[str]]], precision: str = "64-true") -> None:
+    for name, (strategy, only) in cases.items():
+        with case(strategy=name):
+            run_checks(strategy, only, precision)
+
+
+@pytest.mark.world_size(2, timeout=110)
+def test_two_ranks() -> None:
+    check({"ddp": (DDPStrategy, CHECKS), "fsdp": (FSDPStrategy, CHECKS)})
+
+
+@pytest.mark.world_size(2, timeout=110)
+def test_two_ranks_that_share_a_batch() -> None:
+    check({"tp": (partial(mesh, tp=2), CHECKS), "pp": (partial(mesh, pp=2), PIPELINE)})
+
+
+@pytest.mark.world_size(2, timeout=110)
+def test_deepspeed() -> None:
+    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in range(4)}, "32-true")
+
+
+@pytest.mark.world_size(4, timeout=110)
+def test_four_ranks() -> None:
+    hybrid = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+    few = ["named_losses", "manual_optimization", "evaluation", "checkpoints"]
+    check({"hybrid": (hybrid, CHECKS), "fsdp and tp": (partial(mesh, dp_shard=2, tp=2), few)})
+
+
+@pytest.mark.world_size(8, timeout=110)
+def test_eight_ranks() -> None:
+    check(
+        {
+            "replicas, shards and tp": (partial(mesh, dp_replicate=2, dp_shard=2, tp=2), ["accumulation_and_clipping"]),
+            "3d": (partial(mesh, dp_shard=2, tp=2, pp=2), ["accumulation_and_clipping", "checkpoints"]),
+        }
+    )
