@@ -15,11 +15,14 @@ import trainer_kit as tk
 from tests.strategies.pipelines import stages
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.strategies import DDPStrategy, FSDPStrategy
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import Classifier, assert_same, continues, whole
 
 HYBRID = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
+
+SPLIT = tk.ParallelPlan(tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"})
+TENSOR = partial(MeshStrategy, dp_shard=1, tp=2, plan=SPLIT)
 
 
 def four_ranks(directory: str, found: list[str]) -> None:
@@ -27,7 +30,7 @@ def four_ranks(directory: str, found: list[str]) -> None:
 
 
 def two_ranks(directory: str, found: list[str]) -> None:
-    made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages}
+    made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages, "tp2": TENSOR}
     continues(made, directory, found)
 
 
@@ -35,8 +38,8 @@ def two_ranks(directory: str, found: list[str]) -> None:
 def test_any_into_any_other(tmp_path: Path) -> None:
     run_distributed(four_ranks, 4, str(tmp_path), [], timeout=120)
     run_distributed(two_ranks, 2, str(tmp_path), ["fsdp4", "hsdp"], timeout=120)
-    run_distributed(four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2", "pp2"], timeout=120)
-    for name, ranks in (("one", 1), ("ddp2", 1), ("fsdp2", 2), ("pp2", 2), ("hsdp", 4), ("fsdp4", 4)):
+    run_distributed(four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2", "pp2", "tp2"], timeout=120)
+    for name, ranks in (("one", 1), ("ddp2", 1), ("fsdp2", 2), ("pp2", 2), ("tp2", 2), ("hsdp", 4), ("fsdp4", 4)):
         assert read_manifest(tmp_path / name).get("shards", 1) == ranks
     # What each rank of a hybrid holds alike is written by one of them.
     sizes = {name: sum(file.stat().st_size for file in (tmp_path / name).glob("model*")) for name in ("hsdp", "one")}
