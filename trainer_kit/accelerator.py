@@ -330,7 +330,8 @@ def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:
     made = choose_precision(word, None, strategy)
     scaler = options.get(GradScalerKwargs)
     if scaler is not None and made.scales:
-        made.scaler = torch.amp.GradScaler(strategy.device.type, **scaler.to_kwargs())  # type: ignore[attr-defined]
+        native: Any = getattr(made, "base", made)
+        native.scaler = torch.amp.GradScaler(strategy.device.type, **scaler.to_kwargs())
     return made
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer_kit.core.environment import Environment, count_devices, pick_device
-from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.core.location import is_url
 from trainer_kit.core.origins import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.protocols import Logger, Precision, Strategy
@@ -249,6 +249,12 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
 def _make_precision(precision: Any, device_type: str) -> Precision:
     made: Precision
     if not isinstance(precision, (str, int)):
+        if not hasattr(precision, "forward_context"):
+            raise PrecisionError(
+                "this is no precision",
+                found=f"precision={precision!r}",
+                fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
+            )
         made = precision
     elif str(precision).lower() not in WORDS and precision in PRECISIONS.names():
         made = PRECISIONS.get(str(precision))()

@@ -187,6 +187,8 @@ def test_what_cannot_be_quantised_is_refused_before_the_first_step() -> None:
 
 
 def test_an_accelerator_and_lightnings_plugin() -> None:
+    both = BitsandbytesPrecision("nf4", ignore_modules={"head"}, exceptions={"*up": "32"})
+    assert list(both.exceptions) == ["head", "*up"]
     precision = BitsandbytesPrecision("nf4", ignore_modules={"head"})
     module = Net()
     tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, plugins=[precision]).fit(module, batches())

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision import MixedPrecision, ModulePrecision, TruePrecision
+from trainer_kit.precision.exceptions import _ForwardIn
 
 F64, F32, BF16, F16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
 
@@ -125,6 +126,32 @@ def test_a_precision_without_exceptions_ends_those_of_another() -> None:
     with torch.no_grad():
         copied.head.weight.zero_()
     assert not torch.equal(copied(batches(1)[0][0]), module(batches(1)[0][0]))  # the copy's exception calls the copy
+
+
+@pytest.mark.parametrize("kind", [TruePrecision, MixedPrecision])
+def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    net, x, dtypes = nn.Sequential(layer), torch.randn(3, 5, 16), []
+    call = _ForwardIn.__call__
+
+    def heard(self: Any, *arguments: Any, **options: Any) -> Any:
+        dtypes.append(self.dtype)
+        return call(self, *arguments, **options)
+
+    monkeypatch.setattr(_ForwardIn, "__call__", heard)
+    for pattern, times in (("*norm*", 2), ("*self_attn", 1)):
+        precision = kind(BF16, exceptions={pattern: "32"})
+        precision.convert_module(net)
+        for train in (True, False):  # torch has a path for evaluation that takes the weights and leaves modules out
+            dtypes.clear()
+            with torch.no_grad(), precision.forward_context():
+                net.train(train)(precision.convert_batch(x))
+            assert dtypes == [F32] * times
+    kind(BF16).convert_module(net)
+    assert not layer._forward_pre_hooks
 
 
 @pytest.mark.parametrize(

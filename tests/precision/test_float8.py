@@ -150,6 +150,12 @@ def test_an_accelerator_with_its_recipes() -> None:
     model = accelerator.prepare(Net())
     assert kinds(model) == ["Float8Linear", "Linear", "Linear"]
     assert model.first.config.pad_inner_dim
+    gathered = tk.AORecipeKwargs(enable_fsdp_float8_all_gather=True)
+    with pytest.raises(PrecisionError, match=r"found: enable_fsdp_float8_all_gather: .*\n  fix: +leave it out"):
+        tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[gathered])
+    scaled = tk.GradScalerKwargs(init_scale=8.0)
+    accelerator = tk.Accelerator(cpu=True, mixed_precision=Float8Precision(base="16-mixed"), kwargs_handlers=[scaled])
+    assert float(accelerator.precision.scale_loss(torch.ones(()))) == 8.0
     with pytest.raises(PrecisionError, match="MS-AMP is not maintained"):
         tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.MSAMPRecipeKwargs()])
     with pytest.raises(PrecisionError, match="needs Transformer Engine"):

@@ -66,8 +66,13 @@ def test_a_precision_without_a_device_runs_where_the_trainer_does() -> None:
     precision.check(torch.device("xpu"), "single")
     assert precision.forward_context().device == "xpu"  # type: ignore[union-attr]
     own = MixedPrecision(torch.float16, "cpu")
-    own.check(torch.device("xpu"), "single")
-    assert own.device_type == "cpu"
+    with pytest.raises(PrecisionError, match=r"found: device_type='cpu', and the run is on 'xpu'\n  fix: +leave dev"):
+        own.check(torch.device("xpu"), "single")
+    kept = MixedPrecision(torch.float16, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    scaler = kept.scaler
+    for device in ("xpu", "cpu"):
+        kept.check(torch.device(device), "single")
+    assert kept.scaler is scaler
 
 
 def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,19 @@ def test_contradictions_are_refused() -> None:
         MixedPrecision(BF16, "cpu", torch.amp.GradScaler("cpu"))
 
 
+def test_what_is_no_dtype_and_no_precision() -> None:
+    with pytest.raises(
+        PrecisionError, match=r"found: precision=torch.bfloat16\n  fix: .*TruePrecision\(torch.bfloat16"
+    ):
+        quiet(precision=BF16)
+    with pytest.raises(PrecisionError, match=r"MixedPrecision has no dtype torch.float32\n  fix: .*torch.bfloat16"):
+        MixedPrecision(F32)
+    with pytest.raises(PrecisionError, match=r"no dtype '16-mixed'\n  fix: +precision='16-mixed', or MixedPrecision"):
+        MixedPrecision("16-mixed")  # type: ignore[arg-type]
+    with pytest.raises(PrecisionError, match=r"TruePrecision has no dtype torch\.int8"):
+        TruePrecision(torch.int8)
+
+
 def test_a_registered_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PRECISIONS, "_targets", {})
     PRECISIONS.register("mine", lambda: TruePrecision(F64))

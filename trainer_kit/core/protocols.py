@@ -229,7 +229,7 @@ class Precision(Protocol):
 
     name: str
     param_dtype: torch.dtype | None
-    """In what dtype an engine that gathers weights for a forward hands them to it; None: as they are stored."""
+    """In what dtype an engine may gather weights for a forward; None: as they are stored, which FSDP always does."""
     reduce_dtype: torch.dtype | None
     """In what dtype such an engine adds up the gradients of several ranks; None: that of the gradients."""
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.converted import ConvertedPrecision, refuse_shared
-from trainer_kit.precision.exceptions import Exceptions, is_excepted
+from trainer_kit.precision.exceptions import Exceptions, except_modules, is_excepted
 from trainer_kit.precision.native import MixedPrecision, TruePrecision
 
 __all__ = ["BitsandbytesPrecision"]
@@ -34,7 +34,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         mode: ``"nf4"``, ``"fp4"``, either with ``"-dq"`` (the maxima of blocks are quantised too), ``"int8"`` or
             ``"int8-training"``.
         dtype: of the products with 4-bit weights; None: that of their inputs.
-        ignore_modules: names of modules whose layers stay, as Lightning's argument; the same as ``exceptions``.
+        ignore_modules: names of modules whose layers stay, as Lightning's argument; more ``exceptions``.
         base: what everything else computes in: ``"bf16-mixed"``, ``"bf16-true"``, ``"32-true"``, or an object.
         exceptions: modules whose layers stay; see `trainer_kit.precision.Exceptions`.
 
@@ -60,7 +60,8 @@ class BitsandbytesPrecision(ConvertedPrecision):
     ) -> None:
         if mode not in _MODES:
             raise PrecisionError(f"bitsandbytes has no mode {mode!r}", fix=f"use one of: {', '.join(_MODES)}")
-        super().__init__(mode, base, exceptions or ignore_modules)
+        super().__init__(mode, base, exceptions)
+        self.exceptions = {**except_modules(ignore_modules), **self.exceptions}
         _import()
         self.mode, self.dtype = mode, dtype
         self.stored = (_Frozen,)

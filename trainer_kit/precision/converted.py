@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision.exceptions import Exceptions, ModulePrecision, except_modules, excepted
+from trainer_kit.precision.exceptions import Exceptions, ModulePrecision, call_layers, except_modules, excepted
 from trainer_kit.precision.native import MixedPrecision, TruePrecision, native_precision
 from trainer_kit.precision.where import check_runs
 
@@ -64,14 +64,11 @@ class ConvertedPrecision(ABC):
         """Exchange layers, then cast the rest as the native precision does."""
         found = list(excepted(module, self.exceptions))
         self.exchange(module, [name for name, _, _ in found])
-        for part in module.modules():
-            if isinstance(part, nn.TransformerEncoderLayer) and not part._forward_pre_hooks:
-                # torch's fast path of evaluation passes by the layers, but not where somebody listens.
-                part.register_forward_pre_hook(_nothing)
         self.base.convert_with(
             module,
             [(name, part, given) for name, part, given in found if isinstance(given, ModulePrecision)],
         )
+        call_layers(module, lambda part: True)
 
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:
         """Exceptions with a dtype of their own, and layers that store something else than weights."""
@@ -113,10 +110,6 @@ class ConvertedPrecision(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""
         self.base.load_state_dict(state)
-
-
-def _nothing(module: nn.Module, given: Any) -> None:
-    pass
 
 
 def refuse_shared(module: nn.Module, layers: Mapping[str, nn.Module], name: str) -> None:

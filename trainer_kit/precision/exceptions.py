@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 
-__all__ = ["DTYPES", "Exceptions", "ModulePrecision", "apply_exceptions", "except_modules", "excepted", "is_excepted"]
+__all__ = [
+    "DTYPES",
+    "Exceptions",
+    "ModulePrecision",
+    "apply_exceptions",
+    "call_layers",
+    "except_modules",
+    "excepted",
+    "is_excepted",
+]
 
 DTYPES: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 
@@ -117,9 +126,28 @@ def apply_exceptions(
     for part in module.modules():
         if isinstance(part.__dict__.get("forward"), _ForwardIn):
             del part.__dict__["forward"]
+        for key in [key for key, hook in part._forward_pre_hooks.items() if hook is _nothing]:
+            del part._forward_pre_hooks[key]
     for part, dtype, output_dtype in modules:
         # On the instance, so that wrappers and hooks around the module stay where they are.
         part.__dict__["forward"] = _ForwardIn(part.forward, context(dtype), dtype, output_dtype)
+    call_layers(module, lambda part: isinstance(part.__dict__.get("forward"), _ForwardIn))
+
+
+def call_layers(module: nn.Module, which: Callable[[nn.Module], bool]) -> None:
+    """Evaluate transformer layers that hold such parts by calling their parts, as in training.
+
+    torch's fast path of evaluation takes the weights and passes by the layers, but not where somebody listens.
+    """
+    for part in module.modules():
+        if not isinstance(part, nn.TransformerEncoderLayer) or part._forward_pre_hooks:
+            continue
+        if any(which(inner) for inner in part.modules() if inner is not part):
+            part.register_forward_pre_hook(_nothing)
+
+
+def _nothing(module: nn.Module, given: Any) -> None:
+    pass
 
 
 @final

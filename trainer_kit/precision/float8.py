@@ -67,6 +67,13 @@ class Float8Precision(ConvertedPrecision):
 
     def check_vendor(self, device: torch.device) -> None:
         """Try one product: which devices have it changes with each release of torch."""
+        if self.config.enable_fsdp_float8_all_gather:
+            raise PrecisionError(
+                "weights that FSDP gathers in float8 are not trained here",
+                found="enable_fsdp_float8_all_gather: torchao puts other parameters in their place, which an optimizer"
+                " that exists does not step and a checkpoint cannot hold",
+                fix="leave it out: weights are gathered as they are stored",
+            )
         if self.config.emulate:
             return
         sixteen = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)

@@ -21,6 +21,7 @@ from trainer_kit.precision.exceptions import (
     excepted,
     is_excepted,
 )
+from trainer_kit.precision.overflow import SeenOptimizer, has_gradients, seen_optimizers
 from trainer_kit.precision.where import check_runs
 
 __all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
@@ -41,6 +42,7 @@ NAMES: Final = {
 }
 """Lightning's words, Accelerate's words, and what they mean."""
 _BITS: Final = {dtype: bits for bits, dtype in DTYPES.items()}
+_HALF: Final = {dtype: _BITS[dtype] for dtype in (torch.bfloat16, torch.float16)}
 _Excepted: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
 
 
@@ -66,7 +68,7 @@ class TruePrecision:
     reduce_dtype: torch.dtype | None = None
 
     def __init__(self, dtype: torch.dtype = torch.float32, exceptions: Exceptions = ()) -> None:
-        self.dtype, self.name, self.device_type = dtype, f"{_BITS[dtype]}-true", "cpu"
+        self.dtype, self.name, self.device_type = dtype, f"{_bits(dtype, _BITS, 'TruePrecision')}-true", "cpu"
         self.exceptions = except_modules(exceptions)
         # float32 is what torch makes by itself: a module that mixes dtypes on purpose is then left alone.
         self.converts_batch = dtype is not torch.float32
@@ -153,7 +155,7 @@ class MixedPrecision:
             the other half precision; see `Exceptions`.
 
     Raises:
-        PrecisionError: for a scaler with bfloat16.
+        PrecisionError: for another dtype, or for a scaler with bfloat16.
 
     Example:
         >>> MixedPrecision(torch.bfloat16, "cpu").name
@@ -169,17 +171,19 @@ class MixedPrecision:
         scaler: torch.amp.GradScaler | None = None,
         exceptions: Exceptions = (),
     ) -> None:
+        self.name = f"{_bits(dtype, _HALF, 'MixedPrecision')}-mixed"
         self.dtype, self.exceptions = dtype, except_modules(exceptions)
         self._anywhere, self.device_type = device_type is None, device_type or _device_type()
-        # Weights travel in the dtype that autocast would cast them to; sums over many ranks need float32's digits.
+        self._own_scaler = scaler is not None
+        # What autocast would cast weights to, for engines that gather them so (FSDP gathers them as they are stored);
+        # sums over many ranks need float32's digits.
         self.param_dtype: torch.dtype | None = dtype
         self.reduce_dtype: torch.dtype | None = torch.float32
-        self.name = f"{_BITS[dtype]}-mixed"
         self.scales = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
         self.scaler = scaler or (torch.amp.GradScaler(self.device_type) if self.scales else None)
-        self._seen: dict[int, list[_SeenOptimizer]] = {}
+        self._seen: dict[int, list[SeenOptimizer]] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._began = False  # the scaler exists on the device once a loss was scaled
@@ -187,9 +191,15 @@ class MixedPrecision:
     def check(self, device: torch.device, engine: str) -> None:
         """Raise a PrecisionError where this cannot run; called before anything else."""
         check_runs(self.name, device.type, engine)
-        if self._anywhere and device.type != self.device_type:
+        if device.type != self.device_type:
+            if not self._anywhere:
+                raise PrecisionError(
+                    "autocast was asked for on another device than the run's",
+                    found=f"device_type={self.device_type!r}, and the run is on {device.type!r}",
+                    fix="leave device_type out, or choose the accelerator of that name",
+                )
             self.device_type = device.type
-            if self.scales:
+            if self.scales and not self._own_scaler:
                 self.scaler = torch.amp.GradScaler(device.type)
 
     def convert_module(self, module: nn.Module) -> None:
@@ -242,19 +252,19 @@ class MixedPrecision:
         """Undo the scale on this optimizer's gradients, once a step."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
-            if _has_gradients(optimizer):
+            if has_gradients(optimizer):
                 if not self._began:  # this rank had no data yet: its gradients are those of the others
                     self._began = True
                     self.scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
                 if id(optimizer) not in self._seen:
-                    self._seen[id(optimizer)] = _seen(optimizer)
+                    self._seen[id(optimizer)] = seen_optimizers(optimizer)
                 for seen in self._seen[id(optimizer)]:
-                    if seen.only is None or _has_gradients(seen):
+                    if seen.only is None or has_gradients(seen):
                         self.scaler.unscale_(seen)  # type: ignore[arg-type]
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step`` unless this optimizer's gradients overflowed."""
-        if self.scaler is None or not _has_gradients(optimizer):
+        if self.scaler is None or not has_gradients(optimizer):
             step()
             return True
         self.unscale_gradients(optimizer)
@@ -263,7 +273,7 @@ class MixedPrecision:
         if len(seen) == 1:
             seen[0].run = step
             return self.scaler.step(seen[0]) is not None  # type: ignore[arg-type]
-        whole = [self.scaler.step(one) is not None for one in seen if _has_gradients(one)]  # type: ignore[arg-type]
+        whole = [self.scaler.step(one) is not None for one in seen if has_gradients(one)]  # type: ignore[arg-type]
         if all(whole):
             step()
         return all(whole)
@@ -293,42 +303,6 @@ class MixedPrecision:
             self.scaler.load_state_dict(dict(state))
 
 
-class _SeenOptimizer:
-    """An optimizer as GradScaler sees it, whose ``step`` says that it ran: the sign of a skip that costs no read.
-
-    Args:
-        optimizer: the user's.
-        only: those of its parameters that are looked at; None for all.
-    """
-
-    def __init__(self, optimizer: Optimizer, only: set[Tensor] | None = None) -> None:
-        self.optimizer, self.only = optimizer, only
-        self.run: Callable[[], Any] = optimizer.step if only is None else _nothing
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        groups, only = self.optimizer.param_groups, self.only
-        return groups if only is None else [{"params": [p for p in g["params"] if p in only]} for g in groups]
-
-    def step(self) -> bool:
-        self.run()
-        return True
-
-
-def _seen(optimizer: Optimizer) -> list[_SeenOptimizer]:
-    """One; or one for each way in which parameters are divided, for torch looks for overflows in one way at a time."""
-    kinds: dict[Any, set[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            whole = tuple(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
-            kinds.setdefault((getattr(parameter, "device_mesh", None), whole), set()).add(parameter)
-    return [_SeenOptimizer(optimizer, kind if len(kinds) > 1 else None) for kind in kinds.values()]
-
-
-def _nothing() -> None:
-    """The step itself comes when all of its parameters have been looked at."""
-
-
 class _DefaultDtype:
     """`torch.set_default_dtype` as a context that can be entered again and again without an allocation."""
 
@@ -349,8 +323,13 @@ def _default_dtype(dtype: torch.dtype) -> Any:
         yield
 
 
-def _has_gradients(optimizer: Optimizer | _SeenOptimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+def _bits(dtype: Any, known: Mapping[torch.dtype, str], what: str) -> str:
+    if isinstance(dtype, torch.dtype) and dtype in known:
+        return known[dtype]
+    fix = f"one of {', '.join(str(one) for one in known)}"
+    if isinstance(dtype, str) and dtype in NAMES:
+        fix = f"precision={dtype!r}, or {what} with {fix}"
+    raise PrecisionError(f"{what} has no dtype {dtype!r}", fix=fix)
 
 
 def _device_type() -> str:

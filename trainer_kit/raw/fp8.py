@@ -33,8 +33,8 @@ class AORecipeKwargs(FP8Recipe):
         config: a ``torchao.float8.Float8LinearConfig``; by default one scale for a tensor.
         module_filter_func: called with a linear layer and its name, says whether it is exchanged; by default all but
             the first and the last.
-        pad_inner_dim: pad with zeros what is no multiple of 16.
-        enable_fsdp_float8_all_gather: FSDP gathers weights in fp8.
+        pad_inner_dim: pad batches whose number of rows is no multiple of 16; sizes of weights are to be multiples.
+        enable_fsdp_float8_all_gather: True is refused: weights would be other objects, which are not saved.
     """
 
     config: Float8LinearConfig | None = None

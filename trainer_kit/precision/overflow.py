@@ -1,0 +1,52 @@
+"""Optimizers as ``torch.amp.GradScaler`` looks at them: what it asks for overflows, and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["SeenOptimizer", "has_gradients", "seen_optimizers"]
+
+
+class SeenOptimizer:
+    """An optimizer as GradScaler sees it, whose ``step`` says that it ran: the sign of a skip that costs no read.
+
+    Args:
+        optimizer: the user's.
+        only: those of its parameters that are looked at; None for all.
+    """
+
+    def __init__(self, optimizer: Optimizer, only: set[Tensor] | None = None) -> None:
+        self.optimizer, self.only = optimizer, only
+        self.run: Callable[[], Any] = optimizer.step if only is None else _nothing
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups, only = self.optimizer.param_groups, self.only
+        return groups if only is None else [{"params": [p for p in g["params"] if p in only]} for g in groups]
+
+    def step(self) -> bool:
+        self.run()
+        return True
+
+
+def seen_optimizers(optimizer: Optimizer) -> list[SeenOptimizer]:
+    """One; or one for each way in which parameters are divided, for torch looks for overflows in one way at a time."""
+    kinds: dict[Any, set[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole = tuple(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+            kinds.setdefault((getattr(parameter, "device_mesh", None), whole), set()).add(parameter)
+    return [SeenOptimizer(optimizer, kind if len(kinds) > 1 else None) for kind in kinds.values()]
+
+
+def _nothing() -> None:
+    """The step itself comes when all of its parameters have been looked at."""
+
+
+def has_gradients(optimizer: Optimizer | SeenOptimizer) -> bool:
+    """Whether any of its parameters has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
