@@ -53,6 +53,7 @@ for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
     STRATEGIES.register(_word, "trainer_kit.strategies.xla:XLAStrategy")
+STRATEGIES.register("megatron", "trainer_kit.strategies.megatron:MegatronStrategy")
 STRATEGIES.register("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
 for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
     LOGGERS.register(_word, f"trainer_kit.loggers:{_name}")
@@ -205,6 +206,10 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
         from trainer_kit.strategies import fsdp_config
 
         made = STRATEGIES.get("fsdp")(device, **fsdp_config.from_launcher(_told(fsdp_config.KEYS)))
+    if engine == "MEGATRON_LM":
+        from trainer_kit.strategies import megatron_config
+
+        made = STRATEGIES.get("megatron")(device, **megatron_config.from_launcher(_told(megatron_config.KEYS)))
     return made
 
 

@@ -314,21 +314,20 @@ def test_mpi_needs_no_options() -> None:
         (["--num_proceses", "2", "raw.py"], "No such option '--num_proceses'"),
         (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
         (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
-        (["--use_megatron_lm", "raw.py"], "Megatron-LM is not here yet"),
         (["--tpu", "raw.py"], "TPU is not here yet"),
         (["--cpu", "--multi_gpu", "raw.py"], "one kind of run at a time"),
         (
             ["--config_file", "bad.yaml", "raw.py"],
             "bad.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",
         ),
-        (["--config_file", "megatron.yaml", "raw.py"], "megatron.yaml:"),
+        (["--config_file", "tpu.yaml", "raw.py"], "tpu.yaml:"),
         (["--config_file", "none.yaml", "raw.py"], "there is no configuration file none.yaml"),
         (["--config_file", "fsdp.yaml", "--cpu", "none.py"], "there is no such script"),
     ],
 )
 def test_wrong_calls_leave_with_2(words: list[str], said: str) -> None:
     Path("bad.yaml").write_text("debug: no\nnum_proceses: 2\n")
-    for name in ("fsdp.yaml", "megatron.yaml"):
+    for name in ("fsdp.yaml", "tpu.yaml"):
         Path(name).write_text(SAMPLES[name])
     code, output = call("launch", *words)
     assert code == 2

@@ -13,6 +13,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import ORIGINS, Chosen, choose, variable
 from trainer_kit.launch.plan import plan
 from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
+from trainer_kit.strategies.megatron_config import from_launcher
 
 ALONE = Environment()
 
@@ -143,6 +144,14 @@ def test_deepspeed_reaches_the_ranks() -> None:
     assert "zero_stage" not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
 
 
+def test_megatron_reaches_the_ranks() -> None:
+    made = plan(options(SAMPLES["megatron.yaml"]), ALONE)
+    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
+    assert (made.processes, told["distributed_type"], told["megatron_lm_tp_degree"]) == (4, "MEGATRON_LM", "2")
+    with pytest.raises(ConfigurationError, match="megatron_lm_num_micro_batches is not taken from a file"):
+        from_launcher(told)
+
+
 def test_fsdp_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["fsdp.yaml"]), ALONE)
     told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
@@ -155,7 +164,6 @@ def test_fsdp_reaches_the_ranks() -> None:
     ("name", "what"),
     [
         ("fsdp2.yaml", "parallelism over several dimensions"),
-        ("megatron.yaml", "Megatron-LM"),
         ("tpu.yaml", "TPU"),
         ("sagemaker.yaml", "SageMaker"),
     ],

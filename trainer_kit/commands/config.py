@@ -23,7 +23,7 @@ _HOLDS: Final = (
     ("DDP", "every process holds all of it"),
     ("FSDP", f"in shards, by FSDP {_LATER}"),
     ("DEEPSPEED", f"in shards, by DeepSpeed {_LATER}"),
-    ("MEGATRON_LM", f"in pieces, by Megatron-LM {_LATER}"),
+    ("MEGATRON_LM", "in pieces, by Megatron-LM"),
 )
 _ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "FSDP": (
@@ -55,7 +55,7 @@ _ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
             "megatron_lm_pp_degree": "1",
             "megatron_lm_num_micro_batches": "1",
             "megatron_lm_sequence_parallelism": "false",
-            "megatron_lm_use_distributed_optimizer": "true",
+            "megatron_lm_use_distributed_optimizer": "false",
         },
     ),
 }

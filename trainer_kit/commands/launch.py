@@ -76,7 +76,7 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "multi_gpu": "On several devices, data parallel.",
             "use_fsdp": "With FSDP.",
             "use_deepspeed": "With DeepSpeed.",
-            "use_megatron_lm": "With Megatron-LM (not here yet).",
+            "use_megatron_lm": "With Megatron-LM.",
             "tpu": "",
             "debug": "Each process says what it has; collectives are checked first.",
         }.items()

@@ -99,7 +99,6 @@ class Option:
 
 
 ENGINES: Final = {
-    "MEGATRON_LM": "Megatron-LM",
     "TP": "tensor parallelism",
     "TPU": "TPU",
     "XLA": "TPU",
@@ -108,7 +107,7 @@ ENGINES: Final = {
 
 _KINDS: Final = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", "FSDP", *sorted(ENGINES), "DATA_PARALLEL", "MODEL_PARALLEL",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP", "MEGATRON_LM", *sorted(ENGINES), "DATA_PARALLEL", "MODEL_PARALLEL",
 )  # fmt: skip
 _DYNAMO: Final = (
     "NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT",

@@ -164,9 +164,13 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
     return ids
 
 
+_SECTIONS: Final = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
+"""What of a file the ranks are told, by the kind of run."""
+
+
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     passed = [*_PASSED, *SECTIONS["dynamo_config"]]
-    engine = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}.get(options["distributed_type"] or "")
+    engine = _SECTIONS.get(options["distributed_type"] or "")
     if engine is not None:
         passed += ["distributed_type", *SECTIONS[engine]]
     found: dict[str, str] = {}

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.deepspeed import DeepSpeedStrategy
     from trainer_kit.strategies.fsdp import FSDPStrategy
     from trainer_kit.strategies.local_sgd import PostLocalSGD
+    from trainer_kit.strategies.megatron import MegatronStrategy
     from trainer_kit.strategies.mesh import MeshStrategy
     from trainer_kit.strategies.xla import XLAStrategy
 
@@ -19,6 +20,7 @@ __all__ = [
     "DDPStrategy",
     "DeepSpeedStrategy",
     "FSDPStrategy",
+    "MegatronStrategy",
     "MeshStrategy",
     "PostLocalSGD",
     "SingleDeviceStrategy",
@@ -29,6 +31,7 @@ _LAZY = {
     "DDPStrategy": "ddp",
     "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
+    "MegatronStrategy": "megatron",
     "MeshStrategy": "mesh",
     "PostLocalSGD": "local_sgd",
     "XLAStrategy": "xla",

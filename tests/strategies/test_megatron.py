@@ -1,0 +1,357 @@
+"""What Megatron is told and asked, by a recording stand-in: megatron-core needs CUDA. The real one where that is."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from tests.parity.plain import make_batches, merged
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.launch.options import SECTIONS
+from trainer_kit.strategies import MegatronStrategy
+from trainer_kit.strategies.megatron_config import KEYS, check_model, from_launcher, megatron_model, optimizer_options
+
+Calls = list[Any]
+
+
+class Model(nn.Module):
+    """What of a GPTModel a strategy looks at."""
+
+    def __init__(self, **config: Any) -> None:
+        super().__init__()
+        usual = {"bf16": False, "fp16": False, "num_moe_experts": None, "mtp_num_layers": None}
+        sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+        self.config = SimpleNamespace(
+            **{**usual, **sizes, "sequence_parallel": False, "grad_scale_func": None, **config}
+        )
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
+
+    def set_input_tensor(self, tensor: Any) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Task(tk.TrainModule):
+    def __init__(self, configure: Any = None, **config: Any) -> None:
+        super().__init__()
+        self.config, self.configure = config, configure or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            torch.manual_seed(0)
+            self.net = Model(**self.config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.configure(self.parameters())
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+
+
+class Wrapper(nn.Module):
+    """Megatron's: gradients go to buffers of its own."""
+
+    def __init__(self, calls: Calls, config: Any, settings: Any, module: nn.Module) -> None:
+        super().__init__()
+        self.config, self.module, self.calls = config, module, calls
+        calls.append(("wrap", vars(settings), config.calculate_per_token_loss))
+
+    def no_sync(self) -> Any: ...
+
+    def forward(self, *args: Any) -> Any:
+        self.calls.append("forward")
+        return self.module(*args)
+
+    def broadcast_params(self) -> None:
+        self.calls.append("broadcast_params")
+
+    def zero_grad_buffer(self) -> None:
+        self.calls.append("zero_grad_buffer")
+        for parameter in self.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+
+
+class Stepper:
+    """Megatron's optimizer around torch's; it clips by what its configuration says when it steps."""
+
+    def __init__(self, calls: Calls, config: Any, chunks: list[Any], config_overrides: Any) -> None:
+        calls.append(("optimizer", vars(config), config_overrides))
+        self.calls, self.config = calls, config
+        parameters = [{"params": [p for p in chunks[0].parameters() if p.requires_grad]}]
+        self.optimizer = torch.optim.SGD(
+            parameters, lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay
+        )
+        self.chained_optimizers, self.param_groups = [self], self.optimizer.param_groups
+
+    def zero_grad(self) -> None:
+        self.calls.append("zero_grad")
+
+    def reload_model_params(self) -> None: ...
+
+    def step(self) -> tuple[bool, None, None]:
+        parameters = self.param_groups[0]["params"]
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad
+        if self.config.clip_grad > 0:
+            nn.utils.clip_grad_norm_(parameters, self.config.clip_grad)
+        self.calls.append(("step", self.config.clip_grad, self.param_groups[0]["lr"]))
+        self.optimizer.step()
+        return True, None, None
+
+
+def schedule(calls: Calls, **said: Any) -> None:
+    """As Megatron's without a pipeline: forward, the loss function, backward; in the end gradients are finalised."""
+    (chunk,) = said["model"]
+    calls.append(("schedule", {k: v for k, v in said.items() if isinstance(v, (int, bool))}))
+    for _ in range(said["num_microbatches"]):
+        output, loss_func = said["forward_step_func"](said["data_iterator"], chunk)
+        loss, tokens, _ = loss_func(output)
+        assert (tokens.dtype, tokens.shape) == (torch.int, ())
+        loss.backward()
+        for parameter in chunk.parameters():
+            if parameter.grad is not None:
+                parameter.main_grad += parameter.grad
+                parameter.grad = None
+    chunk.config.finalize_model_grads_func([chunk], tokens, pg_collection="groups", force_all_reduce=False)
+
+
+def finalize(calls: Calls, model: list[Any], tokens: Any, **said: Any) -> None:
+    calls.append(("finalize", len(model), tokens, said))
+    for parameter in model[0].parameters():
+        dist.all_reduce(parameter.main_grad)
+
+
+def install() -> Calls:
+    """The stand-in, in a process of its own."""
+    made: Calls = []
+    core, state, tensor, distributed, optimizer, pipeline, transformer, module = (
+        ModuleType(f"megatron.core{name}")
+        for name in (
+            "", ".parallel_state", ".tensor_parallel", ".distributed", ".optimizer", ".pipeline_parallel",
+            ".transformer", ".transformer.module",
+        )
+    )  # fmt: skip
+    root = ModuleType("megatron")
+    root.__spec__ = importlib.util.spec_from_loader("megatron", None)
+    vars(core).update(parallel_state=state, tensor_parallel=tensor)
+    vars(state).update(
+        model_parallel_is_initialized=lambda: False,
+        initialize_model_parallel=lambda **said: made.append(("initialize", said)),
+        get_data_parallel_group=lambda: None,
+    )
+    vars(tensor).update(
+        model_parallel_cuda_manual_seed=lambda seed: made.append("seed"),
+        set_defaults_if_not_set_tensor_model_parallel_attributes=lambda parameter: None,
+    )
+    vars(distributed).update(
+        DistributedDataParallel=partial(Wrapper, made),
+        DistributedDataParallelConfig=SimpleNamespace,
+        finalize_model_grads=partial(finalize, made),
+    )
+    vars(optimizer).update(OptimizerConfig=SimpleNamespace, get_megatron_optimizer=partial(Stepper, made))
+    vars(pipeline).update(get_forward_backward_func=lambda: partial(schedule, made))
+    vars(module).update(Float16Module=None)
+    for one in (root, core, state, tensor, distributed, optimizer, pipeline, transformer, module):
+        sys.modules[one.__name__] = one
+    torch.cuda.is_available = lambda: True
+    return made
+
+
+def train(strategy: Any, save: str | None = None, **options: Any) -> tuple[tk.Trainer, dict[str, Tensor]]:
+    """Five batches of six samples and one of five, of three on each rank: the last one has three and two."""
+    path, steps = options.pop("ckpt_path", None), options.pop("max_steps", -1)
+    settings: dict[str, Any] = {"max_epochs": 1, "max_steps": steps, "accelerator": "cpu", "devices": 2, "seed": 0}
+    settings |= {"barebones": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    trainer, module = tk.Trainer(strategy=strategy, **settings), Task()
+    trainer.print = lambda *values, **said: None  # type: ignore[method-assign]
+    x, y = merged(make_batches(1, size=35))
+    trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=3), ckpt_path=path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    return trainer, module.state_dict()
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=partial("{}: {}".format, name))
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_it_is_told_what_it_needs_and_trains_as_ddp_does() -> None:
+    _, expected = train("ddp", save="ddp", max_steps=2)
+    _, to_the_end = train("ddp")
+    calls = install()
+    _, found = train(MegatronStrategy("cpu"), save="megatron", max_steps=2)
+    same(found, expected)
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "distributed_timeout_minutes": 30}
+    settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
+    config = {"use_distributed_optimizer": False, "lr": 0.1, "weight_decay": 0}
+    assert calls[:4] == [("initialize", sizes), "seed", ("wrap", settings, True), "broadcast_params"]
+    name, said, overrides = calls[4]
+    assert (name, overrides) == ("optimizer", {})
+    assert {**said, "clip_grad": 0.0} == {**config, "clip_grad": 0.0, "optimizer": "sgd", "sgd_momentum": 0.9}
+    two = {"num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1, "forward_only": False}
+    groups = {"pg_collection": "groups", "force_all_reduce": False}
+    step = [("schedule", two), "forward", "zero_grad_buffer", "zero_grad", "forward", ("finalize", 1, None, groups)]
+    assert calls[5:] == [*step, ("step", 0.5, 0.1), *step, ("step", 0.5, 0.1)]
+    # Momentum and all: checkpoints of one continue under the other, and the learning rate is followed.
+    for path, strategy in (
+        ("ddp", MegatronStrategy("cpu")),
+        ("megatron", "ddp"),
+        ("megatron", MegatronStrategy("cpu")),
+    ):
+        calls.clear()
+        _, found = train(strategy, ckpt_path=path)
+        same(found, to_the_end)
+        if strategy != "ddp":
+            assert calls[-1] == ("step", 0.5, 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_parts_of_tensor_ranks_are_put_together() -> None:
+    install()
+    sys.modules["megatron.core.parallel_state"].get_tensor_model_parallel_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
+    rank, strategy, module, whole = dist.get_rank(), MegatronStrategy("cpu", tensor_parallel=2), Task(), Task()
+    module.net, whole.net = Model(), Model()
+    for name, axis in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
+        layer, key = module.net.get_submodule(name.split(".")[0]), name.split(".")[1]
+        part = nn.Parameter(whole.net.state_dict()[name].chunk(2, axis)[rank].clone())
+        part.tensor_model_parallel, part.partition_dim = True, axis  # as Megatron's layers have it
+        setattr(layer, key, part)
+    full = {name: dist_whole(value) for name, value in strategy.module_state(module).items()}
+    assert {name: value.shape for name, value in full.items()} == {n: v.shape for n, v in whole.state_dict().items()}
+    expected = {name: torch.randn_like(value) for name, value in full.items()}
+    for value in expected.values():
+        dist.broadcast(value, 0)
+    strategy.load_module_state(module, expected, strict=True)
+    torch.testing.assert_close(module.net.up.weight, expected["net.up.weight"].chunk(2, 0)[rank])
+    torch.testing.assert_close(module.net.down.weight, expected["net.down.weight"].chunk(2, 1)[rank])
+    # Moments, too; those of one optimizer into another one's.
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    chunk = SimpleNamespace(parameters=module.parameters)
+    config = SimpleNamespace(lr=0.1, sgd_momentum=0.9, weight_decay=0.0)
+    strategy._optimizer = Stepper([], config, [chunk], {})
+    inner = strategy._optimizer.optimizer.state
+    for parameter in module.parameters():
+        inner[parameter] = {"momentum_buffer": parameter.detach().clone()}
+    _, state = strategy.optimizer_state(optimizer)
+    moments = {
+        parameter: {"momentum_buffer": dist_whole(own["momentum_buffer"]) * 2} for parameter, own in state.items()
+    }
+    assert moments[module.net.up.weight]["momentum_buffer"].shape == (16, 8)
+    strategy.load_optimizer_state(optimizer, [{"lr": 0.3}], moments)
+    for parameter in module.parameters():
+        torch.testing.assert_close(inner[parameter]["momentum_buffer"], parameter.detach() * 2)
+
+
+def dist_whole(value: Any) -> Tensor:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def test_what_megatron_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+    with pytest.raises(StrategyError, match="pip install"):
+        MegatronStrategy()
+    installed = ModuleType("megatron")
+    installed.__spec__ = importlib.util.spec_from_loader("megatron", None)
+    monkeypatch.setitem(sys.modules, "megatron", installed)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    strategy = MegatronStrategy(tensor_parallel=2)
+    with pytest.raises(StrategyError, match="runs on CUDA only"):
+        strategy.start()
+    with pytest.raises(StrategyError, match="3 processes are no multiple of 2"):
+        strategy.places(3)
+    with pytest.raises(StrategyError, match="under a Trainer only"):
+        strategy.wrap_module(nn.Linear(1, 1), None)  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match="clips by norm only"):
+        strategy.clip_gradients([], 1.0, "value")
+    sizes = {"tensor_model_parallel_size": 2}
+    for config, precision, told in (
+        ({}, "32-true", "tensor_model_parallel_size=1, where this run has 2"),
+        ({"bf16": True, **sizes}, "32-true", "bf16=True, where this run has False"),
+        (sizes, "bf16-mixed", "bf16=False, where this run has True"),
+        ({"num_moe_experts": 4, **sizes}, "32-true", "num_moe_experts is not here yet"),
+        ({"gated_linear_unit": True, **sizes}, "32-true", "gated layers"),
+    ):
+        with pytest.raises(StrategyError, match=told):
+            check_model(Model(**config).config, sizes, precision)
+    module = tk.TrainModule()
+    module.head = nn.Linear(1, 1)
+    with pytest.raises(StrategyError, match="0 in TrainModule"):
+        megatron_model(module)
+    weights = [nn.Parameter(torch.zeros(2))]
+    for optimizer, told in (
+        (torch.optim.Adagrad(weights), "found: Adagrad"),
+        (torch.optim.AdamW(weights, amsgrad=True), "AdamW with amsgrad"),
+        (torch.optim.SGD([{"params": weights}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=1), "2 groups"),
+    ):
+        with pytest.raises(StrategyError, match=told.replace("found: ", "")):
+            optimizer_options(optimizer)
+    adam = optimizer_options(torch.optim.AdamW(weights, lr=0.1, betas=(0.8, 0.9), weight_decay=0.2))
+    assert adam == {
+        "lr": 0.1,
+        "weight_decay": 0.2,
+        "optimizer": "adam",
+        "decoupled_weight_decay": True,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.9,
+        "adam_eps": 1e-8,
+    }
+
+
+def test_every_key_of_accelerates_is_taken_or_refused() -> None:
+    assert set(KEYS) == set(SECTIONS["megatron_lm_config"])
+    told = {"megatron_lm_tp_degree": "4", "megatron_lm_sequence_parallelism": "True", "megatron_lm_pp_degree": "1"}
+    assert from_launcher(told) == {"tensor_parallel": 4, "sequence_parallel": True}
+    for key, value in (("pp_degree", "2"), ("recompute_activations", "true"), ("use_distributed_optimizer", "true")):
+        with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is not taken from a file"):
+            from_launcher({f"megatron_lm_{key}": value})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("megatron") is None, reason="needs CUDA and megatron-core"
+)
+@pytest.mark.world_size(1)
+def test_the_real_one() -> None:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer import TransformerConfig
+
+    class Language(tk.TrainModule):
+        def configure_model(self) -> None:
+            sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+            config = TransformerConfig(**sizes, hidden_dropout=0.0, pipeline_dtype=torch.float32)
+            self.net = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            (tokens,) = batch
+            places = torch.arange(8, device=self.device).expand(len(tokens), -1)
+            mask = torch.triu(torch.ones(8, 8, dtype=torch.bool, device=self.device), 1)[None, None]
+            loss = self.net(tokens, places, mask, labels=tokens.roll(-1, 1)).mean()
+            losses.append(float(loss))
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    losses: list[float] = []
+    data = DataLoader(TensorDataset(torch.arange(8).repeat(12, 1)), batch_size=3)
+    trainer = tk.Trainer(accelerator="cuda", devices=1, strategy=MegatronStrategy(), max_epochs=5, barebones=True)
+    trainer.fit(Language(), data)
+    assert losses[-1] < losses[0] / 2
