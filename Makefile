@@ -14,7 +14,7 @@ help:
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
-	@echo "make bench       what the loop, its checkpoints and its samples cost, beside hand-written ones"
+	@echo "make bench       what the loop, its checkpoints, samples and engines cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
 	@echo "make clean       remove .venv and caches"
 
@@ -88,6 +88,7 @@ bench: .venv/.stamp
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/samples.py
+	$(BIN)/python benchmarks/engines.py
 
 docs: .venv/.stamp
 	$(BIN)/python docs/generate_hooks.py

@@ -27,7 +27,6 @@ import importlib
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -40,6 +39,8 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from ranks import environment, free_port  # noqa: E402
 
 IMPORTS = {
     "trainer_kit": ("trainer_kit", ["Trainer", "TrainModule"]),
@@ -205,8 +206,8 @@ def spawn(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
         command = [sys.executable, str(Path(__file__).resolve()), "--measure", case, library, "--steps", str(steps)]
         command += ["--json", str(out), *(["--count"] if count else [])]
         processes = [
-            subprocess.Popen(command, env=_environment(rank, world, port), stdout=theirs, stderr=theirs, cwd=directory)
-            for port in [_free_port()]
+            subprocess.Popen(command, env=environment(rank, world, port), stdout=theirs, stderr=theirs, cwd=directory)
+            for port in [free_port()]
             for rank in range(world)
         ]
         os.close(theirs)
@@ -228,23 +229,6 @@ def _drain(terminal: int, said: list[bytes]) -> None:
             said.append(data)
     except OSError:
         return
-
-
-def _environment(rank: int, world: int, port: int) -> dict[str, str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""}
-    if world > 1:
-        rank_words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        environment |= {word: str(value) for word, value in rank_words.items()}
-        environment |= {"GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        environment |= {"TORCHELASTIC_RUN_ID": "bench"}
-    return environment
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_case(case: str, libraries: list[str], rounds: int, steps: int) -> list[Result]:
