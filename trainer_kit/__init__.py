@@ -172,10 +172,10 @@ _HOME = {
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
 _NOT_YET = {
-    "BnbQuantizationConfig": "quantisation",
-    "DeepSpeedPlugin": "DeepSpeed",
+    "BnbQuantizationConfig": "quantisation by a plugin (precision='nf4' and other words do it)",
+    "DeepSpeedPlugin": "DeepSpeed under an Accelerator (a Trainer has it: DeepSpeedStrategy)",
     "MegatronLMPlugin": "Megatron-LM",
-    "ParallelismConfig": "parallelism over several dimensions",
+    "ParallelismConfig": "a mesh under an Accelerator (a Trainer has it: MeshStrategy)",
     "cpu_offload": "offloading",
     "disk_offload": "offloading",
     "dispatch_model": "spreading a model over devices",
@@ -184,7 +184,7 @@ _NOT_YET = {
     "init_on_device": "building a model without memory",
     "load_checkpoint_and_dispatch": "spreading a model over devices",
     "load_checkpoint_in_model": "spreading a model over devices",
-    "prepare_pippy": "pipeline parallelism",
+    "prepare_pippy": "a pipeline under an Accelerator (a Trainer has it: MeshStrategy(pp=))",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 
@@ -192,6 +192,9 @@ _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 def __getattr__(name: str) -> Any:
     # Everything is found when it is first asked for: importing the package costs next to nothing.
     if name in _HOME:
+        from trainer_kit.core.registry import READERS
+
+        READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")  # `load_from_checkpoint` asks from below
         module, attribute = _HOME[name].split(":")
         found = getattr(importlib.import_module(f"trainer_kit.{module}"), attribute)
     elif name in _ROOMS:

@@ -57,11 +57,11 @@ __all__ = [
 
 _EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" means
 _NOT_HERE: Final = {
-    "deepspeed_plugin": "DeepSpeed",
-    "deepspeed_plugins": "DeepSpeed",
-    "megatron_lm_plugin": "Megatron-LM",
-    "torch_tp_plugin": "tensor parallelism",
-    "parallelism_config": "parallelism over several dimensions",
+    "deepspeed_plugin": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
+    "deepspeed_plugins": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
+    "megatron_lm_plugin": ("Megatron-LM", None),
+    "torch_tp_plugin": ("tensor parallelism", 'Trainer(strategy="tp")'),
+    "parallelism_config": ("mesh of several dimensions", "Trainer(strategy=MeshStrategy(...))"),
 }
 
 
@@ -253,7 +253,9 @@ def _engine(engines: Mapping[str, Any]) -> dict[type, Any]:
         if name not in _NOT_HERE:
             raise TypeError(f"Accelerator got an unexpected argument {name!r}")
         if value is not None:
-            raise ConfigurationError(f"{_NOT_HERE[name]} is not here yet", found=f"{name}={value!r}")
+            what, elsewhere = _NOT_HERE[name]
+            fix = elsewhere and f"a Trainer has it: {elsewhere}"
+            raise ConfigurationError(f"an Accelerator has no {what} yet", found=f"{name}={value!r}", fix=fix)
     plugin = engines.get("fsdp_plugin")
     return {} if plugin is None else {FullyShardedDataParallelPlugin: plugin}
 

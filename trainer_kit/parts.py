@@ -13,7 +13,7 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError, Strategy
 from trainer_kit.core.location import is_url
 from trainer_kit.core.origins import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.protocols import Logger, Precision, Strategy
-from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, READERS, STRATEGIES
+from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.precision.where import engine_of
 from trainer_kit.precision.words import WORDS, make_precision
 
@@ -49,16 +49,16 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 """What a word says beyond its class."""
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
 for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
-    STRATEGIES.register(_word, _CLASSES.get(_word.split("_")[0], _MESH))
+    STRATEGIES.supply(_word, _CLASSES.get(_word.split("_")[0], _MESH))
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
-    STRATEGIES.register(_word, "trainer_kit.strategies.xla:XLAStrategy")
-STRATEGIES.register("megatron", "trainer_kit.strategies.megatron:MegatronStrategy")
-STRATEGIES.register("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
+    STRATEGIES.supply(_word, "trainer_kit.strategies.xla:XLAStrategy")
+STRATEGIES.supply("megatron", "trainer_kit.strategies.megatron:MegatronStrategy")
+STRATEGIES.supply("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
 for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
-    LOGGERS.register(_word, f"trainer_kit.loggers:{_name}")
-LOGGERS.register("jsonl", "trainer_kit.loggers:JSONLLogger")
-LOGGERS.register("dummy", "trainer_kit.loggers:DummyLogger")
+    LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
+LOGGERS.supply("jsonl", "trainer_kit.loggers:JSONLLogger")
+LOGGERS.supply("dummy", "trainer_kit.loggers:DummyLogger")
 for _word, _name in (
     ("accumulation", "GradientAccumulation"),
     ("checkpoint", "ModelCheckpoint"),
@@ -67,16 +67,18 @@ for _word, _name in (
     ("timer", "Timer"),
     ("function", "FunctionCallback"),
 ):
-    CALLBACKS.register(_word, f"trainer_kit.callbacks:{_name}")
-READERS.register("module", "trainer_kit.checkpoint.weights:read_module")
+    CALLBACKS.supply(_word, f"trainer_kit.callbacks:{_name}")
 
 _DEEPSPEED_KEYS = (
     "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
     "deepspeed_moe_layer_cls_names",
 )  # fmt: skip
 _FORKED = ("ddp_notebook", "ddp_fork")
-# Not DeepSpeed: one process alone has a host to offload to.
-_LAUNCHED = ("ddp", "fsdp", "fsdp_full_shard", *(word for word in _OPTIONS if not word.startswith("deepspeed")))
+# Not DeepSpeed, nor what offloads: one process alone has a host to offload to.
+_LAUNCHED = (
+    *("ddp", "fsdp", "fsdp_full_shard"),
+    *(word for word in _OPTIONS if "deepspeed" not in word and "offload" not in word),
+)
 
 
 def with_launchers(
@@ -150,7 +152,7 @@ def choose_strategy(
         strategy.places(world)  # sizes that do not fit are told before any process is started
     if strategy == "auto":
         word = "ddp" if world > 1 else "single_device"
-    elif alone and (word in _LAUNCHED or word == "mesh"):
+    elif alone and (word in _LAUNCHED or word == "mesh") and not getattr(strategy, "serves_alone", False):
         strategy = word = "single_device"  # nobody to exchange gradients with
     elif word == "single_device" and world > 1:
         raise StrategyError(

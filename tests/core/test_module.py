@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,6 +125,7 @@ def test_toggling_lets_only_one_optimizer_s_parameters_learn():
     assert net.seen == [[True, True, False, False], [False, False, True, False], [True, True, True, False]]
 
 
+@pytest.mark.slow
 def test_it_is_rebuilt_from_its_hyperparameters_and_weights(tmp_path):
     net = Net(width=3, lr=0.5)
     trainer = Trainer(**QUIET, max_steps=1)
@@ -132,6 +135,23 @@ def test_it_is_rebuilt_from_its_hyperparameters_and_weights(tmp_path):
     assert again.hparams == {"width": 3, "lr": 0.5}
     assert torch.equal(again.layer.weight, net.layer.weight)
     assert Net.load_from_checkpoint(tmp_path / "c", lr=0.7).hparams.lr == 0.7
+    fresh = """
+import sys, torch
+from torch import nn
+from trainer_kit import TrainModule
+
+class Net(TrainModule):
+    def __init__(self, width=2, lr=0.1):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(width, 1)
+
+print(Net.load_from_checkpoint(sys.argv[1]).hparams)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", fresh, str(tmp_path / "c")], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ran.stdout.strip() == "{'width': 3, 'lr': 0.5}", ran.stderr
 
 
 def test_weights_that_do_not_fit_are_refused_unless_asked_for(tmp_path):

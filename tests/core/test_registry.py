@@ -161,3 +161,16 @@ def test_the_groups_of_the_four_kinds():
         "trainer_kit.loggers",
         "trainer_kit.callbacks",
     ]
+
+
+def test_what_users_register_comes_before_what_the_library_brings_however_early():
+    registry = Registry("engine")
+    registry.register("early", dict)
+    for name in ("early", "late"):
+        registry.supply(name, "fractions:Fraction")
+    assert registry.get("early") is dict
+    assert registry.names() == ["early", "late"]
+    with pytest.raises(RegistryError, match="'late' is taken"):
+        registry.register("late", dict)
+    registry.register("late", list, overwrite=True)
+    assert registry.get("late") is list

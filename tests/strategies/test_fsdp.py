@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils.data import DataLoader
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, sgd, train
@@ -19,7 +21,7 @@ from trainer_kit.strategies import FSDPStrategy
 from trainer_kit.strategies.fsdp_config import from_launcher
 from trainer_kit.strategies.gradients import clip_sharded_gradients, total_norm
 from trainer_kit.strategies.transforms.units import units
-from trainer_kit.testing import run_distributed
+from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
 
 
@@ -228,3 +230,22 @@ def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert units(Deep(), from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"]) == {}
     with pytest.raises(StrategyError, match="not offloaded"):
         from_launcher({"fsdp_activation_checkpointing_offload": "true"})
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(1, process_group=False)
+def test_one_process_alone_offloads_and_recomputes() -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]  # nobody launched this process
+    made: list[Any] = []
+    for strategy in ("auto", FSDPStrategy(), FSDPStrategy(cpu_offload=True), "fsdp_cpu_offload"):
+        torch.manual_seed(7)
+        module = conformance.Classifier()
+        trainer = tk.Trainer(
+            strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1, precision="64-true"
+        )
+        trainer.fit(module, DataLoader(conformance._samples(12), batch_size=3))
+        made.append((trainer.strategy.name, whole(trainer.strategy.module_state(module))))
+    assert [name for name, _ in made] == ["single_device", "single_device", "fsdp", "fsdp"]
+    for _, weights in made[1:]:
+        assert_same(weights, made[0][1])

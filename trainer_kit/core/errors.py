@@ -152,7 +152,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
         "did you mean 'ddp'?"
     """
     options = sorted(known)
-    near = difflib.get_close_matches(name, options, n=1)
+    near = difflib.get_close_matches(name, options, n=3)
+    near = [one for one in near if one[:1] == name[:1]] or near  # the first letter is seldom the wrong one
     return f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(options)}"
 
 

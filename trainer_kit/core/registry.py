@@ -45,6 +45,7 @@ class Registry:
         self.kind = kind
         self.group = f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
         self._targets: dict[str, Any] = {}
+        self._own: dict[str, str] = {}  # what the library brings, beneath what users register
 
     @overload
     def register(self, name: str, target: None = None, *, overwrite: bool = False) -> Callable[[_Target], _Target]: ...
@@ -71,6 +72,10 @@ class Registry:
         self._add(name, target, overwrite)
         return None
 
+    def supply(self, name: str, target: str) -> None:
+        """What the library itself means by a name, unless somebody has registered it, however early."""
+        self._own[name] = target
+
     def get(self, name: str) -> Any:
         """What ``name`` stands for, imported where that is still to be done.
 
@@ -78,7 +83,7 @@ class Registry:
             RegistryError: nobody registered the name, two packages did, or importing it failed.
         """
         if name not in self._targets:
-            self._targets[name] = self._load_entry_point(name)
+            self._targets[name] = self._own[name] if name in self._own else self._load_entry_point(name)
         target = self._targets[name]
         if isinstance(target, str):
             target = self._targets[name] = self._import(name, target)
@@ -86,7 +91,7 @@ class Registry:
 
     def names(self) -> list[str]:
         """All names, sorted: registered ones and those of installed packages, which are not imported for this."""
-        return sorted({*self._targets, *(entry.name for entry in entry_points(group=self.group))})
+        return sorted({*self._targets, *self._own, *(entry.name for entry in entry_points(group=self.group))})
 
     def _add(self, name: str, target: Any, overwrite: bool) -> None:
         if isinstance(target, str) and not all(target.partition(":")):
@@ -95,10 +100,11 @@ class Registry:
                 found=repr(target),
                 fix='write "package.module:Name"',
             )
-        if name in self._targets and not overwrite:
+        taken = self._targets.get(name, self._own.get(name))
+        if taken is not None and not overwrite:
             raise RegistryError(
                 f"the {self.kind} name {name!r} is taken",
-                found=f"{_describe(self._targets[name])}, then {_describe(target)}",
+                found=f"{_describe(taken)}, then {_describe(target)}",
                 fix="choose another name, or pass overwrite=True",
             )
         self._targets[name] = target

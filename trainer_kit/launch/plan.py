@@ -209,7 +209,7 @@ def _refuse(options: Resolved) -> None:
             raise ConfigurationError(
                 f"{what} is not here yet",
                 found=options.said(name),
-                fix="train data parallel: --multi_gpu or --cpu",
+                fix="train data parallel (--multi_gpu, --cpu), or say it in the script: Trainer(strategy=...)",
             )
     told = [name for name in SECTIONS["fp8_config"] if options.given(name)]
     if options["mixed_precision"] == "fp8" and told and (told != ["fp8_backend"] or options["fp8_backend"] != "AO"):

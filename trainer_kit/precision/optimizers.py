@@ -15,16 +15,16 @@ from trainer_kit.core.registry import OPTIMIZERS
 __all__ = ["from_parts", "make_optimizer", "to_parts", "why_not_divided"]
 
 for _name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "SGD"):
-    OPTIMIZERS.register(_name.lower(), f"torch.optim:{_name}")
+    OPTIMIZERS.supply(_name.lower(), f"torch.optim:{_name}")
 for _name in ("Adagrad", "Adam", "AdamW", "AdEMAMix", "LAMB", "LARS", "Lion", "RMSprop", "SGD"):
-    OPTIMIZERS.register(f"{_name.lower()}8bit", f"bitsandbytes.optim:{_name}8bit")
+    OPTIMIZERS.supply(f"{_name.lower()}8bit", f"bitsandbytes.optim:{_name}8bit")
 for _name in ("Adam", "AdamW", "AdEMAMix", "Lion"):
-    OPTIMIZERS.register(f"paged{_name.lower()}8bit", f"bitsandbytes.optim:Paged{_name}8bit")
+    OPTIMIZERS.supply(f"paged{_name.lower()}8bit", f"bitsandbytes.optim:Paged{_name}8bit")
 for _name in ("Adam", "AdamW"):
     for _bits in ("8bit", "4bit", "Fp8"):
-        OPTIMIZERS.register(f"{_name.lower()}torch{_bits.lower()}", f"torchao.optim:{_name}{_bits}")
-OPTIMIZERS.register("adamwtorch", "torch.optim:AdamW")
-OPTIMIZERS.register("adamwbnb8bit", "bitsandbytes.optim:AdamW8bit")
+        OPTIMIZERS.supply(f"{_name.lower()}torch{_bits.lower()}", f"torchao.optim:{_name}{_bits}")
+OPTIMIZERS.supply("adamwtorch", "torch.optim:AdamW")
+OPTIMIZERS.supply("adamwbnb8bit", "bitsandbytes.optim:AdamW8bit")
 
 _LOW_BIT: Final = {
     "OptimState8bit": "torchao.optim.subclass_8bit",

@@ -16,7 +16,7 @@ from typing import Any, Final, final
 
 from torch import distributed as dist
 
-from trainer_kit.core.errors import add_note
+from trainer_kit.core.errors import ConfigurationError, add_note
 
 __all__ = ["Waiting"]
 
@@ -44,10 +44,11 @@ class Waiting:
         self.rank, self.size, self._say = rank, size, say
         self.calls, self._call = 0, ""
         self._main = threading.get_ident()
-        self._patience = float(os.environ.get("TRAINER_KIT_PATIENCE", _PATIENCE))
+        self._patience = _patience(os.environ.get("TRAINER_KIT_PATIENCE", ""))
         self._every = min(5.0, self._patience / 4)
         self._seen: Any = None
-        self._since, self._asked_at, self._answered, self._told = 0.0, float("inf"), 0, False
+        self._since, self._asked_at, self._told = 0.0, float("inf"), False
+        self._number, self._answered = 0, 0  # of the question that this process asked, and of the last one answered
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):  # a connection of its own: the main thread's may be blocked; not in older torch
             over = threading.Event()
@@ -89,7 +90,7 @@ class Waiting:
             does = frame.f_code.co_name
             frame = frame.f_back
         if frame is None:
-            return "at its end"
+            return f"in {does}" if does else "at its end"
         return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" in {does}" if does else "")
 
     def look(self, store: Any) -> None:
@@ -98,15 +99,15 @@ class Waiting:
         if spot is None or spot != self._seen:
             self._seen, self._since, self._asked_at, self._told = spot, now, float("inf"), False
         elif self._asked_at > now and not self._told and now - self._since >= self._patience:
-            store.add(_ASKED, 1)
+            self._number = store.add(_ASKED, 1)
             self._asked_at = now
         number = store.add(_ASKED, 0)
-        if number > self._answered:
-            store.set(f"{_AT}/{number}/{self.rank}", self.where())
-            self._answered = number
+        for question in range(self._answered + 1, number + 1):
+            store.set(f"{_AT}/{question}/{self.rank}", self.where())
+        self._answered = number
         if now - self._asked_at > 2 * self._every:
             self._asked_at, self._told = float("inf"), True
-            self._tell(store, number)
+            self._tell(store, self._number)
 
     def _tell(self, store: Any, number: int) -> None:
         at = []
@@ -119,6 +120,18 @@ class Waiting:
         others = "; ".join(f"process {rank} is {place}" for rank, place in enumerate(at) if rank not in waiting)
         who = ", ".join(map(str, waiting))
         self._say(f"waiting for more than {self._patience:g} s {at[self.rank]} (process {who}); {others}; {_ADVICE}")
+
+
+def _patience(said: str) -> float:
+    try:
+        seconds = float(said or _PATIENCE)
+    except ValueError:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ConfigurationError(
+            "TRAINER_KIT_PATIENCE is a number of seconds", found=repr(said), fix="TRAINER_KIT_PATIENCE=30"
+        )
+    return max(seconds, 0.1)
 
 
 def _look(of: weakref.ref[Waiting], store: Any, over: threading.Event, every: float) -> None:

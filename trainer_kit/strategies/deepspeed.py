@@ -11,13 +11,11 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
-from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps, Precision
@@ -111,11 +109,7 @@ class DeepSpeedStrategy:
 
     def start(self) -> None:
         """Join the process group, or make one; a process alone makes one of its own."""
-        if not dist.is_initialized() and not Environment.detect().launched:
-            backend = self.backend or ("gloo" if self.device.type == "cpu" else None)
-            alone = dist.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1, timeout=self.timeout)
-        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout, alone=True)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
 

@@ -126,7 +126,9 @@ def with_arguments(
         raise _contradiction([("zero_optimization.stage", written, "DeepSpeedStrategy(stage=...)", stage)])
     zero["stage"] = chosen = (2 if stage is None else stage) if written == "auto" else written
     if type(chosen) is not int or not 0 <= chosen <= 3:
-        raise ConfigurationError("the stage of ZeRO is 0, 1, 2 or 3", found=f"stage={chosen!r}")
+        raise ConfigurationError(
+            "the stage of ZeRO is 0, 1, 2 or 3", found=f"stage={chosen!r}", fix="stage=2 suits most"
+        )
     for wanted, key in ((offload_optimizer, "offload_optimizer"), (offload_parameters, "offload_param")):
         section = zero.get(key)
         if isinstance(section, dict) and section.get("device") == "auto":

@@ -104,13 +104,18 @@ class FSDPStrategy:
         self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
 
     @property
+    def serves_alone(self) -> bool:
+        """Whether one process gains by it: it has nobody to divide with, but a host to offload to."""
+        return self.cpu_offload or self._recomputes is not False
+
+    @property
     def gradient_divisor(self) -> int:
         """FSDP averages over shards and replicas."""
         return self.data.size
 
     def start(self) -> None:
         """Join the process group, or make one; then the mesh."""
-        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout, alone=True)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         shape = self._shape(self.world.size)

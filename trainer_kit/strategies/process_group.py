@@ -27,7 +27,10 @@ _APART: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
 
 
 def join_world(
-    device: torch.device, backend: str | None = None, timeout: timedelta = timedelta(minutes=30)
+    device: torch.device,
+    backend: str | None = None,
+    timeout: timedelta = timedelta(minutes=30),
+    alone: bool = False,
 ) -> ProcessGroup:
     """Join the process group of the environment (torchrun's variables, SLURM's or MPI's), or reuse it.
 
@@ -35,6 +38,7 @@ def join_world(
         device: where this rank computes.
         backend: torch's name; by default what torch takes for this device, with gloo for the CPU beside it.
         timeout: how long a collective may take.
+        alone: whether a process that nobody launched makes a group of its own.
     """
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
@@ -42,7 +46,10 @@ def join_world(
         here = Environment.detect()
         try:
             store = meet_without_agent(here, timeout) if here.launched else None
-            if store is None:
+            if alone and not here.launched:
+                mine = dist.HashStore()  # type: ignore[attr-defined]
+                dist.init_process_group(backend, timeout=timeout, store=mine, rank=0, world_size=1)
+            elif store is None:
                 dist.init_process_group(backend, timeout=timeout)
             else:
                 dist.init_process_group(
