@@ -340,7 +340,8 @@ class Trainer(Session):
         """The composed run: parts, batches, steps, and the loop with every hook and who listens, in order.
 
         Args:
-            model: the module; adds what listens and which steps it has.
+            model: the module; adds what listens, which steps it has, and what a rank holds and sends
+                (``configure_optimizers`` is asked for that).
             train_dataloaders: adds batches and steps of an epoch.
             datamodule: brings the loaders.
         """

@@ -167,6 +167,18 @@ def test_it_says_what_a_rank_holds_and_sends():
     assert "known when configure_model has built" in trainer().explain(built, loader())
 
 
+def test_an_optimizer_that_needs_a_running_fit_is_no_reason_to_fail():
+    class Cycles(Net):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            steps = self.trainer.estimated_stepping_batches
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+
+    text = trainer(devices=2).explain(Cycles(), loader())
+    assert "8 B of gradients, an unknown number of optimizer state" in text
+    assert "(configure_optimizers needs a running fit: " in text
+
+
 def test_a_datamodule_is_set_up_first():
     class Data(DataModule):
         def setup(self, stage):

@@ -167,9 +167,14 @@ def _cost_lines(trainer: Any, strategy: Any, module: Any, size: int) -> list[str
         return ["layout       known when configure_model has built the layers"]
     costs = strategy.costs(module, trainer.precision_plugin, size)
     optimizers = trainer.optimizers if trainer.module is module else None
+    note = []
     if not optimizers and is_overridden("configure_optimizers", module, TrainModule):
-        optimizers = configure_optimizers(module).optimizers
-    return cost_lines(costs, optimizers, _window(trainer))
+        try:
+            optimizers = configure_optimizers(module).optimizers
+        except Exception as error:  # it may ask for what only a running fit has, as the number of steps
+            optimizers, said = None, str(error).partition("\n")[0]
+            note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {said})"]
+    return [*cost_lines(costs, optimizers, _window(trainer)), *note]
 
 
 def _facts(trainer: Any, module: Any) -> dict[str, str]:
