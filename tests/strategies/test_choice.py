@@ -67,7 +67,12 @@ def test_data_parallel_on_one_device_is_that_device(strategy: Any) -> None:
 
 @pytest.mark.parametrize(
     ("word", "told"),
-    [("ddpp", "did you mean 'ddp'"), ("ddp_static", "did you mean 'ddp_static_graph'"), ("zebra", "use one of:.*ddp")],
+    [
+        ("dpp", "did you mean 'ddp'"),
+        ("ddpp", "did you mean 'ddp'"),
+        ("ddp_static", "did you mean 'ddp_static_graph'"),
+        ("zebra", "use one of:.*ddp"),
+    ],
 )
 def test_an_unknown_word_is_refused_with_the_nearest(word: str, told: str) -> None:
     with pytest.raises(RegistryError, match=f"no strategy is called '{word}'(.|\n)*{told}"):

@@ -21,8 +21,8 @@ _PLACES: Final = (("LOCAL_MACHINE", "this machine, or several"), ("AMAZON_SAGEMA
 _SAGEMAKER: Final = (("ec2_instance_type", "ml.p3.2xlarge"), ("iam_role_name", None), ("region", "us-east-1"))
 _HOLDS: Final = (
     ("DDP", "every process holds all of it"),
-    ("FSDP", f"in shards, by FSDP {_LATER}"),
-    ("DEEPSPEED", f"in shards, by DeepSpeed {_LATER}"),
+    ("FSDP", "in shards, by FSDP"),
+    ("DEEPSPEED", "in shards, by DeepSpeed"),
     ("MEGATRON_LM", "in pieces, by Megatron-LM"),
 )
 _ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
