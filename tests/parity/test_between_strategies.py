@@ -66,14 +66,14 @@ class Logs(Classifier):
         self.log("val", super().training_step(batch, batch_idx))
 
 
-def kept(root: Path, **options: Any) -> tuple[tk.Trainer, Logs]:
+def kept(root: Path, hears: Any = (), **options: Any) -> tuple[tk.Trainer, Logs]:
     torch.manual_seed(3)
     module = Logs()
     keeper = tk.callbacks.ModelCheckpoint(
         root / "kept", every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
     )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    trainer = tk.Trainer(accelerator="cpu", callbacks=[keeper], default_root_dir=root, **{**quiet, **options})
+    trainer = tk.Trainer(accelerator="cpu", callbacks=[keeper, *hears], default_root_dir=root, **{**quiet, **options})
     data = DataLoader(conformance._samples(48), batch_size=4)
     trainer.fit(module, data, data, ckpt_path="last" if options.get("max_steps", 0) > 3 else None)
     return trainer, module
@@ -125,3 +125,23 @@ def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) ->
     again, module = kept(tmp_path, max_steps=5, **together)
     assert again.global_step == 5
     assert (tmp_path / "kept" / "step-00000003.damaged").exists()
+    check_divided_in_another_way(tmp_path / "other", world)
+
+
+def check_divided_in_another_way(root: Path, world: Any) -> None:
+    """Two data ranks draw each for itself; as tensor ranks they go on with the same draws, and again as such."""
+    at_start: list[Any] = []
+
+    class Draws(tk.Callback):
+        def on_fit_start(self, trainer: Any, module: Any) -> None:
+            if trainer.global_step == 0:
+                torch.manual_seed(world.rank)
+
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            at_start.append(torch.get_rng_state())
+
+    for steps, strategy in ((3, "fsdp"), (5, TENSOR()), (7, TENSOR())):
+        trainer, _ = kept(root, [Draws()], max_steps=steps, strategy=strategy, devices=2)
+        assert trainer.global_step == steps
+        one, other = world.all_gather(at_start[-1])
+        assert torch.equal(one, other) is (steps > 3)

@@ -19,6 +19,7 @@ from trainer_kit.callbacks.schedule import following, in_run, the_only
 from trainer_kit.callbacks.shelf import Shelf
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
+from trainer_kit.core.finite import are_finite
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import absolute
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -209,7 +210,7 @@ class ModelCheckpoint(Callback):
             self._next = math.inf
             return
         restored, self._restored = self._restored, False
-        if restored and self._same_place and not _is_finite(module):
+        if restored and self._same_place and not _is_finite(trainer, module):
             self._shelf.retention.taint(self.last_model_path)  # it cannot say so of itself
         self._shelf.start(trainer, restored and self._same_place)
         if not restored:
@@ -337,9 +338,10 @@ class ModelCheckpoint(Callback):
             trainer.print(message)
 
 
-def _is_finite(module: ModuleLike) -> bool:
-    found = [parameter.detach().isfinite().all() for parameter in module.parameters()]
-    return not found or bool(torch.stack(found).all())  # sync point: a resumed run begins
+def _is_finite(trainer: TrainerLike, module: ModuleLike) -> bool:
+    """The same answer on every rank, each of which may hold parts of its own."""
+    finite, world = are_finite(module.parameters()), trainer.strategy.world
+    return finite if world.size == 1 else all(row[0] for row in world.agree([finite]))
 
 
 def _later(score: float, than: float) -> bool:

@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import NonFiniteError
+from trainer_kit.core.finite import are_finite
 from trainer_kit.engine.run import Fit
 
 __all__ = ["check_finite", "finite_weights"]
 
 _OVERFLOWS: Final = 20
 """Steps without one finite loss that gradient scaling is given."""
-_FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def check_finite(run: Fit) -> None:
@@ -37,11 +36,4 @@ def check_finite(run: Fit) -> None:
 
 def finite_weights(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
     """Whether what a checkpoint holds of the parameters ``names`` is finite; buffers may hold infinities on purpose."""
-    for name in names:
-        value = weights.get(name)
-        if value is None or not value.numel() or value.dtype not in _FLOATS:
-            continue
-        # Their smallest and largest, for NaN comes through and nothing as large as the weights is made.
-        if not all(bool(end.isfinite()) for end in torch.aminmax(value)):  # no sync point: on the host already
-            return False
-    return True
+    return are_finite(weights[name] for name in names if name in weights)

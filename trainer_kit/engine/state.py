@@ -96,6 +96,7 @@ def collect(
         loaders = (strategy.data.rank, reading_state(run, done))
         own = (rng_state(strategy.device), logged, _own_buffers(run), loaders)
         state["rng"], values, buffers, reading = map(list, zip(*strategy.world.all_gather_object(own), strict=True))
+        state["data_ranks"] = [rank for rank, _ in reading]
         # Once for each data rank, however many ranks get its batches: another layout has others of them.
         state["loaders"] = _by_rank(reading)
         state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
@@ -251,7 +252,8 @@ def restore(
     """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``."""
     for hook in run.bus.on_load_checkpoint:
         hook(state)
-    if len(state.get("rng", ())) == run.strategy.world.size:  # else every rank goes on from what stood for all
+    differs = _ranks_differ(run.strategy, state)
+    if differs is None:  # else every rank goes on from what stood for all
         state = {**state, **state.get(own_part(run.strategy.world.rank), {})}
     with fitting("state_dict", RuntimeError):  # torch names the weights of another model
         run.strategy.load_module_state(run.module, state["state_dict"], strict)
@@ -287,10 +289,22 @@ def restore(
     with fitting("datamodule"):
         if datamodule is not None and state["datamodule"]:
             datamodule.load_state_dict(state["datamodule"])
-    _restore_of_rank(run, state)
+    _restore_of_rank(run, state, differs)
 
 
-def _restore_of_rank(run: Fit, state: Mapping[str, Any]) -> None:
+def _ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
+    """In what the ranks are others than those that saved, whose own generators and buffers then fit nobody."""
+    world, then = strategy.world, len(state.get("rng", ()))
+    if then != world.size:
+        return f"{then} ranks on {world.size}"
+    # Ranks that get the same batch have agreed on what they draw.
+    today = [int(row[0]) for row in world.agree([strategy.data.rank])]
+    if state.get("data_ranks", today) == today:  # older checkpoints do not say
+        return None
+    return f"{then} ranks that now share batches among them in another way"
+
+
+def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) -> None:
     rank = run.strategy.world.rank
     with fitting("metrics"):
         reports = run.strategy.reports.rank
@@ -301,12 +315,12 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any]) -> None:
             " buffers before is not undone (trainer.request_checkpoint takes one between two steps)"
         )
     with fitting("rng"):
-        if len(state["rng"]) == run.strategy.world.size:
+        if differs is None:
             restore_rng(state["rng"][rank], run.strategy.device)
         else:
-            run.say(f"resuming {len(state['rng'])} ranks on {run.strategy.world.size}: random layers draw anew")
+            run.say(f"resuming {differs}: random layers draw anew")
     with fitting("buffers"):
-        if "buffers" in state and len(state["buffers"]) == run.strategy.world.size:
+        if "buffers" in state and differs is None:
             run.module.load_state_dict(state["buffers"][rank], strict=False)
 
 
