@@ -267,6 +267,18 @@ def test_another_number_of_groups_is_refused():
         restore_optimizer(ALONE, two, optimizer_state(ALONE, one, {}), {}, print)
 
 
+def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
+    parameters = list(Net().layer.parameters())
+    saved = optimizer_state(ALONE, torch.optim.Adam(parameters), {})
+    other = torch.optim.SGD(parameters, lr=0.1)
+    with pytest.raises(
+        CheckpointError, match=r"the state of Adam, and .* is SGD\n(.*\n)?  fix: +configure Adam, or load"
+    ):
+        restore_optimizer(ALONE, other, saved, {}, print)
+    del saved["class"]  # as checkpoints of before have it
+    assert restore_optimizer(ALONE, torch.optim.Adam(parameters), saved, {}, print) == {}
+
+
 def test_options_as_they_were_configured_are_copies():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     before = configured(optimizer)

@@ -125,12 +125,33 @@ def test_a_checkpoint_of_floats_is_quantised_while_it_is_loaded(tmp_path: Path) 
     assert torch.equal(copy.deepcopy(module).first(x), expected.first(x))
 
 
+def test_weights_that_were_quantised_in_another_way_are_refused(tmp_path: Path) -> None:
+    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
+    trainer("nf4", callbacks=[saving], **quiet).fit(Net(), batches())
+    for mode in ("fp4", "nf4-dq", "int8"):
+        told = rf"found: first.base.weight: 'nf4', and this module has '{mode}'\n  fix: +precision='nf4'"
+        with pytest.raises(PrecisionError, match=told):
+            trainer(mode).fit(Net(), batches(), ckpt_path=tmp_path / "step-00000003")
+        with pytest.raises(PrecisionError, match=told):
+            trainer(mode).predict(Net(), batches(), ckpt_path=tmp_path / "step-00000003")
+    module = Net()
+    trainer("nf4").fit(module, batches())
+    with pytest.raises(PrecisionError, match="found: 'nf4', and now 'int8'"):
+        trainer("int8").fit(module, batches())
+    nested, other = Net(), Net()
+    BitsandbytesPrecision("nf4-dq").convert_module(nested)
+    BitsandbytesPrecision("fp4-dq").convert_module(other)
+    with pytest.raises(PrecisionError, match="'nf4-dq', and this module has 'fp4-dq'"):
+        other.load_state_dict(nested.state_dict(), strict=False)
+
+
 def test_scales_are_not_cast() -> None:
     module = Net()
     trainer(BitsandbytesPrecision("nf4", base="bf16-true")).fit(module, batches())
     dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in module.first.state_dict().items()}
     adapters = dict.fromkeys(("down.weight", "up.weight", "base.bias"), "bfloat16")
-    assert dtypes == {**adapters, "base.weight": "uint8", "base.absmax": "float32"}
+    assert dtypes == {**adapters, "base.weight": "uint8", "base.nf4_absmax": "float32"}
 
 
 def test_what_is_trained_in_8_bits() -> None:

@@ -37,6 +37,9 @@ class Net(tk.TrainModule):
         hidden = self.first(batch[0]) + self.up(self.down(batch[0]))
         return F.cross_entropy(self.head(self.norm(torch.tanh(hidden))).float(), batch[1])
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
     def configure_optimizers(self) -> Any:
         return tk.optimizer(self.kind, [p for p in self.parameters() if p.requires_grad], lr=0.5)
 
@@ -128,6 +131,20 @@ def test_fsdp(tmp_path: Path) -> None:
     built = fit(Built(), "nf4-dq", 4, strategy="fsdp", devices=2)
     for key, value in alone.items():
         torch.testing.assert_close(built[f"net.{key}"], value, rtol=0, atol=1e-6)
+    # Floats are quantised, and then divided.
+    options: dict[str, Any] = {"accelerator": "cpu", "strategy": "fsdp", "devices": 2, "logger": False}
+    options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
+    saving, floats = tk.callbacks.ModelCheckpoint(tmp_path / "floats", every_n_train_steps=1), Net(5, True)
+    tk.Trainer(precision="32-true", limit_train_batches=1, callbacks=[saving], **options).fit(floats, loader(4))
+    whole = {key: value.full_tensor() for key, value in floats.state_dict().items()}
+    for mode in ("nf4-dq", "int8"):
+        loading, expected = Net(0, True), Net(5, True)
+        trainer = tk.Trainer(precision=make(mode), **options)
+        trainer.validate(loading, loader(4), ckpt_path=tmp_path / "floats" / "step-00000001", verbose=False)
+        expected.load_state_dict(whole)
+        make(mode).convert_module(expected)
+        for key, value in trainer.strategy.module_state(loading).items():
+            assert torch.equal(value.full_tensor(), expected.state_dict()[key]), key
     for kind in ("adamw8bit", "adamw_torch_8bit"):
         module = Net(0, False)
         module.kind = kind

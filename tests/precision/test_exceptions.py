@@ -128,6 +128,18 @@ def test_a_precision_without_exceptions_ends_those_of_another() -> None:
     assert not torch.equal(copied(batches(1)[0][0]), module(batches(1)[0][0]))  # the copy's exception calls the copy
 
 
+def test_weights_that_an_earlier_precision_cast_do_not_stay_so_in_silence() -> None:
+    module, _ = fit("bf16-true")
+    for after in ("32-true", "bf16-mixed"):
+        with pytest.raises(PrecisionError, match=rf"found: torch.bfloat16, and now '{after}'\n  fix: .* module.float"):
+            fit(after, module)
+    fit("64-true", module)
+    fit("32-true", module.float())
+    own = Net().bfloat16()  # the user's own choice
+    TruePrecision().convert_module(own)
+    assert own.head.weight.dtype == BF16
+
+
 @pytest.mark.parametrize("kind", [TruePrecision, MixedPrecision])
 def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
     kind: Any, monkeypatch: pytest.MonkeyPatch

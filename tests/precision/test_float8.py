@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision import Float8Precision
+from trainer_kit.precision import Float8Precision, MixedPrecision, QATPrecision
 
 pytestmark = pytest.mark.slow  # importing the library takes seconds
 
@@ -126,6 +126,18 @@ def test_a_device_without_fp8_is_refused_before_the_first_step(monkeypatch: pyte
     ):
         trainer("fp8")
     trainer(Float8Precision(emulate=True, exceptions=["head"])).fit(Net(), batches())
+
+
+def test_exchanged_layers_do_not_stay_under_another_precision() -> None:
+    net = Net()
+    Float8Precision(base="32-true", exceptions=["head"]).convert_module(net)
+    Float8Precision(base="32-true", exceptions=["head"]).convert_module(net)
+    with pytest.raises(PrecisionError, match=r"found: 'fp8', and now 'bf16-mixed'\n  fix: +make the module anew"):
+        MixedPrecision(torch.bfloat16).convert_module(net)
+    with pytest.raises(PrecisionError, match="found: 'fp8', and now 'fp8' with other options"):
+        Float8Precision(base="32-true", exceptions=["first", "head"]).convert_module(net)
+    with pytest.raises(PrecisionError, match="found: 'fp8', and now 'qat'"):
+        QATPrecision().convert_module(nn.Sequential(net))
 
 
 def test_an_unknown_recipe() -> None:

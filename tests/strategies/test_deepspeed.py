@@ -201,6 +201,10 @@ def two(net: nn.Module) -> Any:
     return {"a": torch.optim.SGD(net[0].parameters(), 0.1), "b": torch.optim.SGD(net[3].parameters(), 0.1)}
 
 
+def low_bit(net: nn.Module) -> Any:
+    return tk.optimizer("adamw8bit", net.parameters())
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
 def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -> None:
@@ -220,6 +224,7 @@ def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -
         (OwnStep(make_net()), {}, StrategyError, "OwnStep.optimizer_step"),
         (OwnBackward(make_net()), {}, StrategyError, "backward is overridden"),
         (Classifier(make_net(), lambda net: torch.optim.Adagrad(net.parameters())), {}, StrategyError, "Adagrad"),
+        (Classifier(make_net(), low_bit), {}, StrategyError, "AdamW8bit cannot have divided parameters"),
         (Classifier(make_net(), lambda net: None), {}, StrategyError, "nothing to step"),
         (Classifier(make_net(), two), {}, StrategyError, "one loss and one optimizer"),
         (Classifier(make_net()), {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, StrategyError, "norm"),

@@ -32,6 +32,7 @@ __all__ = [
 ]
 
 _CONFIGURED: Final = "configured"
+_CLASS: Final = "class"
 
 
 def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
@@ -167,7 +168,8 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
     if strategy.sharded:
         _unite_names(strategy, groups)
     started = getattr(optimizer, "_configured_options", None)
-    return {"state": state, "param_groups": groups, _CONFIGURED: started or configured(optimizer)}
+    options = started or configured(optimizer)
+    return {_CLASS: type(optimizer).__name__, "state": state, "param_groups": groups, _CONFIGURED: options}
 
 
 def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
@@ -196,7 +198,18 @@ def restore_optimizer(
 
     Returns:
         Options that keep today's value, by name, of any group.
+
+    Raises:
+        CheckpointError: it is the state of another class, or of other groups.
     """
+    was, now = saved.get(_CLASS), type(optimizer).__name__
+    if was not in (None, now):  # its moments may have the same names and mean something else
+        raise CheckpointError(
+            "optimizer_states",
+            _CLASS,
+            f"it holds the state of {was}, and this run's optimizer is {now}",
+            fix=f"configure {was}, or load the weights alone and start anew",
+        )
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
             "optimizer_states",

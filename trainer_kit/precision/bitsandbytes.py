@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, final
 
@@ -46,7 +46,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         >>> net = nn.Sequential(nn.Linear(64, 32).requires_grad_(False), nn.Linear(32, 4))
         >>> precision.convert_module(net)
         >>> {name: tuple(value.shape) for name, value in net.state_dict().items()}
-        {'0.weight': (1024, 1), '0.bias': (32,), '0.absmax': (32,), '1.weight': (4, 32), '1.bias': (4,)}
+        {'0.weight': (1024, 1), '0.bias': (32,), '0.nf4_absmax': (32,), '1.weight': (4, 32), '1.bias': (4,)}
     """
 
     def __init__(
@@ -68,6 +68,10 @@ class BitsandbytesPrecision(ConvertedPrecision):
 
     def check_vendor(self, device: torch.device) -> None:
         """Its kernels are there for every device that the table lets through."""
+
+    def options(self) -> str:
+        """The dtype of products."""
+        return f"dtype={self.dtype}"
 
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
         """Quantise frozen linear layers where they are, one after the other.
@@ -111,6 +115,11 @@ class _Frozen(nn.Linear, ABC):
             made = part.to("meta") if weight.is_meta else part
             self.register_parameter(name, nn.Parameter(made, requires_grad=False))
 
+    @property
+    @abstractmethod
+    def mode(self) -> str:
+        """The word for what it stores."""
+
     @abstractmethod
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         """What a weight of floats, (out_features, in_features), is quantised to; ``weight`` first."""
@@ -124,11 +133,24 @@ class _Frozen(nn.Linear, ABC):
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        weight = state_dict.get(f"{prefix}weight")
+    def take_floats(self, state: dict[str, Any], prefix: str) -> None:
+        """Quantise this layer's weight in a state, where it has floats."""
+        weight = state.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point():
-            parts = self.parts(weight.to(self.weight.device))
-            state_dict.update({f"{prefix}{name}": part for name, part in parts.items()})
+            # What is divided comes from a checkpoint that is read in parts: every rank is here.
+            whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+            parts = self.parts(whole.to(self.weight.device))
+            state.update({f"{prefix}{name}": part for name, part in parts.items()})
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.take_floats(state_dict, prefix)
+        saved = _saved_mode(state_dict, prefix)
+        if saved not in (None, self.mode):
+            raise PrecisionError(
+                "the weights of a checkpoint were quantised in another way",
+                found=f"{prefix}weight: {saved!r}, and this module has {self.mode!r}",
+                fix=f"precision={saved!r}, or a checkpoint of floats",
+            )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
@@ -146,12 +168,17 @@ class _Linear4bit(_Frozen):
         self.__dict__.update(kind=kind, nested=nested, compute=dtype, stored=layer.weight.dtype, code=None, code2=None)
         super().__init__(layer)
 
+    @property
+    def mode(self) -> str:
+        return f"{self.kind}-dq" if self.nested else self.kind
+
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         packed, state = _import().functional.quantize_4bit(
             weight.contiguous(), blocksize=_BLOCK, compress_statistics=self.nested, quant_type=self.kind
         )
         self.__dict__.update(code=state.code)
-        made = {"weight": packed, "absmax": state.absmax}
+        # The name says which: nf4 and fp4 have the same shapes.
+        made = {"weight": packed, f"{self.kind}_absmax": state.absmax}
         if self.nested:
             self.__dict__.update(code2=state.state2.code)
             made.update(nested_absmax=state.state2.absmax, nested_offset=state.offset.reshape(1))
@@ -168,7 +195,7 @@ class _Linear4bit(_Frozen):
             )
             offset = self.nested_offset.reshape(())
         state = bnb.functional.QuantState(
-            self.absmax,
+            getattr(self, f"{self.kind}_absmax"),
             shape=torch.Size((self.out_features, self.in_features)),
             code=self.code,
             blocksize=_BLOCK,
@@ -187,6 +214,10 @@ class _Linear4bit(_Frozen):
 class _Linear8bit(_Frozen):
     def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
         super().__init__(layer)
+
+    @property
+    def mode(self) -> str:
+        return "int8"
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         rows, scales, _ = _import().functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
@@ -231,6 +262,14 @@ def _import() -> Any:
             fix="pip install 'trainer-kit[bitsandbytes]'",
         ) from error
     return bitsandbytes
+
+
+def _saved_mode(state: Mapping[str, Any], prefix: str) -> str | None:
+    """How a layer's weight was quantised when its state was taken; None: it is not there, or of floats."""
+    if f"{prefix}scales" in state:
+        return "int8"
+    kind = next((kind for kind in ("nf4", "fp4") if f"{prefix}{kind}_absmax" in state), None)
+    return f"{kind}-dq" if kind is not None and f"{prefix}nested_absmax" in state else kind
 
 
 def _four(kind: str, nested: bool) -> Callable[[nn.Linear, torch.dtype | None], nn.Module]:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.exceptions import Exceptions, ModulePrecision, call_layers, except_modules, excepted
+from trainer_kit.precision.lasting import note_layers, refuse_layers
 from trainer_kit.precision.native import MixedPrecision, TruePrecision, native_precision
 from trainer_kit.precision.where import check_runs
 
@@ -45,6 +46,10 @@ class ConvertedPrecision(ABC):
     def check_vendor(self, device: torch.device) -> None:
         """Raise a PrecisionError where the vendor's library or this device cannot do it."""
 
+    def options(self) -> str:
+        """What decides, beside exceptions, on which layers are exchanged, and for what."""
+        return ""
+
     @abstractmethod
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
         """Exchange layers in place; those in modules named in ``exempt`` stay."""
@@ -63,7 +68,10 @@ class ConvertedPrecision(ABC):
     def convert_module(self, module: nn.Module) -> None:
         """Exchange layers, then cast the rest as the native precision does."""
         found = list(excepted(module, self.exceptions))
+        options = f"{self.options()}, exceptions={self.exceptions}"
+        refuse_layers(module, self.name, options)
         self.exchange(module, [name for name, _, _ in found])
+        note_layers(module, self.name, options)
         self.base.convert_with(
             module,
             [(name, part, given) for name, part, given in found if isinstance(given, ModulePrecision)],

@@ -87,6 +87,10 @@ class Float8Precision(ConvertedPrecision):
                 fix='precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower and gives its results',
             ) from error
 
+    def options(self) -> str:
+        """The configuration, and which layers."""
+        return f"{self.config}, ends={self.ends}, {getattr(self.module_filter, '__qualname__', '')}"
+
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
         """Linear layers for torchao's; parameters stay the same objects.
 

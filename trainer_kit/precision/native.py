@@ -21,6 +21,7 @@ from trainer_kit.precision.exceptions import (
     excepted,
     is_excepted,
 )
+from trainer_kit.precision.lasting import note_cast, refuse_cast, refuse_layers
 from trainer_kit.precision.overflow import SeenOptimizer, has_gradients, seen_optimizers
 from trainer_kit.precision.where import check_runs
 
@@ -80,13 +81,17 @@ class TruePrecision:
 
     def convert_module(self, module: nn.Module) -> None:
         """Cast floating-point parameters and buffers, in place."""
+        refuse_layers(module, self.name)
         self.convert_with(module, _in_float32(module, self.exceptions))
 
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
         """As `convert_module`, with these exceptions."""
         names = [name for name, _, _ in found]
         _refuse_ties(module, names)
-        if self.converts_batch:
+        if not self.converts_batch:
+            refuse_cast(module, self.name)
+        else:
+            note_cast(module, self.dtype)
             for name, part in module.named_modules():
                 if not is_excepted(name, names):
                     part._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
@@ -204,11 +209,13 @@ class MixedPrecision:
 
     def convert_module(self, module: nn.Module) -> None:
         """Weights stay as they are, but those of exceptions in float64."""
+        refuse_layers(module, self.name)
         self.convert_with(module, _in_float32(module, self.exceptions))
 
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
         """As `convert_module`, with these exceptions."""
         _refuse_ties(module, [name for name, _, given in found if given.dtype is torch.float64])
+        refuse_cast(module, self.name)
         for _, part, given in found:
             if given.dtype is torch.float64:
                 part.to(torch.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -12,6 +13,7 @@ from torch import nn
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.converted import ConvertedPrecision
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
+from trainer_kit.precision.lasting import forget
 from trainer_kit.precision.native import MixedPrecision, TruePrecision
 
 __all__ = ["QATPrecision"]
@@ -55,6 +57,10 @@ class QATPrecision(ConvertedPrecision):
     def check_vendor(self, device: torch.device) -> None:
         """What is pretended needs no kernels."""
 
+    def options(self) -> str:
+        """The configuration; objects in it that only say where they are in memory do not count."""
+        return re.sub(r" at 0x\w+", "", repr(self.config))
+
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
         """Linear layers for those that pretend; parameters stay the same objects.
 
@@ -91,6 +97,7 @@ class QATPrecision(ConvertedPrecision):
         finally:
             if trainer is not None:
                 module.__dict__["_trainer"] = trainer
+        forget(made)
         kinds = (FakeQuantizedLinear,)
         quantize_(made, QATConfig(self.config, step="convert"), filter_fn=lambda part, _: isinstance(part, kinds))
         return made.eval()

@@ -67,6 +67,10 @@ class TransformerEnginePrecision(ConvertedPrecision):
                 "this GPU has no fp8 for Transformer Engine", found=str(reason), fix='precision="bf16-mixed"'
             )
 
+    def options(self) -> str:
+        """Whether layers are exchanged."""
+        return f"replace_layers={self.replace_layers}"
+
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
         """Linear layers and layer norms for the engine's; parameters stay the same objects.
 

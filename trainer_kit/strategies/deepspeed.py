@@ -32,7 +32,7 @@ from trainer_kit.strategies.deepspeed_state import (
     optimizer_states,
 )
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
-from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
+from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, refuse_whole
 
 __all__ = ["DeepSpeedStrategy"]
 
@@ -198,6 +198,7 @@ class DeepSpeedStrategy:
             raise StrategyError("DeepSpeed steps one optimizer", fix="return one from configure_optimizers")
         if optimizer.state:
             raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
+        refuse_whole(optimizer)  # the engine steps flat masters, of which each rank has a part
         self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         self._optimizer = optimizer
         self._initialize(optimizer)

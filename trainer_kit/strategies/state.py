@@ -12,7 +12,15 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
-__all__ = ["Moved", "load_module_parts", "load_optimizer_state", "optimizer_parts", "optimizer_state", "part_of"]
+__all__ = [
+    "Moved",
+    "load_module_parts",
+    "load_optimizer_state",
+    "optimizer_parts",
+    "optimizer_state",
+    "part_of",
+    "refuse_whole",
+]
 
 
 def optimizer_state(
@@ -73,10 +81,20 @@ class Moved:
                     raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
                 group["params"][index] = now
         divided = any(hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"])
-        reason = why_not_divided(optimizer) if divided else None
-        if reason is not None:
-            fix = "train with DDP, or with an optimizer of torch"
-            raise StrategyError(f"{type(optimizer).__name__} cannot have divided parameters", found=reason, fix=fix)
+        if divided:
+            refuse_whole(optimizer)
+
+
+def refuse_whole(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs whole parameters.
+
+    Raises:
+        StrategyError: saying why it does.
+    """
+    reason = why_not_divided(optimizer)
+    if reason is not None:
+        fix = "train with DDP, or with an optimizer of torch"
+        raise StrategyError(f"{type(optimizer).__name__} cannot have divided parameters", found=reason, fix=fix)
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
@@ -97,7 +115,10 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
-    own = module.state_dict()
+    state, own = dict(state), module.state_dict()
+    for name, layer in module.named_modules():
+        if hasattr(layer, "take_floats"):  # what a layer quantises has its own shape, which is then divided
+            layer.take_floats(state, f"{name}." if name else "")
     parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
     module.load_state_dict(parts, strict=strict)
 
