@@ -304,3 +304,66 @@ def test_the_order_depends_on_the_seed_and_not_on_the_workers() -> None:
     assert order(3) == order(3)
     assert order(3) == order(3, num_workers=2)
     assert order(3) != order(4)
+
+
+@pytest.mark.parametrize("way", ["one", "named", "manual", "bound"])
+def test_a_group_that_is_added_meanwhile(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradual unfreezing: dropped, clipped and stepped from the next step on, also by what is bound to parameters."""
+    batches, net, mine = make_batches(6), make_net(), make_net()
+    thawed_at, head = 3, {"lr": 0.1, "momentum": 0.9}
+
+    def frozen(net: nn.Module) -> torch.optim.Optimizer:
+        net[0].requires_grad_(False)
+        return torch.optim.SGD(net[-1].parameters(), **head)
+
+    def thaw(net: nn.Module, optimizer: Any) -> None:
+        net[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.05})
+
+    class Thaws(Classifier):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if way != "manual":
+                return {"all": loss} if way == "named" else loss
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.05)
+            optimizer.step()
+            return loss
+
+        def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+            if batch_idx == thawed_at:
+                thaw(self.net, self.optimizers())
+
+        def configure_optimizers(self) -> Any:
+            return {"all": frozen(self.net)} if way == "named" else frozen(self.net)
+
+    def bound(_: Any, optimizer: torch.optim.Optimizer) -> Any:
+        groups = [list(group["params"]) for group in optimizer.param_groups]
+
+        def step(*arguments: Any) -> None:
+            for group, known in zip(optimizer.param_groups, groups, strict=False):
+                group["params"] = known
+            optimizer.param_groups, added = optimizer.param_groups[: len(groups)], optimizer.param_groups[len(groups) :]
+            optimizer.step(*arguments)
+            optimizer.param_groups += added
+
+        return step
+
+    if way in ("bound", "manual"):
+        monkeypatch.setattr("trainer_kit.strategies.single.SingleDeviceStrategy.bind_step", bound)
+    optimizer = frozen(net)
+    for index, (x, y) in enumerate(batches):
+        if index == thawed_at:
+            thaw(net, optimizer)
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+        optimizer.step()
+    module = Thaws(mine)
+    module.automatic_optimization = way != "manual"
+    trainer = train(module, batches, **({} if way == "manual" else {"gradient_clip_val": 0.05}))
+    assert_same(mine, net)
+    assert_changed(mine[0], make_net()[0])
+    assert "add_param_group" not in vars(trainer.optimizers[0])

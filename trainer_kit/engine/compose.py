@@ -32,7 +32,7 @@ from trainer_kit.engine.loaders import (
 )
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.micro import Micro
-from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers, parameters_of
+from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
@@ -125,7 +125,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
     )
     ahead = None if feed.draws else _ahead(module, datamodule, strategy, precision)
-    micro = _micro(trainer, module, datamodule, bus, stepper, step, made, manual)
+    micro = _micro(trainer, module, datamodule, bus, stepper, step, manual)
     micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
     windows = _windows(trainer, module, feed, micro, limit, ahead)
     _with_ghosts(windows, module, datamodule, trainer, made, manual)
@@ -225,16 +225,12 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda batch, index: method(batch)
 
 
-def _micro(
-    trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, step: Any, made: Optimizers, manual: bool
-) -> Micro:
-    several = None
-    if made.names is not None and not manual:
-        several = {name: parameters_of(o) for name, o in zip(made.names, made.optimizers, strict=True)}
+def _micro(trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
     backward = trainer.strategy.bind_backward(
         module.backward if is_overridden("backward", module, TrainModule) else None
     )
-    micro = Micro(bus, trainer.metrics, trainer.progress, step, trainer.precision_plugin, backward, several, manual)
+    several, precision = stepper.several, trainer.precision_plugin
+    micro = Micro(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
     stepper.window = micro
     return micro

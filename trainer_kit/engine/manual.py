@@ -72,12 +72,18 @@ class ManualStepper:
     """The loop's side of manual optimization: nothing to step, one scale to adapt, and the weighted backward."""
 
     evaluates_again = False
+    several = None
 
     def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
         self.window: Micro | None = None
         self._backward = strategy.bind_backward(module.backward) or module.backward
         self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
+
+    def read_groups(self) -> None:
+        """Optimizers are stepped with what they have by now."""
+        for optimizer in self.optimizers:
+            optimizer._step = self.strategy.bind_step(optimizer.optimizer)
 
     def step(self) -> None:
         """A turn is over."""

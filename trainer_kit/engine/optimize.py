@@ -172,6 +172,9 @@ class Stepper:
         bus: ``on_before_zero_grad``, ``on_before_optimizer_step``.
         clip: (value, algorithm), or None.
         metrics: what schedulers monitor.
+
+    Attributes:
+        several: the parameters of each optimizer, where they are named.
     """
 
     def __init__(
@@ -188,17 +191,24 @@ class Stepper:
         self.clip, self.metrics = clip, metrics
         self.replay: Callable[[], Any] | None = None
         self.window: Any = None
-        # The module's own: an engine may have put others into the groups, whose gradients are its business.
-        self._parameters = {
-            id(o): [p for group in strategy.optimizer_state(o)[0] for p in group] for o in made.optimizers
-        }
-        self._all = [p for parameters in self._parameters.values() for p in parameters]
         self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)
         self._own_clip = is_overridden("configure_gradient_clipping", module, TrainModule)
         self._own_step = is_overridden("optimizer_step", module, TrainModule)
         self._own_schedule = is_overridden("lr_scheduler_step", module, TrainModule)
-        self._runs = [(o, self._how(o)) for o in made.optimizers]
         self._by_step = [c for c in made.schedulers if c.interval == "step"]
+        self._all: list[nn.Parameter] = []
+        self.several: dict[str, list[nn.Parameter]] | None = None if made.names is None else {}
+        self.read_groups()
+
+    def read_groups(self) -> None:
+        """What the optimizers have by now is dropped, clipped and stepped; in the lists that the loop holds already."""
+        optimizers, state = self.made.optimizers, self.strategy.optimizer_state
+        # The module's own: an engine may have put others into the groups, whose gradients are its business.
+        self._parameters = {id(o): [p for group in state(o)[0] for p in group] for o in optimizers}
+        self._all[:] = [p for parameters in self._parameters.values() for p in parameters]
+        self._runs = [(o, self._how(o)) for o in optimizers]
+        if self.several is not None:
+            self.several.update({n: parameters_of(o) for n, o in zip(self.made.names or (), optimizers, strict=True)})
 
     def _how(self, optimizer: Optimizer) -> Callable[[], Any]:
         step = self.strategy.bind_step(optimizer)

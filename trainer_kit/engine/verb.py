@@ -24,6 +24,7 @@ from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
 from trainer_kit.engine.directories import on_rank_zero, take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
+from trainer_kit.engine.groups import watch_groups
 from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.metric_objects import count_once
 from trainer_kit.engine.requests import requeue_once, terminable
@@ -195,6 +196,7 @@ class Verb:
         if trainer.switches["sync_batchnorm"]:
             self.module = module = _sync_batchnorm(module, trainer.strategy)
         run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
+        self.unwinding.cleanup.append(watch_groups(run))
         run.id = "" if trainer.record is None else trainer.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
         if state is not None and path is not None:
