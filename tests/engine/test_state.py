@@ -182,6 +182,16 @@ def test_a_run_with_other_optimizers_is_refused(saved):
         resume(saved[1], Two())
 
 
+def test_a_run_with_another_number_of_schedulers_is_refused(saved):
+    class Unscheduled(Net):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            return made["optimizer"] if isinstance(made, dict) else made[0][0]
+
+    with pytest.raises(CheckpointError, match="1 schedulers were saved, 0 are configured"):
+        resume(saved[1], Unscheduled())
+
+
 def test_weights_that_do_not_fit_are_refused_by_name(saved):
     class Wider(Net):
         def __init__(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.parity.plain import doubled, make_batches, make_net, merged
+from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.core.errors import CheckpointError, RankError
 from trainer_kit.testing.conformance import assert_same, whole
 
 SAMPLES = TensorDataset(*merged(doubled(make_batches(1, size=26))))
@@ -50,8 +53,13 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     mine, norms = loop(accelerator, 3)
     theirs, own_norms = loop(made(), 3)  # DDP
     assert norms == pytest.approx(own_norms, rel=1e-9)
-    found = accelerator.get_state_dict(mine)
+    found = whole(mine.state_dict())
     assert_same(found, accelerator.unwrap_model(theirs).state_dict(), 1e-9)
+    handed = accelerator.get_state_dict(mine)
+    if accelerator.is_main_process:
+        assert_same(handed, found, 0.0)
+    else:
+        assert handed == {}
     assert all(hasattr(p, "placements") for p in mine.parameters())
 
     # A state of it, into it and into DDP; of DDP into it.
@@ -76,3 +84,52 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     alone = make_net(seed=5).double()
     alone.load_state_dict(load_file(tmp_path / "model" / "model.safetensors"))
     assert_same(alone.state_dict(), found, 0.0)
+    for options in ({"fsdp_plugin": tk.FullyShardedDataParallelPlugin()}, {}):
+        statistics_are_each_process_s_own(options, tmp_path / f"own-{len(options)}")
+    what_fails_on_one_process_ends_all(tmp_path / "fails")
+
+
+def statistics_are_each_process_s_own(options: dict[str, Any], path: Path) -> None:
+    def prepared() -> tuple[tk.Accelerator, nn.Module]:
+        norm = nn.BatchNorm1d(4)
+        accelerator = made(**options)
+        return accelerator, accelerator.prepare(nn.Sequential(norm, nn.Linear(4, 4), norm))
+
+    accelerator, model = prepared()
+    rank = accelerator.process_index
+    mean = accelerator.unwrap_model(model)[0].running_mean
+    mean.fill_(rank + 1.0)
+    accelerator.save_state(path)
+    saved = read_checkpoint(path)["model"]
+    assert saved["0.running_mean"].tolist() == saved["2.running_mean"].tolist() == [1.0] * 4
+    accelerator, model = prepared()
+    accelerator.load_state(path)
+    assert accelerator.unwrap_model(model)[0].running_mean.tolist() == [rank + 1.0] * 4
+
+
+def what_fails_on_one_process_ends_all(path: Path) -> None:
+    class Breaks:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("of a user")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    accelerator = made(fsdp_plugin=tk.FullyShardedDataParallelPlugin())
+    accelerator.prepare(make_net())
+    rank, world = accelerator.process_index, accelerator.world
+    if rank == 0:
+        path.mkdir()  # empty: there is to be room in its place
+    world.barrier()
+
+    def fails(self: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(Path, "rmdir", fails)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            accelerator.save_state(path)
+    if rank == 1:
+        accelerator.register_for_checkpointing(Breaks())
+    with pytest.raises(ValueError if rank else RankError, match="of a user"):
+        accelerator.save_state(path)

@@ -97,10 +97,11 @@ class Group(Protocol):
     def agree(self, values: list[float]) -> list[list[float]]:
         """A few numbers of every rank, one row a rank, on a CPU group: no device is synchronised."""
 
-    def apart(self) -> Any:
+    def apart(self, anew: bool = False) -> Any:
         """torch's group of the same processes that takes CPU tensors and that training does not use.
 
         For what goes on beside training; every process makes the first call at the same time. None for one process.
+        ``anew``, on every process: another group, for in this one somebody was not heard of in time.
         """
 
 

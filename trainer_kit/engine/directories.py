@@ -14,7 +14,14 @@ from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.protocols import Group
 from trainer_kit.engine.runs import begin_run
 
-__all__ = ["checkpoint_directories", "clean_directory", "discarded", "on_rank_zero", "take_directories"]
+__all__ = [
+    "checkpoint_directories",
+    "clean_directory",
+    "discarded",
+    "on_every_rank",
+    "on_rank_zero",
+    "take_directories",
+]
 
 _T = TypeVar("_T")
 _STEP: Final = re.compile(r"\bstep[-=](\d+)")
@@ -77,14 +84,39 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
         try:
             done = act()
         except Exception as error:  # whatever it is, the others wait to hear of it
-            problem = told = error
-            if not isinstance(error, TrainerKitError):  # it may not be what can travel
-                told = RankError(f"rank 0: {type(error).__name__}: {error}", fix="see what rank 0 printed")
+            problem, told = error, _told(error, 0)
     done, told = world.broadcast((done, told))
     problem = problem or told
     if problem is not None:
         raise problem
     return cast(_T, done)
+
+
+def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
+    """What ``act`` returns on each rank, in rank order; every rank calls it, and small values are what it returns.
+
+    Raises:
+        Exception: what ``act`` raised here; else what it raised on the first rank where it did. Where that is none of
+            this library's, a `RankError`.
+    """
+    done: _T | None = None
+    problem: Exception | None = None
+    try:
+        done = act()
+    except Exception as error:  # whatever it is, the others wait for this rank
+        problem = error
+    everyone = world.all_gather_object((done, problem and _told(problem, world.rank)))
+    problem = problem or next((told for _, told in everyone if told is not None), None)
+    if problem is not None:
+        raise problem
+    return [cast(_T, one) for one, _ in everyone]
+
+
+def _told(error: Exception, rank: int) -> TrainerKitError:
+    """What the other ranks hear of it: another's error may not be what can travel."""
+    if isinstance(error, TrainerKitError):
+        return error
+    return RankError(f"rank {rank}: {type(error).__name__}: {error}", fix=f"see what rank {rank} printed")
 
 
 def _releasing(lock: DirectoryLock) -> Callable[[BaseException | None], None]:

@@ -185,7 +185,7 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
     """`read_state`; where ranks hold parts, what a fit is composed with, and None for what `read_rest` reads."""
     if not strategy.sharded:
         return read_state(path, weights_only)
-    if not (path.is_dir() and is_complete(path)):
+    if weights_only or not (path.is_dir() and is_complete(path)):
         return {}
     known = read_manifest(path)["parts"]
     return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}

@@ -7,8 +7,10 @@ One save is under way at a time. A storage that fails is reported, the checkpoin
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +25,7 @@ from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.engine.finite import check_finite, finite_weights
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Outcome, Save, Saver
+from trainer_kit.engine.state import without_own_buffers
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.sharded import ShardedSnapshot
@@ -129,8 +132,14 @@ def abandon_save(run: Fit) -> None:
         run.say(f"save of step {save.step} ended with another rank: {type(error).__name__}")
         return
     for path, failure in outcome.items():
-        if failure is not None:
+        if failure is not None and _unheard(outcome):
+            run.say(f"save of step {save.step} ended with another rank: {failure.reason}")
+        elif failure is not None:
             _report(run, save, locate(path), failure)
+
+
+def _unheard(outcome: Outcome) -> bool:
+    return any(one is not None and isinstance(one.__cause__, TimeoutError) for one in outcome.values())
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
@@ -138,6 +147,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     world, progress, saver = run.strategy.world, run.progress, run.saver
     copies = saver.behind and not save.last  # else nothing changes until it is written
     problem: Exception | None = None
+    all_began: Future[bool] = Future()  # who writes with others waits until they can
     together = run.strategy.sharded
     group = world.apart() if together else None
     if world.rank == 0 or together:
@@ -153,13 +163,15 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
             slow.start()
             writes = _Writing(group, together, world.rank == 0, frozenset(names))
             save.writing = Background(
-                partial(_write, saver, save, snapshots, writes), done=partial(_written, run, slow)
+                partial(_write, saver, save, snapshots, writes, all_began), done=partial(_written, run, slow)
             )
         except Exception as error:  # also where memory or threads do not suffice: the others wait to hear of it
             slow.cancel()
             problem = error
     if world.size > 1:
-        problem = world.broadcast(problem) or problem
+        everyone = world.all_gather_object(problem)
+        problem = problem or next(filter(None, everyone), None)
+    all_began.set_result(problem is None)
     if problem is not None:
         raise problem
     saver.save = save
@@ -173,10 +185,7 @@ def _take(
         return take_snapshot(parts, info=info, copy=False if copy is None else copy)
     from trainer_kit.checkpoint.sharded import take_sharded_snapshot  # torch's planner: half a second
 
-    if run.strategy.own_buffers and run.strategy.data.rank > 0:
-        # What several ranks hold is written by any of them: of running statistics those of the first count.
-        theirs = {name for name, _ in run.module.named_buffers()}
-        parts["model"] = {name: value for name, value in parts["model"].items() if name not in theirs}
+    parts["model"] = without_own_buffers(run.strategy, run.module, parts["model"])
     return take_sharded_snapshot(parts, info=info, group=group, copy=copy)
 
 
@@ -201,7 +210,14 @@ class _Writing:
             return
         from trainer_kit.checkpoint.sharded import write_sharded_snapshot
 
-        write_sharded_snapshot(path, snapshot, group=self.group, overwrite=True)
+        try:
+            write_sharded_snapshot(path, snapshot, group=self.group, overwrite=True)
+        except RuntimeError as error:
+            if "gloo" not in str(error):
+                raise
+            # Somebody has waited too long, or is gone: then the next exchange of training says so.
+            late = TimeoutError(errno.ETIMEDOUT, str(error))
+            raise CheckpointError(path, None, "a rank was not heard of in time: its storage is slow") from late
 
     def is_finite(self, snapshot: Any) -> bool:
         if not self.together:
@@ -215,9 +231,13 @@ class _Writing:
         return bool(Collective(self.group).reduce(lambda: mine, all))
 
 
-def _write(saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Writing) -> Outcome:
+def _write(
+    saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Writing, all_began: Future[bool]
+) -> Outcome:
     """In the background: only files are touched. Whoever asked deletes here what gave way to it."""
     outcome: Outcome = {}
+    if not all_began.result():
+        return outcome
     for path, weights_only in save.paths.items():
         try:
             writing.write(path, snapshots[weights_only])
@@ -225,9 +245,9 @@ def _write(saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Wr
             outcome[path] = error
             continue
         outcome[path] = None
-        if save.abandoned:
-            return outcome
         finite = writing.is_finite(snapshots[weights_only])
+        if save.abandoned:  # known to this rank alone: what ranks do together comes before and goes on
+            continue
         if saver.finite and not finite:
             save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite ones stays")
         saver.finite = finite
@@ -266,7 +286,9 @@ def _outcome(run: Fit, save: Save) -> Outcome:
     # Here, for a cause does not travel.
     problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
     if run.strategy.world.size > 1:
-        outcome, problem = run.strategy.world.broadcast((outcome, problem))
+        outcome, problem, unheard = run.strategy.world.broadcast((outcome, problem, _unheard(outcome)))
+        if unheard and run.strategy.sharded:
+            run.strategy.world.apart(anew=True)
     if save.writing is None or save.writing.wait(0):
         run.saver.save = None
     if problem is not None:

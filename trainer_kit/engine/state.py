@@ -15,6 +15,7 @@ from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.engine.directories import on_every_rank
 from trainer_kit.engine.optimize import Optimizers
 from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
@@ -25,10 +26,12 @@ __all__ = [
     "fitting",
     "module_state",
     "optimizer_state",
+    "own_buffers",
     "own_part",
     "plain_hparams",
     "restore",
     "restore_optimizer",
+    "without_own_buffers",
 ]
 
 _CONFIGURED: Final = "configured"
@@ -77,35 +80,44 @@ def collect(
     weights = run.strategy.module_state(run.module)
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
-        made = run.stepper.made
         names = {id(parameter): name for name, parameter in run.module.named_parameters()}
-        state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in made.optimizers]
+        state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
         state.update(_of_this_rank(run, names))
-        state["lr_schedulers"] = [config.scheduler.state_dict() for config in made.schedulers]
         state["precision"] = run.precision.state_dict()
-        done = state["progress"] = _finished(run)
+        state["progress"] = _finished(run)
         state["inside_step"] = run.micro.started == progress.step
-        state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
-        state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
-        if datamodule is not None:
-            state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
         state["seed"] = seed
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
-        strategy = run.strategy
-        logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
-        loaders = (strategy.data.rank, reading_state(run, done))
-        own = (rng_state(strategy.device), logged, _own_buffers(run), loaders)
-        state["rng"], values, buffers, reading = map(list, zip(*strategy.world.all_gather_object(own), strict=True))
+        everyone = on_every_rank(run.strategy.world, lambda: _of_users(run, state, callbacks, datamodule))
+        state["rng"], values, buffers, reading = map(list, zip(*everyone, strict=True))
         state["data_ranks"] = [rank for rank, _ in reading]
         # Once for each data rank, however many ranks get its batches: another layout has others of them.
         state["loaders"] = _by_rank(reading)
         state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
         if any(buffers):
             state["buffers"] = buffers
-    for hook in run.bus.on_save_checkpoint if hooks else ():
-        hook(state)
+    if hooks:
+
+        def hear() -> None:
+            for hook in run.bus.on_save_checkpoint:
+                hook(state)
+
+        on_every_rank(run.strategy.world, hear)
     return state
+
+
+def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: Any) -> tuple[Any, ...]:
+    """What asks objects of the user's, any of which may raise; returns what is each rank's own."""
+    strategy = run.strategy
+    state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.stepper.made.schedulers]
+    state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
+    state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
+    if datamodule is not None:
+        state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
+    logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
+    loaders = (strategy.data.rank, reading_state(run, state["progress"]))
+    return rng_state(strategy.device), logged, own_buffers(strategy, run.module), loaders
 
 
 def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
@@ -128,14 +140,24 @@ def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
     return [value for _, value in sorted(dict(numbered).items())]
 
 
-def _own_buffers(run: Fit) -> dict[str, Tensor]:
+def own_buffers(strategy: Strategy, module: nn.Module) -> dict[str, Tensor]:
     """What rank 0's ``state_dict`` says nothing about: the buffers of the other ranks, on the CPU, to be sent."""
-    strategy = run.strategy
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
-    kept = run.module.state_dict()
-    buffers = run.module.named_buffers()
+    kept = module.state_dict()
+    buffers = module.named_buffers(remove_duplicate=False)
     return {name: buffer.detach().cpu() for name, buffer in buffers if name in kept}  # sync point: a checkpoint
+
+
+def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank may write of weights that all ranks write together.
+
+    What several ranks hold is written by any of them: of running statistics those of the first data rank count.
+    """
+    if not strategy.sharded or not strategy.own_buffers or strategy.data.rank == 0:
+        return dict(weights)
+    theirs = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name: value for name, value in weights.items() if name not in theirs}
 
 
 def _finished(run: Fit) -> dict[str, int | float]:
@@ -281,7 +303,10 @@ def restore(
         for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
             changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, saved, names, run.say)
     with fitting("lr_schedulers"):
-        for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=False):
+        if len(state["lr_schedulers"]) != len(made.schedulers):
+            found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"
+            raise CheckpointError("lr_schedulers", None, found)
+        for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=True):
             today = [(part, part.base_lrs) for part in _parts(config.scheduler) if hasattr(part, "base_lrs")]
             config.scheduler.load_state_dict(dict(saved))
             if "lr" in changed.get(id(config.optimizer), {}):

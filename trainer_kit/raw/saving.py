@@ -10,22 +10,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-from torch import nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from trainer_kit.checkpoint.commit import remove_checkpoint, write_checkpoint
-from trainer_kit.checkpoint.convert import export
+from trainer_kit.checkpoint.commit import io_failure, remove_checkpoint, write_checkpoint
 from trainer_kit.checkpoint.mend import newest_verified
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
-from trainer_kit.core.location import absolute
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.engine.state import optimizer_state, restore_optimizer
-from trainer_kit.raw.loop import Loop
+from trainer_kit.engine.directories import on_every_rank, on_rank_zero
+from trainer_kit.engine.state import optimizer_state, own_buffers, restore_optimizer, without_own_buffers
 from trainer_kit.raw.options import ProjectConfiguration
 from trainer_kit.raw.process import made_together
+from trainer_kit.raw.weights import Weights, local_directory
 from trainer_kit.raw.wrapping import unwrap
 
 __all__ = ["Saving"]
@@ -33,7 +31,7 @@ __all__ = ["Saving"]
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
 
-class Saving(Loop):
+class Saving(Weights):
     """What `Accelerator` writes and reads."""
 
     project_configuration: ProjectConfiguration
@@ -101,19 +99,22 @@ class Saving(Loop):
     def _collect(self, weights: list[dict[str, Any]]) -> dict[str, Any]:
         """Every process calls it; the same result everywhere, but for what belongs to a process."""
         names = self._names()
-        own = {
-            "rng": rng_state(self.device),
-            "loaders": [loader.state_dict() for loader in self._dataloaders],
-        }
-        everyone = self.world.all_gather_object(own)
+        modules = [unwrap(model) for model in self._models]
         state: dict[str, Any] = {"model" if i == 0 else f"model_{i}": part for i, part in enumerate(weights)}
         state["optimizers"] = [optimizer_state(self.strategy, one.optimizer, names) for one in self._optimizers]
-        state["schedulers"] = [dict(one.state_dict()) for one in self._schedulers]
         state["precision"] = self.precision.state_dict()
         state["window"] = self.window.state_dict()
-        state["objects"] = [dict(one.state_dict()) for one in self._objects]
-        state["rng"] = [part["rng"] for part in everyone]
-        state["loaders"] = [[part["loaders"][i] for part in everyone] for i in range(len(self._dataloaders))]
+
+        def ask() -> tuple[dict[str, Any], list[Any], list[dict[str, Tensor]]]:
+            state["schedulers"] = [dict(one.state_dict()) for one in self._schedulers]
+            state["objects"] = [dict(one.state_dict()) for one in self._objects]
+            loaders = [loader.state_dict() for loader in self._dataloaders]
+            return rng_state(self.device), loaders, [own_buffers(self.strategy, module) for module in modules]
+
+        state["rng"], loaders, buffers = map(list, zip(*on_every_rank(self.world, ask), strict=True))
+        state["loaders"] = [list(one) for one in zip(*loaders, strict=True)]
+        if any(any(own) for own in buffers):
+            state["buffers"] = buffers
         state["progress"] = {"step": self.step, "iteration": self.save_iteration}
         state["seed"] = self.data_seed
         return state
@@ -160,41 +161,38 @@ class Saving(Loop):
             )
         automatic = self.project_configuration.automatic_checkpoint_naming
         path = self._next_path() if automatic or output_dir is None else output_dir
-        target = _local(path)
-        weights = [self.strategy.module_state(unwrap(model)) for model in self._models]
+        target = local_directory(path)
+        modules = [unwrap(model) for model in self._models]
+        weights = [without_own_buffers(self.strategy, one, self.strategy.module_state(one)) for one in modules]
         if self._before_save:
             beside = _beside(target)
-            if self.is_main_process:
-                beside.mkdir(parents=True, exist_ok=True)
-            self.world.barrier()
-            for hook in list(self._before_save.values()):
-                hook(self._models, weights, str(beside))
-        state = self._collect(weights)
-        problem: CheckpointError | None = None
-        if self.is_main_process or self.strategy.sharded:
-            try:
-                self._write(target, state)
-            except CheckpointError as error:
-                problem = error
-        problem = self.world.broadcast(problem)
-        if problem is not None:
-            raise problem
+            on_rank_zero(self.world, lambda: _make_room(target, beside))
+
+            def hear() -> None:
+                for hook in list(self._before_save.values()):
+                    hook(self._models, weights, str(beside))
+
+            on_every_rank(self.world, hear)
+        self._write(target, self._collect(weights))
         self.project_configuration.iteration += 1
         return str(target)
 
     def _write(self, target: Path, state: dict[str, Any]) -> None:
         info = {"step": self.step, "world_size": self.num_processes, "iteration": self.save_iteration}
-        if self.is_main_process:
-            _make_room(target)
-        if not self.strategy.sharded:
-            write_checkpoint(target, state, info=info, overwrite=True)
-        else:
-            from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
 
-            self.world.barrier()  # there is room
-            write_sharded(target, state, info=info, group=self.world.apart(), overwrite=True)
-        if self.is_main_process:
+        def alone() -> None:
+            _make_room(target)
+            write_checkpoint(target, state, info=info, overwrite=True)
             self._prune(target)
+
+        if not self.strategy.sharded:
+            on_rank_zero(self.world, alone)
+            return
+        from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
+
+        on_rank_zero(self.world, lambda: _make_room(target))
+        write_sharded(target, state, info=info, group=self.world.apart(), overwrite=True)
+        on_rank_zero(self.world, lambda: self._prune(target))
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The state; of divided tensors this process's parts."""
@@ -255,6 +253,10 @@ class Saving(Loop):
         self.project_configuration.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
         if len(state["rng"]) == self.num_processes:
             restore_rng(state["rng"][self.process_index], self.device)
+            own = state["buffers"][self.process_index] if "buffers" in state else []
+            for model, buffers in zip(self._models, own, strict=False):
+                if any(model is left for left in models):
+                    unwrap(model).load_state_dict(buffers, strict=False)
         else:
             self.print(f"{len(state['rng'])} processes before, {self.num_processes} now: random layers draw anew")
 
@@ -276,12 +278,12 @@ class Saving(Loop):
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return _local(input_dir)
+            return local_directory(input_dir)
         if self.project_dir is None:
             raise ConfigurationError(
                 "load_state needs a directory", fix="pass it, or the project's: Accelerator(project_dir=...)"
             )
-        root = _local(self.project_dir) / "checkpoints"
+        root = local_directory(self.project_dir) / "checkpoints"
         found: str | None = None
         if self.is_main_process:
             newest, damaged = newest_verified(root)
@@ -300,7 +302,7 @@ class Saving(Loop):
             raise ConfigurationError(
                 "save_state needs a directory", fix="pass it, or let Accelerator(project_dir=...) name it"
             )
-        root = _local(self.project_dir) / "checkpoints"
+        root = local_directory(self.project_dir) / "checkpoints"
         taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
         if self.save_iteration in taken:  # an earlier run's: it is not written over
             self.project_configuration.iteration = max(taken) + 1
@@ -321,70 +323,6 @@ class Saving(Loop):
             remove_checkpoint(old)
             shutil.rmtree(_beside(Path(str(old))), ignore_errors=True)
 
-    # -- weights ---------------------------------------------------------------------------------------------------
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model, whole, by the user's names; under FSDP every process calls it."""
-        found = dict((self.unwrap_model(model) if unwrap else model).state_dict())
-        return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in found.items()}
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
-
-        Args:
-            model: prepared or not.
-            save_directory: other files in it are left alone.
-            max_shard_size: of a file, in bytes or as ``"5GB"``.
-            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
-        """
-        whole = self.get_state_dict(model) if self.is_main_process or self.strategy.sharded else {}
-        if self.is_main_process:
-            target = _local(save_directory)
-            if target.is_file():
-                raise ConfigurationError("save_model needs a directory", found=str(target))
-            work = target / ".model.tmp"
-            shutil.rmtree(work, ignore_errors=True)
-            weights = {name: value.detach() for name, value in whole.items()}
-            if safe_serialization:
-                export(weights, work, "huggingface", max_shard_size=max_shard_size)
-            else:
-                export(weights, work / "pytorch_model.bin", "torch")
-            for old in target.glob("model*.safetensors*"):
-                old.unlink()
-            for file in sorted(work.iterdir(), key=lambda file: file.suffix == ".json"):
-                os.replace(file, target / file.name)
-            work.rmdir()
-        self.world.barrier()
-
-    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors."""
-        if not self.is_main_process:
-            return
-        if safe_serialization:
-            if os.path.exists(f):
-                os.unlink(f)
-            export(obj, f, "safetensors")
-        else:
-            torch.save(obj, f)
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    """A directory of this machine; hooks write beside a state, which they cannot at a URL."""
-    found = absolute(os.path.expanduser(path))
-    if not isinstance(found, Path):
-        raise ConfigurationError(
-            "an Accelerator saves to a directory of this machine",
-            found=str(found),
-            fix="save to a local path; a Trainer's checkpoints may stand at a URL",
-        )
-    return found
-
 
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.files")
@@ -394,7 +332,12 @@ def _entries(root: Path) -> list[str]:
     return os.listdir(root) if root.is_dir() else []
 
 
-def _make_room(target: Path) -> None:
-    """An empty directory that the user made for the state is one to write to."""
-    if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
-        target.rmdir()
+def _make_room(target: Path, beside: Path | None = None) -> None:
+    """An empty directory that the user made for the state is one to write to; hooks find theirs."""
+    try:
+        if beside is not None:
+            beside.mkdir(parents=True, exist_ok=True)
+        elif target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+            target.rmdir()
+    except OSError as error:
+        raise io_failure(beside or target, error, 0) from error

@@ -135,7 +135,7 @@ def module_state(pieces: Mapping[nn.Parameter, Piece], module: nn.Module, keep: 
         if parameter not in seen:
             piece = pieces.get(parameter)
             if piece is None:
-                seen[parameter] = _frozen(parameter, state[name])
+                seen[parameter] = _frozen(parameter, state[name], keep)
             elif parameter.dtype == piece.master.dtype and not hasattr(parameter, "ds_id"):
                 seen[parameter] = state[name]  # nothing is rounded, and every rank has all of it
             else:
@@ -144,12 +144,14 @@ def module_state(pieces: Mapping[nn.Parameter, Piece], module: nn.Module, keep: 
     return state
 
 
-def _frozen(parameter: nn.Parameter, there: Tensor) -> Tensor:
+def _frozen(parameter: nn.Parameter, there: Tensor, keep: bool) -> Tensor:
     if not hasattr(parameter, "ds_id"):
         return there
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
+        if not keep:
+            return _unkept(shape_of(parameter), parameter.dtype)
         return parameter.detach().clone().cpu()  # sync point: a checkpoint
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from trainer_kit.launch.machines import meet_without_agent
 __all__ = ["ProcessGroup", "average", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
 
 
+_FOR_WRITERS: Final = timedelta(days=1)
+"""How long ranks wait for the slowest storage: training waits, too, but only where it needs the next checkpoint."""
 _APART: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
 """By the world they are a part of, which is kept so that its id stays its own, and their ranks."""
 
@@ -63,7 +65,7 @@ def join_world(
             ) from error
         # Who creates the group destroys it, at process exit: a later Trainer in this rank reuses it.
         atexit.register(_leave_world)
-    return ProcessGroup(device)
+    return ProcessGroup(device, timeout=timeout)
 
 
 def _leave_world() -> None:
@@ -85,12 +87,15 @@ class ProcessGroup:
         device: where this rank's tensors live.
         group: torch's, as the axis of a mesh has it; None for the default one. Where it has no CPU side every process
             of the world makes its `ProcessGroup` at the same time, each of its own group.
+        timeout: how long a collective of the group beside it may take; None: torch's default.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
         self.device, self.group = device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._cpu = group if "gloo" in str(dist.get_backend_config(group)) else _beside(group)
+        self._cpu = group if "gloo" in str(dist.get_backend_config(group)) else _beside(group, timeout)
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
@@ -138,16 +143,22 @@ class ProcessGroup:
         dist.all_gather(rows, mine, group=self._cpu)
         return [row.tolist() for row in rows]  # no sync point: on the host
 
-    def apart(self) -> dist.ProcessGroup:
-        """torch's gloo group of the same processes that training does not use; the first call makes it."""
+    def apart(self, anew: bool = False) -> dist.ProcessGroup:
+        """torch's gloo group of the same processes that training does not use; the first call makes it.
+
+        Its ranks wait for each other for a day, however short the others' timeout is: they wait for disks.
+        ``anew``: every rank asks for another one, for a rank has not been heard of in time.
+        """
         whole, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(self.group))
         key = id(whole), ranks
+        if anew:
+            _APART.pop(key, None)
         if key not in _APART:  # kept: one for each fit would be threads and sockets for each
-            _APART[key] = whole, _beside(self.group)
+            _APART[key] = whole, _beside(self.group, _FOR_WRITERS)
         return _APART[key][1]
 
 
-def _beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
     """A gloo group of the same processes. All processes make all of them, in the same order."""
     mine = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
     everyone: list[Any] = [mine]
@@ -155,7 +166,7 @@ def _beside(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     made: dict[Any, dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), backend="gloo") for ranks in sorted(set(everyone))
+        ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in sorted(set(everyone))
     }
     return made[mine]
 

@@ -49,7 +49,7 @@ class Alone:
         """One row."""
         return [values]
 
-    def apart(self) -> None:
+    def apart(self, anew: bool = False) -> None:
         """Nobody to go on beside training with."""
 
 

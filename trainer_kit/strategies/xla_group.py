@@ -66,7 +66,7 @@ class XLAGroup:
         layout = f"{len(values)}d"
         return [list(struct.unpack(layout, row)) for row in self._xm.rendezvous("agree", struct.pack(layout, *values))]
 
-    def apart(self) -> None:
+    def apart(self, anew: bool = False) -> None:
         """Every rank has the whole state: nothing is written together."""
 
     def average(self, gradients: list[Tensor]) -> None:

@@ -1,0 +1,99 @@
+"""The weights of a prepared model, whole, and as other libraries load them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer_kit.checkpoint.convert import export
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.location import absolute
+from trainer_kit.engine.directories import on_rank_zero
+from trainer_kit.raw.loop import Loop
+
+__all__ = ["Weights", "local_directory"]
+
+
+class Weights(Loop):
+    """What `Accelerator` hands out and writes of a model, to be used without it."""
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a prepared model, whole, by the user's names.
+
+        Where they are divided (FSDP) every process calls it, and the main process gets them, on the CPU; the others get
+        an empty dict: a device never holds more than one whole weight at a time.
+        """
+        found = dict((self.unwrap_model(model) if unwrap else model).state_dict())
+        if not self.strategy.sharded:
+            return found
+        for name in list(found):
+            value = found.pop(name)
+            if hasattr(value, "full_tensor"):
+                value = value.full_tensor()
+            if self.is_main_process:
+                found[name] = value.cpu() if isinstance(value, torch.Tensor) else value  # sync point: a checkpoint
+        return found
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+
+        Args:
+            model: prepared or not.
+            save_directory: other files in it are left alone.
+            max_shard_size: of a file, in bytes or as ``"5GB"``.
+            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+        """
+        whole = self.get_state_dict(model) if self.is_main_process or self.strategy.sharded else {}
+
+        def write() -> None:
+            target = local_directory(save_directory)
+            if target.is_file():
+                raise ConfigurationError("save_model needs a directory", found=str(target))
+            work = target / ".model.tmp"
+            shutil.rmtree(work, ignore_errors=True)
+            weights = {name: value.detach() for name, value in whole.items()}
+            if safe_serialization:
+                export(weights, work, "huggingface", max_shard_size=max_shard_size)
+            else:
+                export(weights, work / "pytorch_model.bin", "torch")
+            for old in target.glob("model*.safetensors*"):
+                old.unlink()
+            for file in sorted(work.iterdir(), key=lambda file: file.suffix == ".json"):
+                os.replace(file, target / file.name)
+            work.rmdir()
+
+        on_rank_zero(self.world, write)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors."""
+        if not self.is_main_process:
+            return
+        if safe_serialization:
+            if os.path.exists(f):
+                os.unlink(f)
+            export(obj, f, "safetensors")
+        else:
+            torch.save(obj, f)
+
+
+def local_directory(path: str | os.PathLike[str]) -> Path:
+    """A directory of this machine; hooks write beside a state, which they cannot at a URL."""
+    found = absolute(os.path.expanduser(path))
+    if not isinstance(found, Path):
+        raise ConfigurationError(
+            "an Accelerator saves to a directory of this machine",
+            found=str(found),
+            fix="save to a local path; a Trainer's checkpoints may stand at a URL",
+        )
+    return found
