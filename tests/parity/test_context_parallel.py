@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -79,10 +80,13 @@ def pair(one: Speaker, mine: Speaker, batches: Any, **options: Any) -> None:
 
 
 def check_equal_weights() -> None:
-    """Without weights of the user's, equally long parts weigh alike; a mean of means is one, too."""
-    for options in ({}, {"loss_weighting": False}):
-        with case(**options):
-            pair(Speaker(make_language()), Speaker(make_language(seed=dist.get_rank()), PLAN), make_texts([4, 2, 3]))
+    """Without weights of the user's, parts weigh what they count; a mean of means is one, too."""
+    for padded, options in product((False, True), ({}, {"loss_weighting": False})):
+        with case(padded=padded, **options):
+            batches = make_texts([4, 2, 3], padded=padded)
+            if padded:
+                batches[1][1][:, 1:] = -100
+            pair(Speaker(make_language()), Speaker(make_language(seed=dist.get_rank()), PLAN), batches, **options)
 
 
 def check_texts_of_any_length_and_one_without_targets() -> None:
@@ -163,6 +167,10 @@ def test_a_model_of_hugging_face() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.3)
 
+    class Asking(Causal):
+        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return batch["position_ids"]
+
     named = [{"input_ids": tokens, "labels": targets} for tokens, targets in make_texts([4, 4, 3])]
     plan = ParallelPlan(context=ContextPlan(positions="position_ids"))
     for tied, word in ((False, "tp"), (True, "tp"), (False, "cp")):
@@ -171,5 +179,10 @@ def test_a_model_of_hugging_face() -> None:
             train(one, named, strategy="single_device")
             train(mine, named, strategy=word, devices=2)
             assert_alike(mine, one)
+            for how in ({"strategy": word}, {"strategy": MeshStrategy(cp=1)}) if word == "cp" else ():
+                asked = Asking(tied, plan)
+                train_nothing = tk.Trainer(accelerator="cpu", devices=2, barebones=True, **how)
+                told = train_nothing.predict(asked, named[:2])
+                assert [at.tolist() for at in told] == [[list(range(8))]] * len(told)
             if word == "tp":  # by the plan that the model brings
                 assert mine.net.model.layers[0].self_attn.q_proj.weight.to_local().shape == (8, 16)

@@ -61,6 +61,10 @@ def test_mixed_and_half_precision() -> None:
             assert_same(found, one.state_dict(), tolerance)
             rows = trainer.strategy.world.all_gather(torch.cat([v.flatten().float() for v in found.values()]))
             assert torch.equal(rows[0], rows[1])
+    recomputed = FSDPStrategy(activation_checkpointing_policy="_Block")
+    module = Classifier(norms())
+    fsdp(module, strategy=recomputed, devices=2)
+    assert not any("forward" in vars(part) for part in module.modules())  # a later Trainer has not asked for it
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import trainer_kit as tk
 from tests.parity.plain import case
 from tests.strategies.pipelines import Writer, stages, texts, words
+from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.transforms.schedules import SCHEDULES
 from trainer_kit.testing.conformance import whole
@@ -90,6 +91,8 @@ def test_two_ranks() -> None:
     check_options()
     check_evaluation()
     check_what_a_step_draws()
+    check_random_data()
+    check_what_a_step_does_to_its_batch()
     check_other_models()
     check_precision()
 
@@ -155,7 +158,67 @@ def check_what_a_step_draws() -> None:
         assert len(drawn) == 8
         assert not torch.equal(drawn[0], drawn[1])
     last = staged.strategy.world.all_gather(torch.rand(()))
-    assert last[0] != last[1]  # outside of steps every rank draws its own
+    assert last[0] == last[1]  # outside of steps, too: collate functions and hooks draw there
+
+
+class Masked(Writer):
+    """Batches are masked at random when they arrive; the model drops activations."""
+
+    def on_after_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch.where(torch.rand(batch.shape) > 0.3, 0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.heard.append(batch)
+
+
+def check_random_data() -> None:
+    """Stages get the same batches although the noise in their layers is their own."""
+    net = words()
+    for layer in net.layers:
+        layer.down = nn.Sequential(layer.down, nn.Dropout(0.5 if layer in net.layers[:4] else 0.0))
+    module = Masked(net)
+    torch.manual_seed(dist.get_rank())
+    staged = train(module, stages(), DataLoader(torch.cat(texts(RAGGED)), 4, collate_fn=shifted), max_epochs=2)
+    theirs = staged.strategy.world.all_gather_object([value for value in module.heard if isinstance(value, Tensor)])
+    assert len(theirs[0]) == 22
+    for one, other in zip(*theirs, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(theirs[0][0], theirs[0][11])
+
+
+def shifted(samples: list[Tensor]) -> Tensor:
+    return torch.stack(samples).roll(int(torch.randint(6, ())), 1)
+
+
+class Pops(Writer):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        targets = batch.pop("targets")
+        return F.cross_entropy(self.net(batch["words"])["logits"].flatten(0, 1), targets.flatten())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+class Writes(Writer):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        batch.clamp_(max=3)
+        return self.loss(batch)
+
+
+def check_what_a_step_does_to_its_batch() -> None:
+    def batches() -> list[Any]:
+        return [{"words": batch, "targets": batch.flip(1)} for batch in texts(RAGGED)]
+
+    one, mine = Pops(), Pops()
+    train(one, "single_device", batches(), max_epochs=1)
+    train(mine, stages(), batches(), max_epochs=1)
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-12, atol=1e-12)
+    module = Writes()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(StrategyError, match=r"writes into its batch(.|\n)*shape \(4, 6\)"):
+        train(module, stages(), texts(RAGGED))
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
 class Line(tk.TrainModule):

@@ -7,6 +7,7 @@ import tempfile
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,6 +74,8 @@ def test_two_tensor_ranks() -> None:
     check_metric_objects()
     check_presets()
     check_half_precision()
+    check_that_activations_are_kept_again()
+    check_what_is_refused()
 
 
 def check_optimizers() -> None:
@@ -90,16 +93,26 @@ def check_optimizers() -> None:
         return module
 
     for options in ({}, {"foreach": True}, {"fused": True}, {"foreach": False}):
-        with case(**options):
+        # On an accelerator torch itself chooses foreach.
+        with (
+            case(**options),
+            mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
+        ):
             assert_alike(fit(ParallelPlan(tensor="llama"), **options), fit(None, **options))
 
 
 def check_dropout() -> None:
     """Whole activations are dropped alike on ranks that started from other random numbers, or whole weights differ."""
+
+    class DrawsOnOne(Speaker):
+        def on_train_epoch_end(self) -> None:
+            if dist.get_rank() == 0:
+                torch.rand(())
+
     torch.manual_seed(100 + dist.get_rank())
-    module = Speaker(make_language(dropout=0.5), ParallelPlan(tensor="llama"))
+    module = DrawsOnOne(make_language(dropout=0.5), ParallelPlan(tensor="llama"))
     torch.manual_seed(200 + dist.get_rank())
-    trainer = train(module, make_texts([4] * 6), strategy="tp", devices=2)
+    trainer = train(module, make_texts([4] * 6), strategy="tp", devices=2, max_epochs=2)
     for name, parameter in module.named_parameters():
         if "norm" in name:
             theirs = trainer.strategy.world.all_gather(parameter.detach())
@@ -224,6 +237,28 @@ def check_metric_objects() -> None:
     module = Counts(make_language(), ParallelPlan(tensor="llama"))
     trainer = train(module, make_texts([4]), make_texts([4, 3]), strategy="tp", devices=2)
     assert trainer.callback_metrics["seen"] == 7 * 8
+
+
+def check_that_activations_are_kept_again() -> None:
+    module = Speaker(make_language(), ParallelPlan(tensor="llama"))
+    calls = []
+    module.net.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for policy, expected in (("Block", 4), (False, 2)):
+        calls.clear()
+        strategy = MeshStrategy(dp_shard=1, tp=2, activation_checkpointing_policy=policy)
+        train(module, make_texts([4] * 2), strategy=strategy, devices=2)
+        assert len(calls) == expected, policy
+
+
+def check_what_is_refused() -> None:
+    """Options for the data axes that would do nothing, or leave ranks with other weights."""
+    for axes, options, told in (
+        ({"tp": 2}, {"cpu_offload": True}, "there is one rank along them"),
+        ({"tp": 2, "dp_shard": 1}, {"ignored_modules": "norm"}, "there is one rank along them"),
+    ):
+        strategy = MeshStrategy(**axes, fsdp=options)
+        with pytest.raises(StrategyError, match=told):
+            train(Speaker(make_language(), ParallelPlan(tensor="llama")), make_texts([4]), strategy=strategy, devices=2)
 
 
 class Overflows(Speaker):

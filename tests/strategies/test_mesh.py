@@ -14,6 +14,7 @@ from tests.parity.language import Speaker, make_language
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
+from trainer_kit.strategies.axes import check_options
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.context import ContextParallel
 from trainer_kit.strategies.transforms.tensor import TensorParallel
@@ -51,6 +52,21 @@ def test_places_are_counted_before_anything_starts() -> None:
         MeshStrategy(tp=-1)
     with pytest.raises(StrategyError, match="at least one place\n  found: cp=0"):
         MeshStrategy(cp=0)
+
+
+def test_options_of_the_data_axes_that_a_mesh_has_no_place_for() -> None:
+    sizes = {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1}
+    ignored, recomputed = {"ignored_modules": "norm"}, {"activation_checkpointing_policy": True}
+    check_options(sizes, {**ignored, **recomputed})
+    check_options({**sizes, "tp": 2}, recomputed)
+    for changed, options, told in (
+        ({"tp": 2}, ignored, "ignored_modules has no place(.|\n)*dp_shard=2 × tp=2"),
+        ({"pp": 2}, ignored, "ignored_modules has no place"),
+        ({"pp": 2}, recomputed, "give activation_checkpointing_policy to MeshStrategy itself"),
+        ({"dp_shard": 1, "tp": 2}, {"cpu_offload": True}, "fsdp with cpu_offload, tp=2"),
+    ):
+        with pytest.raises(StrategyError, match=told):
+            check_options({**sizes, **changed}, options)
 
 
 def test_alone_a_mesh_is_a_device() -> None:
@@ -118,7 +134,7 @@ def test_a_model_brings_its_plan() -> None:
 
 
 def context(size: int = 2, rank: int = 1, **options: Any) -> ContextParallel:
-    made = ContextParallel(ContextPlan(**options))
+    made = ContextParallel(ContextPlan(**options), weighed=True)
     made.size, made.rank = size, rank
     return made
 

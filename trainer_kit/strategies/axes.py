@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from trainer_kit.core.errors import StrategyError
 
-__all__ = ["AXES", "axes_in_words", "places"]
+__all__ = ["AXES", "axes_in_words", "check_options", "places"]
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
@@ -50,3 +50,28 @@ def axes_in_words(sizes: Mapping[str, int]) -> str:
         'dp_shard=2 × tp=2'
     """
     return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
+
+
+def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
+    """Options of `FSDPStrategy` that a mesh of these sizes has no use for, or would train wrongly with.
+
+    Args:
+        sizes: of each axis.
+        fsdp: the options.
+
+    Raises:
+        StrategyError: there are some.
+    """
+    if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
+        raise StrategyError(
+            "fsdp= is for the data and context axes, and there is one rank along them",
+            found=f"fsdp with {', '.join(fsdp)}, {axes_in_words(sizes)}",
+            fix="leave fsdp= out, or launch more processes",
+        )
+    for option, axes, fix in (
+        ("ignored_modules", ("tp", "pp"), "leave it out, or use tp=1 and pp=1: nothing averages these gradients"),
+        ("activation_checkpointing_policy", ("pp",), "give activation_checkpointing_policy to MeshStrategy itself"),
+    ):
+        if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
+            found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
+            raise StrategyError(f"{option} has no place in this mesh", found=found, fix=fix)

@@ -27,7 +27,7 @@ from trainer_kit.strategies.state import (
     optimizer_parts,
     optimizer_state,
 )
-from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
+from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
 from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
 from trainer_kit.strategies.transforms.units import Policy, outer_modules
 
@@ -136,9 +136,11 @@ class FSDPStrategy:
         return (ranks // inside, inside)
 
     def stop(self) -> None:
-        """Let go of the module; it stays divided."""
+        """Let go of the module; it stays divided, and keeps its activations again."""
         for hook in self._hooks:
             hook.remove()
+        for unit in self._units:
+            keep_activations(unit)
         self._root, self._units, self._hooks, self._parameters = None, [], [], []
 
     def init_context(self) -> AbstractContextManager[Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
@@ -20,7 +20,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.strategies.axes import AXES, axes_in_words, places
+from trainer_kit.strategies.axes import AXES, axes_in_words, check_options, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.holding import parameters_held, same_batches
@@ -37,11 +37,16 @@ from trainer_kit.strategies.state import (
     optimizer_state,
 )
 from trainer_kit.strategies.stepping import step_by_kind
-from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing
-from trainer_kit.strategies.transforms.context import ContextParallel, context_parallel
+from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
+from trainer_kit.strategies.transforms.context import ContextParallel, context_parallel, with_positions
 from trainer_kit.strategies.transforms.pipeline import Pipeline
 from trainer_kit.strategies.transforms.schedules import bubble, check_schedule
-from trainer_kit.strategies.transforms.tensor import TensorParallel, check_whole_parameters, complete_gradients
+from trainer_kit.strategies.transforms.tensor import (
+    TensorParallel,
+    check_whole_parameters,
+    complete_gradients,
+    whole_outputs,
+)
 from trainer_kit.strategies.transforms.units import Policy
 
 __all__ = ["MeshStrategy"]
@@ -113,6 +118,7 @@ class MeshStrategy:
         self.backend, self.timeout = process_group_backend, timeout
         self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
         self._context: ContextParallel | None = None
+        self._placed: Callable[[Any], Any] | None = None
         self._module: nn.Module | None = None
         self._moved = Moved()
         self._summed: list[nn.Parameter] = []
@@ -130,11 +136,15 @@ class MeshStrategy:
         if hasattr(self, "mesh"):
             return
         sizes = self.places(self.world.size)
+        check_options(sizes, self._fsdp)
         mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
         self.mesh: DeviceMesh = mesh
         self.data: ProcessGroup = self._over("dp_replicate", "dp_shard")
         self.losses: ProcessGroup = self.data if sizes["cp"] == 1 else self._over("dp_replicate", "dp_shard", "cp")
         self.reports, self.reporter = self.losses, self.world.rank
+        self._same = [
+            ProcessGroup(self.device, mesh[axis].get_group()) for axis in ("tp", "cp", "pp") if sizes[axis] > 1
+        ]
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(mesh["pp"].get_group(), self.world, self.device, self.schedule)
             self.reports = self._over(*(axis for axis in AXES if axis != "tp" and (axis != "cp" or sizes["cp"] > 1)))
@@ -176,8 +186,10 @@ class MeshStrategy:
         return None if self.pipeline is None or batches is None else bubble(batches, self.pipeline.count)
 
     def stop(self) -> None:
-        """Let go of the module; it stays divided."""
+        """Let go of the module; it stays divided, and keeps its activations again."""
         self._data_axes.stop()
+        if self._module is not None:
+            keep_activations(self._module)
         self._module = None
 
     # -- the module ----------------------------------------------------------------------------------------------
@@ -221,6 +233,8 @@ class MeshStrategy:
         if self.mesh["tp"].size() > 1:
             TensorParallel(plan).apply(module, self.mesh["tp"])
             self._splits_loss = plan.loss_parallel
+        if plan.context is not None and plan.context.positions is not None:
+            self._placed = partial(with_positions, plan.context)
         if self.mesh["cp"].size() > 1:
             self._context = context_parallel(module, plan)
             self._context.apply(module, self.mesh["cp"])
@@ -252,15 +266,13 @@ class MeshStrategy:
 
     def _agree_on_noise(self) -> None:
         """Ranks that get the same batch draw the same: whole activations must be the same on all of them."""
-        for axis in ("tp", "cp", "pp"):
-            if self.mesh[axis].size() > 1:
-                group = ProcessGroup(self.device, self.mesh[axis].get_group())
-                restore_rng(group.broadcast(rng_state(self.device)), self.device)
+        for group in self._same:
+            restore_rng(group.broadcast(rng_state(self.device)), self.device)
 
     @property
     def shard_batch(self) -> Callable[[Any], Any] | None:
-        """A part of each sequence."""
-        return None if self._context is None else self._context.shard_batch
+        """A part of each sequence; positions, where the plan asks for them."""
+        return self._placed if self._context is None else self._context.shard_batch
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
@@ -278,17 +290,18 @@ class MeshStrategy:
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """As the data axes have it; a loss that is divided becomes one number."""
-        return self._data_axes.bind(_whole_outputs(method) if self._splits_loss else method, several)
+        return self._data_axes.bind(whole_outputs(method) if self._splits_loss else method, several)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """The same. ``whole``: batches are not divided along the sequence."""
-        call = self._data_axes.bind_evaluation(_whole_outputs(method) if self._splits_loss else method)
+        call = self._data_axes.bind_evaluation(whole_outputs(method) if self._splits_loss else method)
         if self._context is None and not self._splits_loss:
             return call
+        place = self._placed if whole else None
 
-        def evaluate(*arguments: Any) -> Any:
+        def evaluate(batch: Any, *others: Any) -> Any:
             with self._computing(divided=not whole):
-                return call(*arguments)
+                return call(batch if place is None else place(batch), *others)
 
         return evaluate
 
@@ -298,6 +311,8 @@ class MeshStrategy:
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """As the data axes have it; the gradients of a first window are compared over the tensor axis."""
+        if not self._seen or micro.first == 0:  # something may have drawn on one rank alone since
+            self._agree_on_noise()
         with self._computing(first=not self._seen):
             self._data_axes.forward_backward(micro)
         complete_gradients(self._summed)
@@ -380,11 +395,3 @@ class MeshStrategy:
         elsewhere = 0 if self.pipeline is None else self.pipeline.elsewhere
         told += [parameters_held(self._module, elsewhere)] if self._module is not None else []
         return "; ".join(filter(None, told))
-
-
-def _whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
-    def step(*arguments: Any) -> Any:
-        # Copies: FSDP warns of views.
-        return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
-
-    return step

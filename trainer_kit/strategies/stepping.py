@@ -21,7 +21,8 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         optimizer: with its parameters as they are by now.
         step: how it is stepped.
     """
-    if not any(group.get("foreach") or group.get("fused") for group in optimizer.param_groups):
+    # None stands for torch's choice, which is foreach on an accelerator.
+    if all(group.get(way, False) is False for group in optimizer.param_groups for way in ("foreach", "fused")):
         return step
     kinds: dict[Any, set[nn.Parameter]] = {}
     for group in optimizer.param_groups:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.strategies.transforms.units import Policy, units
 
-__all__ = ["ActivationCheckpointing"]
+__all__ = ["ActivationCheckpointing", "keep_activations"]
 
 
 @final
@@ -39,15 +39,25 @@ class ActivationCheckpointing:
         for part in units(module, self.policy).values():
             if not isinstance(part.__dict__.get("forward"), _Recomputed):
                 # On the instance: the class, and other models of it, are left alone.
-                part.__dict__["forward"] = _Recomputed(part.forward)
+                part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__)
+
+
+def keep_activations(module: Any) -> None:
+    """Take it off again, wherever in the module it is."""
+    for part in module.modules():
+        recomputed = part.__dict__.get("forward")
+        if isinstance(recomputed, _Recomputed):
+            del part.__dict__["forward"]
+            if recomputed.own:
+                part.__dict__["forward"] = recomputed.forward
 
 
 @final
 class _Recomputed:
     """A forward whose activations are not kept."""
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self.forward = forward
+    def __init__(self, forward: Callable[..., Any], own: bool) -> None:
+        self.forward, self.own = forward, own
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return checkpoint(self.forward, *arguments, use_reentrant=False, **options)

@@ -7,17 +7,20 @@ from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 
-__all__ = ["ContextParallel", "context_parallel"]
+__all__ = ["ContextParallel", "context_parallel", "with_positions"]
 
 _TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
@@ -35,10 +38,12 @@ class ContextParallel:
 
     Args:
         plan: where the sequence is in a batch.
+        weighed: the engine weighs parts by the targets that they have. Otherwise all parts weigh alike, and a mean is
+            one over the targets of the whole sequence.
     """
 
-    def __init__(self, plan: ContextPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: ContextPlan, weighed: bool = False) -> None:
+        self.plan, self.weighed = plan, weighed
         self._seen = 0
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -58,10 +63,11 @@ class ContextParallel:
         """
         dims = self.plan.dims
         if isinstance(dims, int):
-            return self._with_positions(apply_to_collection(batch, Tensor, lambda t: self._part(t, dims)), dims)
+            made = apply_to_collection(batch, Tensor, lambda t: self._part(t, dims))
+            return with_positions(self.plan, made, self.rank)
         if isinstance(batch, Mapping):
             made = {key: self._part(value, dims[key]) if key in dims else value for key, value in batch.items()}
-            return self._with_positions(made, next(iter(dims.values())))
+            return with_positions(self.plan, made, self.rank)
         parts = [self._part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
@@ -77,15 +83,6 @@ class ContextParallel:
             )
         return tensor.narrow(dim, self.rank * length, length)
 
-    def _with_positions(self, batch: Any, dim: int) -> Any:
-        key = self.plan.positions
-        if key is None or not isinstance(batch, Mapping) or key in batch:
-            return batch
-        like = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim)
-        length = like.shape[dim]
-        first = self.rank * length
-        return {**batch, key: torch.arange(first, first + length, device=like.device).unsqueeze(0)}
-
     @contextmanager
     def attending(self, checked: bool = False) -> Iterator[None]:
         """Inside, attention is over the whole sequence.
@@ -98,7 +95,7 @@ class ContextParallel:
         """
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it computes attention by itself
-        F.scaled_dot_product_attention, F.cross_entropy = self._attention, _cross_entropy
+        F.scaled_dot_product_attention, F.cross_entropy = self._attention, self._cross_entropy
         watch, self._seen = _Watch(self), 0
         try:
             if checked:
@@ -172,28 +169,32 @@ class ContextParallel:
         at = torch.arange(first, first + rows, device=query.device)
         return torch.arange(columns, device=query.device)[None, :] <= at[:, None]
 
-
-def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Tensor:
-    """As torch's, but the mean over no targets is 0: a part of a padded sequence may have none, and weighs nothing."""
-    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
-        return _CROSS_ENTROPY(input, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
-    counted = target != ignore_index
-    if weight is None:
-        weighs = counted.sum().clamp_min(1).to(input.dtype)
-    else:
-        weighs = (weight[target.where(counted, 0)] * counted).sum()
+    def _cross_entropy(
+        self,
+        input: Tensor,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        """As torch's, but a mean over what counts: a part of a padded sequence may have few targets, or none."""
+        options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
+            return _CROSS_ENTROPY(
+                input, target, size_average=size_average, reduce=reduce, reduction=reduction, **options
+            )
+        counted = target != ignore_index
+        each = counted if weight is None else weight[target.where(counted, 0)] * counted
+        weighs = each.sum().to(input.dtype)
+        if not self.weighed:
+            weighs = weighs.detach().clone()
+            dist.all_reduce(weighs, group=self.group)
+            weighs /= self.size
         weighs = torch.where(weighs == 0, torch.ones_like(weighs), weighs)
-    return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
+        return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
 
 
 class _Watch(TorchFunctionMode):
@@ -212,6 +213,23 @@ class _Watch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
+    """A dict batch with the positions that its plan asks for, where it has none.
+
+    Args:
+        plan: says under which key, and which dimension is the sequence.
+        batch: a rank's own tokens.
+        part: which part of their sequences they are.
+    """
+    key, dims = plan.positions, plan.dims
+    if key is None or not isinstance(batch, Mapping) or key in batch:
+        return batch
+    dim = dims if isinstance(dims, int) else next(iter(dims.values()))
+    like = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim)
+    first = part * like.shape[dim]
+    return {**batch, key: torch.arange(first, first + like.shape[dim], device=like.device).unsqueeze(0)}
+
+
 def context_parallel(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
     """The transform that a module's plan asks for."""
     if plan.context is None:
@@ -221,4 +239,6 @@ def context_parallel(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
             fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
             "MeshStrategy(cp=..., plan=...)",
         )
-    return ContextParallel(plan.context)
+    return ContextParallel(
+        plan.context, hasattr(module, "loss_weight") and is_overridden("loss_weight", module, TrainModule)
+    )

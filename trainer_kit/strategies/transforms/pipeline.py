@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 import numpy as np
@@ -25,6 +25,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.state import load_module_parts
+from trainer_kit.strategies.transforms.rehearsal import copied, tensors_of, untouched
 from trainer_kit.strategies.transforms.relay import Relay
 from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
 from trainer_kit.strategies.transforms.split import Stage, StandIn, Turn, make_stages
@@ -127,6 +128,7 @@ class Pipeline:
         model.__dict__["forward"] = self._called
         rows = self.world.agree([torch.initial_seed() % 2**32])
         self._seed = int(rows[self._source][0])
+        self._noise = self._seed + 1 + dist.get_rank(self.group)
 
     def _is_split(self, module: nn.Module) -> bool:
         """Whether it was split here before, for an earlier fit or evaluation."""
@@ -146,7 +148,8 @@ class Pipeline:
             self._inputs = (args, kwargs)
             raise _Taken
         if not self._answers:
-            with torch.no_grad():  # every rank of the pipeline is here at the same time
+            # Every rank of the pipeline is here at the same time; what it draws, the step around it does not.
+            with torch.no_grad(), _drawing(self._noise + self._evaluations, self.device):
                 return self._relay.run(args, kwargs)
         if self._answer is None:
             raise StrategyError(
@@ -207,7 +210,7 @@ class Pipeline:
             def run(output: Any) -> Any:
                 if index in absent:
                     return _nothing_of(output)
-                micro.turn_to(index, batches[index])
+                micro.turn_to(index, copied(batches[index]))
                 loss = self._loss(micro, index, output)
                 outputs[index] = micro.outputs
                 return loss
@@ -219,23 +222,27 @@ class Pipeline:
         for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
             key = _shapes(batches[start])
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
-            with self._own_errors():
+            # Stages draw by themselves, and leave the generators as they were: collate functions and hooks draw the
+            # same on all of them, or the first one's inputs and the last one's targets would be of two batches.
+            with self._own_errors(), _drawing(self._noise + start, self.device):
                 self._schedules.run(key, self._relay.known[key], turns)
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
 
     def _agree(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
-        """At which micro-batches shapes change on any rank, and which of these shapes are new on any; and a seed.
+        """At which micro-batches shapes change on any rank, and which of these shapes are new on any; and seeds.
 
         All data ranks take part in one schedule's exchanges, so they run the same ones.
         """
         shapes = [_shapes(batch) for batch in batches]
         changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
         new = [shape not in self._relay.known for shape in shapes]
-        seed = torch.randint(2**31, ()).item() if self.first else 0  # no sync point: on the CPU
-        rows = self.world.agree([seed, *changes, *new])
+        size = dist.get_world_size(self.group)
+        seeds = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
+        rows = self.world.agree([seeds[0], *changes, *new])
         self._seed = int(rows[self._source][0])
+        self._noise = seeds[1 + dist.get_rank(self.group)]
         count = len(batches)
         starts = [index for index in range(count) if any(row[1 + index] for row in rows)]
         return starts, {index for index in starts if any(row[1 + count + index] for row in rows)}
@@ -244,9 +251,8 @@ class Pipeline:
         """What the step calls the model with."""
         self._takes, self._inputs = True, None
         try:
-            micro.rehearse(batch, micro.first + index)
-        except _Taken:
-            pass
+            with untouched(batch), suppress(_Taken):
+                micro.rehearse(copied(batch), micro.first + index)
         finally:
             self._takes = False
         if self._inputs is None:
@@ -333,7 +339,7 @@ def _nothing_of(output: Any) -> Tensor:
 
 def _shapes(batch: Any) -> tuple[Any, ...]:
     """What decides about the shapes of everything that is computed from a batch."""
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,7 +19,7 @@ from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.strategies.transforms.split import StandIn, whole_names
 from trainer_kit.strategies.transforms.tensor_styles import find_plans, named_style, preset
 
-__all__ = ["TensorParallel", "check_whole_parameters", "complete_gradients"]
+__all__ = ["TensorParallel", "check_whole_parameters", "complete_gradients", "whole_outputs"]
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -238,3 +239,13 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
             fix=f"it is used on a part of the activations: add {different[0].rpartition('.')[0]!r} to the plan as"
             " 'sequence_parallel' or 'replicated_with_grad_allreduce'; or random layers differ from rank to rank",
         )
+
+
+def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that returns whole tensors, where its losses or logits are divided."""
+
+    def step(*arguments: Any) -> Any:
+        # Copies: FSDP warns of views.
+        return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
+
+    return step
