@@ -375,6 +375,22 @@ def every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
                 assert all((one["exp_avg"] != 0).any() for one in moments.values())
 
 
+def frozen_weights_are_copied_on_rank_0_only(tmp_path: Path) -> None:
+    for stage in STAGES:
+        with case(stage=stage):
+            net, fixed = make_net(), make_net().state_dict()["0.weight"]
+            net[0].weight.requires_grad_(False)
+            module = Classifier(net, lambda net: torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1))
+            trainer = fit(module, loader(12), stage)
+            there = trainer.strategy.module_state(module)["net.0.weight"]
+            assert there.shape == fixed.shape
+            if dist.get_rank() == 0:
+                assert torch.equal(there, fixed)
+            elif stage == 3:
+                assert there.untyped_storage().nbytes() == there.element_size()
+            assert torch.equal(weights(trainer, module)["net.0.weight"], fixed)
+
+
 QUIET: dict[str, Any] = {
     "logger": False,
     "enable_checkpointing": False,
@@ -392,6 +408,7 @@ CHECKS: list[Callable[[Path], None]] = [
     offloaded_in_bfloat16_and_built_in_parts,
     every_stage_and_one_process_go_on_from_each_other,
     every_bit_of_weights_and_moments_arrives,
+    frozen_weights_are_copied_on_rank_0_only,
 ]
 
 
