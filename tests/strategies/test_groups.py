@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.precision import make_precision
-from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, process_group
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -58,6 +58,40 @@ def test_collectives() -> None:
     assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
     group.barrier()
     check_parts_of_the_world(group.rank)
+    check_where_collectives_happen()
+    check_timeouts()
+
+
+def check_where_collectives_happen() -> None:
+    """On the device of the group, from wherever a rank sends; meta stands in for one, from which nothing returns."""
+    group, sent = ProcessGroup(torch.device("meta")), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda tensor, *_, **__: sent.append(tensor.device.type))
+        patch.setattr(dist, "all_gather", lambda parts, tensor, **_: sent.extend([*parts, tensor]))
+        for collective in (group.all_reduce, group.all_gather):
+            with pytest.raises(NotImplementedError, match="out of meta"):
+                collective(torch.zeros(2))
+    assert sent[0] == "meta"
+    assert {tensor.device.type for tensor in sent[1:]} == {"meta"}
+
+
+def check_timeouts() -> None:
+    """A collective along an axis of a mesh waits as long as one of the world, and so does a group beside one."""
+
+    def timeout(group: dist.ProcessGroup) -> timedelta:
+        return group._get_backend(CPU).options._timeout
+
+    world = dist.distributed_c10d._get_default_group()
+    before = timeout(world)
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=71), world)
+    try:
+        for strategy in (MeshStrategy(dp_replicate=3, dp_shard=1), FSDPStrategy(device_mesh=(1, 3))):
+            strategy.start()
+            groups = [*strategy.mesh.get_all_groups(), strategy.data.group or world]
+            assert {timeout(group) for group in groups} == {timedelta(seconds=71)}
+        assert timeout(process_group._beside(None, None)) == timedelta(seconds=71)
+    finally:
+        dist.distributed_c10d._set_pg_timeout(before, world)
 
 
 def check_parts_of_the_world(rank: int) -> None:

@@ -19,7 +19,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.initial import InitialWeights, built_once
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
+from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
 from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
@@ -124,7 +124,7 @@ class FSDPStrategy:
                 found = f"device_mesh={shape} and {self.world.size} processes"
                 raise StrategyError("the mesh has another number of places than there are processes", found=found)
             names = ("replicate", "shard")[-len(shape) :]
-            shape = init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=names)
+            shape = inherit_timeout(init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=names))
         self.mesh: DeviceMesh = shape
 
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:

@@ -26,7 +26,7 @@ from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.holding import parameters_held, same_batches
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
+from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
 from trainer_kit.strategies.state import (
@@ -138,7 +138,7 @@ class MeshStrategy:
         sizes = self.places(self.world.size)
         check_options(sizes, self._fsdp)
         mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-        self.mesh: DeviceMesh = mesh
+        self.mesh: DeviceMesh = inherit_timeout(mesh)
         self.data: ProcessGroup = self._over("dp_replicate", "dp_shard")
         self.losses: ProcessGroup = self.data if sizes["cp"] == 1 else self._over("dp_replicate", "dp_shard", "cp")
         self.reports, self.reporter = self.losses, self.world.rank
@@ -155,14 +155,15 @@ class MeshStrategy:
         return places(self.sizes, processes)
 
     def _over(self, *axes: str) -> ProcessGroup:
-        return ProcessGroup(self.device, self.mesh[axes]._flatten("_".join(axes) + "_flat").get_group())
+        flat = inherit_timeout(self.mesh[axes]._flatten("_".join(axes) + "_flat"))
+        return ProcessGroup(self.device, flat.get_group())
 
     @property
     def _data_mesh(self) -> DeviceMesh:
         """What gradients are averaged over: copies, and those who divide parameters among them, context ranks too."""
         replicas, shards = self.mesh["dp_replicate"], self.mesh["dp_shard"]
         if self.mesh["cp"].size() > 1:
-            shards = self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp")
+            shards = inherit_timeout(self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
         return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
 
     @property

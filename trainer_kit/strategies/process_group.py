@@ -14,12 +14,21 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.launch.machines import meet_without_agent
 
-__all__ = ["ProcessGroup", "average", "average_gradients", "borrowed_buffers", "broadcast_buffers", "join_world"]
+__all__ = [
+    "ProcessGroup",
+    "average",
+    "average_gradients",
+    "borrowed_buffers",
+    "broadcast_buffers",
+    "inherit_timeout",
+    "join_world",
+]
 
 
 _FOR_WRITERS: Final = timedelta(days=1)
@@ -102,19 +111,21 @@ class ProcessGroup:
         if op not in ("sum", "mean", "avg", "min", "max"):
             raise ConfigurationError(f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max")
         kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
-        # gloo reduces wrongly when ranks differ in their stride layout
-        whole = tensor.contiguous()
+        # gloo reduces wrongly when ranks differ in their stride layout; a rank without data may have zeros on the host
+        whole = tensor.to(self.device).contiguous()
         dist.all_reduce(whole, kind, group=self.group)
         if op in ("mean", "avg"):
             whole = whole / self.size
-        return tensor.copy_(whole) if whole is not tensor and whole.dtype == tensor.dtype else whole
+        if whole is not tensor and whole.dtype == tensor.dtype:
+            return tensor.copy_(whole)
+        return whole.to(tensor.device)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Stack over the ranks: shape (size, *tensor.shape)."""
-        whole = tensor.detach().contiguous()
+        whole = tensor.detach().to(self.device).contiguous()  # see above
         parts = [torch.empty_like(whole) for _ in range(self.size)]
         dist.all_gather(parts, whole, group=self.group)
-        return torch.stack(parts)
+        return torch.stack(parts).to(tensor.device)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
@@ -166,9 +177,26 @@ def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     made: dict[Any, dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), timeout, backend="gloo") for ranks in sorted(set(everyone))
+        ranks: dist.new_group(list(ranks), timeout or _timeout(), backend="gloo") for ranks in sorted(set(everyone))
     }
     return made[mine]
+
+
+def inherit_timeout(mesh: DeviceMesh) -> DeviceMesh:
+    """A collective along any of its axes may take as long as one of the world; torch gives them half an hour."""
+    timeout = _timeout()
+    for group in mesh.get_all_groups():
+        if timeout is not None and group is not dist.group.WORLD:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return mesh
+
+
+def _timeout() -> timedelta | None:
+    """Of the world, where its backend tells."""
+    world = dist.distributed_c10d._get_default_group()
+    backends = [world._get_backend(device) for device in world._device_types]
+    told: list[timedelta] = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+    return told[0] if told else None
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
