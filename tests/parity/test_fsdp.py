@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
 
 import trainer_kit as tk
@@ -80,6 +81,60 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     trainer = fsdp(module, strategy="fsdp", devices=2, precision="16-mixed")
     assert trainer.precision_plugin.scaler.get_scale() == 2.0**15
     assert all(value.isfinite().all() for value in whole(module.state_dict()).values())
+
+
+class Thaws(Classifier):
+    """A layer and a factor are frozen in the first epoch; all weights are read between a backward and its step."""
+
+    def __init__(self, manual: bool = False) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)))
+        self.factor = nn.Parameter(torch.ones(4))
+        self.automatic_optimization = not manual
+        self.thaw(False)
+
+    def thaw(self, thawed: bool) -> None:
+        self.net[2].requires_grad_(thawed)
+        self.factor.requires_grad_(thawed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.factor
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.cross_entropy(self.net(batch[0]) * self.factor, batch[1])
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def on_train_epoch_start(self) -> None:
+        self.thaw(self.current_epoch > 0)
+
+    def on_after_backward(self) -> None:
+        with torch.no_grad():
+            self(torch.ones(1, 8))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.on_after_backward()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, foreach=True)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_what_is_frozen_whole_or_read_between_backward_and_step() -> None:
+    for manual in (False, True):
+        one = Thaws(manual)
+        fsdp(one, 6)
+        for options in ({"auto_wrap_policy": 10**6}, {"ignored_modules": r"net\.2"}):
+            with case(manual=manual, **options):
+                mine = Thaws(manual)
+                fsdp(mine, strategy=FSDPStrategy(**options), devices=2)
+                assert_same(whole(mine.state_dict()), one.state_dict(), 2e-6)
 
 
 class Stream(IterableDataset[Any]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_kit as tk
 from tests.parity.plain import doubled, make_batches, make_net, merged
 from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.core.errors import CheckpointError, RankError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
 from trainer_kit.testing.conformance import assert_same, whole
 
 SAMPLES = TensorDataset(*merged(doubled(make_batches(1, size=26))))
@@ -43,9 +44,48 @@ def made(**options: Any) -> tk.Accelerator:
     return tk.Accelerator(cpu=True, gradient_accumulation_steps=2, seed=0, **options)
 
 
+def by_weight(accelerator: tk.Accelerator) -> tuple[nn.Module, nn.Module]:
+    """Sums with their weights, steps of many parameters at once, and a model that is read before it is stepped."""
+    model, teacher = (make_net(seed=seed).double() for seed in (0, 1))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in (model, teacher)]
+    model, teacher, *optimizers, loader = accelerator.prepare(
+        model, teacher, *optimizers, DataLoader(SAMPLES, batch_size=3)
+    )
+    for x, y in loader:
+        with accelerator.accumulate(model, teacher):
+            loss = F.cross_entropy(model(x), y, reduction="sum") + F.cross_entropy(teacher(x), y, reduction="sum")
+            accelerator.backward(loss, weight=len(y))
+            with torch.no_grad():
+                model(x)
+                teacher(x)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model, teacher
+
+
+def check_a_mix_of_whole_and_divided() -> None:
+    plugin = tk.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", ignored_modules="0")
+    accelerator = made(fsdp_plugin=plugin)
+    with (
+        pytest.raises(ConfigurationError, match="a forward needs every process"),
+        accelerator.join_uneven_inputs([], even_batches=False),
+    ):
+        pass
+    mine, theirs = by_weight(accelerator), by_weight(made())
+    assert not hasattr(mine[0][0].weight, "placements")
+    for one, other in zip(mine, theirs, strict=True):
+        assert_same(whole(one.state_dict()), accelerator.unwrap_model(other).state_dict(), 1e-9)
+    held = weakref.ref(mine[0][0].weight), weakref.ref(mine[0][3].weight)
+    del mine, one
+    accelerator.free_memory()
+    assert [one() for one in held] == [None, None]
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
+    check_a_mix_of_whole_and_divided()
     accelerator = made(
         fsdp_plugin=tk.FullyShardedDataParallelPlugin(min_num_params=10, auto_wrap_policy="size_based_wrap")
     )

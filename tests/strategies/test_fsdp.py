@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
@@ -20,6 +23,8 @@ from trainer_kit.parts import choose_strategy
 from trainer_kit.strategies import FSDPStrategy
 from trainer_kit.strategies.fsdp_config import from_launcher
 from trainer_kit.strategies.gradients import clip_sharded_gradients, total_norm
+from trainer_kit.strategies.initial import InitialWeights
+from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.transforms.units import units
 from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
@@ -63,6 +68,17 @@ class Tied(Classifier):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8)))
         self.net[3].weight = self.net[0][0].weight
+
+
+def test_whole_parameters_are_handed_out_in_place() -> None:
+    tied = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tied[1].weight = tied[0].weight
+    before, values = list(tied.parameters()), copy.deepcopy(tied.state_dict())
+    # As far as a machine of one device shows it: another device than that which they are on, by its index.
+    InitialWeights(tied, Alone()).hand_out(tied, torch.device("cpu", 0), torch.device("cpu"))
+    assert all(now is then for now, then in zip(tied.parameters(), before, strict=True))
+    assert tied[1].weight is tied[0].weight
+    assert_same(tied.state_dict(), values, 0.0)
 
 
 class OnRankZero(tk.TrainModule):
@@ -158,6 +174,18 @@ def check_an_optimizer_of_before_steps_the_parts() -> None:
         strategy.prepare_optimizer(stepped)
 
 
+def check_a_fit_keeps_no_other_fits_weights() -> None:
+    trainer = tk.Trainer(strategy="fsdp", devices=2, max_epochs=1, barebones=True, accelerator="cpu")
+    module = Classifier(make_net())
+    trainer.fit(module, make_batches(2))
+    held = [weakref.ref(p) for p in module.parameters()]
+    del module
+    trainer.fit(Classifier(make_net()), make_batches(2))
+    gc.collect()
+    gc.collect()  # graphs hold what the first pass finalizes
+    assert [one() for one in held] == [None] * 4
+
+
 def check_clipping_over_a_mix() -> None:
     row, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     torch.manual_seed(3)
@@ -189,8 +217,11 @@ def test_on_two_ranks() -> None:
     check_an_abandoned_window_adds_nothing()
     check_an_optimizer_of_before_steps_the_parts()
     check_clipping_over_a_mix()
+    check_a_fit_keeps_no_other_fits_weights()
     with pytest.raises(StrategyError, match="number of places"):
         FSDPStrategy(device_mesh=(3,)).start()
+    with pytest.raises(StrategyError, match="number of places"):
+        FSDPStrategy(device_mesh=DeviceMesh("cpu", [0])).start()  # it would leave a rank out
 
 
 @pytest.mark.slow
@@ -244,7 +275,10 @@ def test_one_process_alone_offloads_and_recomputes() -> None:
         trainer = tk.Trainer(
             strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1, precision="64-true"
         )
-        trainer.fit(module, DataLoader(conformance._samples(12), batch_size=3))
+        data = DataLoader(conformance._samples(12), batch_size=3)
+        module.validation_step = module.training_step  # type: ignore[attr-defined]
+        trainer.validate(module, data)  # what it gathers there is trained with
+        trainer.fit(module, data)
         made.append((trainer.strategy.name, whole(trainer.strategy.module_state(module))))
     assert [name for name, _ in made] == ["single_device", "single_device", "fsdp", "fsdp"]
     for _, weights in made[1:]:

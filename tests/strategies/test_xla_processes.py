@@ -106,6 +106,19 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
     assert module[0].bias.grad.tolist() == [2.5, 2.5]  # two micro-batches here; one more there: (2 + 3) / 2
     assert module[1].bias.grad is not None
     assert module[1].bias.grad.tolist() == [0.5]
+    module[0].requires_grad_(False)
+    module[0].zero_grad()
+    module[0].weight.requires_grad_()  # what trains may change from step to step
+    module[1].bias.requires_grad_(False)
+    module[1].zero_grad()
+    strategy.forward_backward(Micro())
+    assert [parameter.grad is not None for parameter in module.parameters()] == [True, False, True, False]
+    module.requires_grad_(False)
+    strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
+    module.requires_grad_()
+    calls.clear()
+    strategy.forward_backward(Micro())
+    assert calls[-1] == ("all_reduce", "sum", 4, 0.5)
     optimizer = torch.optim.SGD(module.parameters(), 1.0)
     calls.clear()
     strategy.bind_step(optimizer)()

@@ -96,10 +96,11 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
         strategy=strategy,
         move=move,
         whole=whole,
-        # Tensors made under inference_mode cannot be used in training, sent by gloo, or traced by XLA.
+        # Tensors made under inference_mode cannot be used in training, sent by gloo, divided by FSDP, or traced by XLA.
         inference_mode=settings.inference_mode
         and trainer.state_verb != "fit"
         and strategy.world.size == 1
+        and not strategy.sharded
         and strategy.device.type != "xla",
         publish=lambda reduced, batch: trainer.sanity_checking or trainer.log_metrics(reduced.logger, batch),
     )

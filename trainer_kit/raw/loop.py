@@ -27,7 +27,7 @@ from trainer_kit.raw.options import (
     TorchDynamoPlugin,
 )
 from trainer_kit.raw.watch import Watch
-from trainer_kit.raw.wrapping import apply_precision, unwrap, without_exchange
+from trainer_kit.raw.wrapping import apply_precision, compile_options, compiled, unwrap, without_exchange
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.transforms.compile import Compile
 
@@ -164,7 +164,7 @@ class Loop(Gathering):
         self.precision.convert_module(model)
         apply_precision(model, self.precision)
         if compiles and plugin.use_regional_compilation:  # before it is sharded
-            Compile(options=_of_compile(plugin)).apply(model)
+            Compile(options=compile_options(plugin)).apply(model)
         if evaluation_mode:
             made = model.to(self.device) if self._places(device_placement) else model
         elif self._places(device_placement) or self.use_distributed:
@@ -172,7 +172,7 @@ class Loop(Gathering):
         else:
             made = model
         if compiles and not plugin.use_regional_compilation:
-            made = _compiled(made, plugin)
+            made = compiled(made, plugin)
         if not evaluation_mode:
             self._models.append(made)
         return made
@@ -184,7 +184,9 @@ class Loop(Gathering):
         self.strategy.prepare_optimizer(optimizer)
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
             optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
-        made = AcceleratedOptimizer(optimizer, self.window, self.precision, self._before_first_step)
+        # Only where it is more than the optimizer's own, which others may wrap later.
+        step = self.strategy.bind_step(optimizer) if self.strategy.sharded else None
+        made = AcceleratedOptimizer(optimizer, self.window, self.precision, self._before_first_step, step)
         self._optimizers.append(made)
         return made
 
@@ -230,7 +232,7 @@ class Loop(Gathering):
         """
         own = unwrap(model, keep_fp32_wrapper)
         if keep_torch_compile and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            return model if model._orig_mod is own else _compiled(own, self.dynamo_plugin)
+            return model if model._orig_mod is own else compiled(own, self.dynamo_plugin)
         return own
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -239,6 +241,7 @@ class Loop(Gathering):
         self._optimizers.clear()
         self._schedulers.clear()
         self._dataloaders.clear()
+        self.strategy.stop()
         self._watch = self._first_steps = Watch(self.world, self.print, self._models)
         self.window.reset()
         gc.collect()
@@ -353,7 +356,16 @@ class Loop(Gathering):
         Args:
             joinables: prepared models.
             even_batches: what loaders do meanwhile; False: none of them repeats samples.
+
+        Raises:
+            ConfigurationError: the strategy needs every process in a forward, so that nobody can be left behind.
         """
+        if self.strategy.lockstep and self.use_distributed:
+            raise ConfigurationError(
+                "a forward needs every process, so that all of them need equally many batches",
+                found=f"join_uneven_inputs under {self.strategy.name!r}",
+                fix="leave it out and prepare() the loader: every process gets as many batches; or use DDP",
+            )
         from torch.distributed.algorithms.join import Join, Joinable
 
         before, self.window.joining = [(loader, loader.even) for loader in self._dataloaders], self.use_distributed
@@ -378,19 +390,3 @@ class Loop(Gathering):
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-
-
-def _compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    made: Any = torch.compile(model, **_of_compile(plugin))
-    return made  # type: ignore[no-any-return]
-
-
-def _of_compile(plugin: TorchDynamoPlugin) -> dict[str, Any]:
-    return {
-        "backend": plugin.backend.lower(),
-        "mode": plugin.mode,
-        "fullgraph": plugin.fullgraph,
-        "dynamic": plugin.dynamic,
-        "options": None if plugin.options is None else dict(plugin.options),
-        "disable": plugin.disable,
-    }

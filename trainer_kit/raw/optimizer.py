@@ -24,6 +24,7 @@ class AcceleratedOptimizer(Optimizer):
         window: says when gradients are complete, and makes them right.
         precision: steps it, or skips a step whose gradients overflowed.
         before_first_step: called once, when gradients are complete for the first time.
+        step: how the strategy steps it; None: as it does itself.
     """
 
     def __init__(
@@ -32,10 +33,11 @@ class AcceleratedOptimizer(Optimizer):
         window: Window,
         precision: Precision,
         before_first_step: Callable[[Optimizer], None] | None = None,
+        step: Callable[..., Any] | None = None,
     ) -> None:
         # Optimizer.__init__ would make groups and state of its own.
         self.optimizer, self._window, self._precision = optimizer, window, precision
-        self._before_first_step = before_first_step
+        self._before_first_step, self._own_step = before_first_step, step
         self._skipped = False
 
     @property
@@ -83,7 +85,7 @@ class AcceleratedOptimizer(Optimizer):
         if closure is not None:
             return self._step_with(closure)
         window.correct(optimizer)
-        self._skipped = not self._precision.optimizer_step(optimizer, optimizer.step)
+        self._skipped = not self._precision.optimizer_step(optimizer, self._own_step or optimizer.step)
         window.corrected.discard(optimizer)
         return None
 
@@ -99,7 +101,7 @@ class AcceleratedOptimizer(Optimizer):
 
         def step() -> None:
             nonlocal found
-            found = optimizer.step(right)
+            found = (self._own_step or optimizer.step)(right)
 
         self._skipped = not self._precision.optimizer_step(optimizer, step)
         window.corrected.discard(optimizer)

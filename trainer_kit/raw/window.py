@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.strategies.gradients import local
 
 __all__ = ["Batches", "Window"]
 
@@ -200,7 +201,8 @@ class Window:
         if found <= 0:
             raise ConfigurationError("a step weighs nothing", found=f"sum of weights {found:g}")
         self.corrected.add(optimizer)
-        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        everything = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        gradients = [local(gradient) for gradient in everything if gradient is not None]
         if gradients:
             torch._foreach_mul_(gradients, self._expected / found)
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from trainer_kit.core.protocols import Precision
 from trainer_kit.raw.collectives import each_tensor
+from trainer_kit.raw.options import TorchDynamoPlugin
 
-__all__ = ["apply_precision", "remove_precision", "unwrap", "without_exchange"]
+__all__ = ["apply_precision", "compile_options", "compiled", "remove_precision", "unwrap", "without_exchange"]
 
 
 @final
@@ -81,3 +82,21 @@ def without_exchange(*models: nn.Module) -> Iterator[None]:
                 divided.set_requires_gradient_sync(False)
                 stack.callback(divided.set_requires_gradient_sync, True)
         yield
+
+
+def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """The model, compiled as the plugin says."""
+    made: Any = torch.compile(model, **compile_options(plugin))
+    return made  # type: ignore[no-any-return]
+
+
+def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any]:
+    """The options of ``torch.compile`` that the plugin stands for."""
+    return {
+        "backend": plugin.backend.lower(),
+        "mode": plugin.mode,
+        "fullgraph": plugin.fullgraph,
+        "dynamic": plugin.dynamic,
+        "options": None if plugin.options is None else dict(plugin.options),
+        "disable": plugin.disable,
+    }

@@ -17,6 +17,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.exchanging_backward import ExchangingBackward
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
@@ -27,6 +28,7 @@ from trainer_kit.strategies.state import (
     optimizer_parts,
     optimizer_state,
 )
+from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
 from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
 from trainer_kit.strategies.transforms.units import Policy, outer_modules
@@ -119,10 +121,11 @@ class FSDPStrategy:
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         shape = self._shape(self.world.size)
+        places = shape.size() if isinstance(shape, DeviceMesh) else torch.Size(shape).numel()
+        if places != self.world.size:
+            found = f"device_mesh={shape} and {self.world.size} processes"
+            raise StrategyError("the mesh has another number of places than there are processes", found=found)
         if not isinstance(shape, DeviceMesh):
-            if torch.Size(shape).numel() != self.world.size:
-                found = f"device_mesh={shape} and {self.world.size} processes"
-                raise StrategyError("the mesh has another number of places than there are processes", found=found)
             names = ("replicate", "shard")[-len(shape) :]
             shape = inherit_timeout(init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=names))
         self.mesh: DeviceMesh = shape
@@ -180,12 +183,18 @@ class FSDPStrategy:
         shard.apply(module, self.mesh, roots)
         weights.hand_out(module, self.device, torch.device("cpu") if self.cpu_offload else self.device)
         self._root = module if list(roots) == [module] else None
-        self._units = [unit for root in roots for unit in sharded_units(root)]
-        self._parameters = list(module.parameters())
+        # A loop of the user's own may divide several, and its optimizers step any of them.
+        self._units += [unit for root in roots for unit in sharded_units(root)]
+        self._parameters += module.parameters()
         self._moved.note(before, module)
-        for parameter in self._parameters:
-            if not hasattr(parameter, "placements"):  # what is whole is averaged as a whole, after each backward
+        for parameter in module.parameters():
+            if (
+                not hasattr(parameter, "placements") and parameter.is_floating_point()
+            ):  # what is whole is averaged as a whole, after each backward
+                frozen = not parameter.requires_grad  # maybe not for good, and torch gives it no hook while it is
+                parameter.requires_grad_()
                 hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
+                parameter.requires_grad_(not frozen)
                 self._hooks.append(hook)
 
     def sharding(
@@ -243,12 +252,10 @@ class FSDPStrategy:
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """The user's own, or autograd's; one that is to reach some parameters only leaves the others' gradients."""
-        return _Backward(self._parameters, backward or _autograd) if self._every_backward else backward
+        return ExchangingBackward(self._parameters, backward) if self._every_backward else backward
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's own step; in manual optimization nothing may stay gathered that was only read."""
-        if self._root is not None:
-            return optimizer.step
+        """The optimizer's own step, in which nothing may stay gathered that was only read; by kind of parameter."""
         units = self._units
 
         def step(*arguments: Any, **options: Any) -> Any:
@@ -256,7 +263,7 @@ class FSDPStrategy:
                 unit.reshard()
             return optimizer.step(*arguments, **options)
 
-        return step
+        return step_by_kind(optimizer, step)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """One micro-batch after the other; gradients are reduced during the last backward."""
@@ -349,31 +356,6 @@ def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")
     return bound
-
-
-@final
-class _Backward:
-    """A backward that exchanges gradients, and may be told to leave those of other parameters alone."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter], run: Callable[..., None]) -> None:
-        self.parameters, self.run = parameters, run
-
-    def __call__(self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any) -> None:
-        if inputs is None:
-            self.run(loss, *arguments, **options)
-            return
-        # autograd knows the gathered parameters only, so it cannot be told to reach those of which this rank has parts.
-        reached = {id(parameter) for parameter in inputs}
-        others = [(p, p.grad) for p in self.parameters if id(p) not in reached]
-        for parameter, _ in others:
-            parameter.grad = None
-        self.run(loss, *arguments, **options)
-        for parameter, gradient in others:
-            parameter.grad = gradient
-
-
-def _autograd(loss: Tensor, **options: Any) -> None:
-    loss.backward(**options)  # type: ignore[no-untyped-call]
 
 
 def _nothing_returned(rank: int) -> StrategyError:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 
-__all__ = ["clip_gradients", "clip_sharded_gradients", "total_norm"]
+__all__ = ["clip_gradients", "clip_sharded_gradients", "local", "total_norm"]
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
@@ -47,7 +47,7 @@ def clip_sharded_gradients(
     gradients = [p.grad for p in parameters if p.grad is not None]
     if algorithm == "value":
         for gradient in gradients:
-            _local(gradient).clamp_(-value, value)
+            local(gradient).clamp_(-value, value)
         return None
     if algorithm != "norm":
         raise _unknown(algorithm)
@@ -56,7 +56,7 @@ def clip_sharded_gradients(
         norm = stages.all_reduce(norm.to(torch.float64).square()).sqrt()
     factor = (value / (norm + 1e-6)).clamp(max=1.0)  # no look at whether it is needed: that would be a sync
     by_device: dict[torch.device, list[Tensor]] = {}
-    for gradient in map(_local, gradients):
+    for gradient in map(local, gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
     for device, same in by_device.items():
         torch._foreach_mul_(same, factor.to(device))
@@ -71,7 +71,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         mesh = getattr(gradient, "device_mesh", None)
         placements = getattr(gradient, "placements", ())
         axes = tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
-        by_layout.setdefault((mesh, axes), []).append(_local(gradient))
+        by_layout.setdefault((mesh, axes), []).append(local(gradient))
     for (mesh, axes), parts in by_layout.items():
         square = nn.utils.get_total_norm(parts).square()
         for axis in axes:
@@ -82,7 +82,8 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
 
 
-def _local(gradient: Tensor) -> Tensor:
+def local(gradient: Tensor) -> Tensor:
+    """What this rank holds of a gradient."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 

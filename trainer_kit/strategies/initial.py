@@ -58,10 +58,14 @@ class InitialWeights:
         Args:
             module: the same one.
             device: where it computes.
-            parameters_on: where its parameters are kept.
+            parameters_on: where the parts of its parameters are kept; whole ones are where it computes.
         """
         if any(tensor.is_meta for _, tensor in _tensors(module)):
             module.to_empty(device=parameters_on)
+        for parameter in module.parameters():
+            # Whole ones in place: optimizers hold them, and some are tied.
+            if not hasattr(parameter, "placements") and parameter.device != device:
+                parameter.data = parameter.data.to(device)
         for part in module.modules():
             for name, buffer in part._buffers.items():
                 if buffer is not None:

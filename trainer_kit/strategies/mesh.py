@@ -191,7 +191,7 @@ class MeshStrategy:
         self._data_axes.stop()
         if self._module is not None:
             keep_activations(self._module)
-        self._module = None
+        self._module, self._summed = None, []
 
     # -- the module ----------------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class MeshStrategy:
         self._moved.follow(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's own step; for each kind of parameter by itself, where it handles many at once."""
+        """As the data axes have it; for each kind of parameter by itself, where it handles many at once."""
         return step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
 
     # -- steps ---------------------------------------------------------------------------------------------------

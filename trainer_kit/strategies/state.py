@@ -56,14 +56,16 @@ class Moved:
     """Which parameters a module has in place of those that it had before it was divided."""
 
     def __init__(self) -> None:
-        # By identity, and only as long as the one before lives: its number is another's afterwards.
-        self._now: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
+        # By identity, and only as long as the one before lives: its number is another's afterwards. What it became is
+        # found by its name: torch refuses to convert parameters that are referred to weakly.
+        self._now: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]] = {}
 
     def note(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
         """Compare a module's parameters, by name, with those of ``before``."""
+        self._now = {key: known for key, known in self._now.items() if None not in (known[0](), known[1]())}
         for name, now in module.named_parameters():
             if now is not before[name]:
-                self._now[id(before[name])] = (weakref.ref(before[name]), now)
+                self._now[id(before[name])] = (weakref.ref(before[name]), weakref.ref(module), name)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Point an optimizer's groups at what became of its parameters.
@@ -73,13 +75,14 @@ class Moved:
         """
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
-                before, now = self._now.get(id(parameter), (None, None))
-                if now is None or before is None or before() is not parameter:
+                before, owner, name = self._now.get(id(parameter), (None, None, ""))
+                module = None if owner is None else owner()
+                if module is None or before is None or before() is not parameter:
                     continue
                 if parameter in optimizer.state:
                     fix = "make the optimizer before its first step, or after prepare()"
                     raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
-                group["params"][index] = now
+                group["params"][index] = module.get_parameter(name)
         divided = any(hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"])
         if divided:
             refuse_whole(optimizer)

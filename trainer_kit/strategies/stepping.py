@@ -24,18 +24,14 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
     # None stands for torch's choice, which is foreach on an accelerator.
     if all(group.get(way, False) is False for group in optimizer.param_groups for way in ("foreach", "fused")):
         return step
-    kinds: dict[Any, set[nn.Parameter]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            kinds.setdefault(getattr(parameter, "device_mesh", None), set()).add(parameter)
-    if len(kinds) < 2:
+    if len(_kinds(optimizer)) < 2:
         return step
 
     def each(*arguments: Any, **options: Any) -> Any:
         whole = [group["params"] for group in optimizer.param_groups]
         result = None
         try:
-            for kind in kinds.values():
+            for kind in _kinds(optimizer).values():  # anew: groups may be added
                 for group, parameters in zip(optimizer.param_groups, whole, strict=True):
                     group["params"] = [p for p in parameters if p in kind]
                 result = step(*arguments, **options)
@@ -45,3 +41,11 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         return result
 
     return each
+
+
+def _kinds(optimizer: Optimizer) -> dict[Any, set[nn.Parameter]]:
+    kinds: dict[Any, set[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kinds.setdefault(getattr(parameter, "device_mesh", None), set()).add(parameter)
+    return kinds

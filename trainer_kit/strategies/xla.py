@@ -150,7 +150,7 @@ class XLAStrategy:
                 fix="start the script by itself, without torch_xla.launch",
             )
         self.place_module(module, precision)
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = list(module.parameters())
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move and divide; nothing wraps it."""
@@ -227,10 +227,11 @@ class XLAStrategy:
             micro.end(index)
         if isinstance(self.data, XLAGroup):
             # Every process must trace the same graph, so what it has no gradient for counts as zeros.
-            for parameter in self._parameters:
+            trained = [p for p in self._parameters if p.requires_grad]  # now: a callback may thaw or freeze some
+            for parameter in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            self.data.average([p.grad for p in self._parameters if p.grad is not None])
+            self.data.average([p.grad for p in trained if p.grad is not None])
 
     def arm(self, loss: Tensor) -> None:
         """Nothing to synchronise."""
