@@ -319,6 +319,34 @@ def test_frozen_parameters_stay() -> None:
     ddp(Classifier(mine, lambda net: torch.optim.SGD(net[3].parameters(), lr=0.1)), loader(19), max_epochs=2)
     assert_close(mine, net)
     assert torch.equal(mine[0].weight, double()[0].weight)
+    check_thawed_parameters()
+
+
+def check_thawed_parameters() -> None:
+    """What was frozen when the module was wrapped is averaged, too, once it is trained."""
+
+    def made(net: nn.Module) -> torch.optim.Optimizer:
+        net[0].requires_grad_(False)
+        return torch.optim.SGD(net[3].parameters(), lr=0.1)
+
+    def thaw(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        net[0].requires_grad_(True)
+        optimizer.add_param_group({"params": list(net[0].parameters())})
+
+    class Thaws(Classifier):
+        def on_train_epoch_start(self) -> None:
+            if self.current_epoch == 1:
+                thaw(self.net, self.optimizers())
+
+    net, mine = double(), double()
+    optimizer = made(net)
+    plain_loop(net, [whole(19, 6)], optimizer)
+    thaw(net, optimizer)
+    plain_loop(net, [whole(19, 6)], optimizer)
+    made(mine)
+    ddp(Thaws(mine, made), loader(19), max_epochs=2)
+    assert_close(mine, net)
+    assert not torch.equal(mine[0].weight, double()[0].weight)
 
 
 # -- losses that are missing, several, or not finite -----------------------------------------------------------------

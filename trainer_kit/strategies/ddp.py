@@ -92,6 +92,7 @@ class DDPStrategy:
         self.backend, self.timeout = process_group_backend, timeout
         self._step = _Step(nn.Module())
         self._ddp: DistributedDataParallel | None = None
+        self._frozen: list[nn.Parameter] = []  # which the wrapper therefore does not know
         self._learns_graph = False
         self._backward: Literal["one", "several", "manual"] = "one"
 
@@ -112,7 +113,7 @@ class DDPStrategy:
     def stop(self) -> None:
         """Let go of the wrapper and its hooks on the parameters; the process group stays until the process ends."""
         self._ddp = None
-        self._step = _Step(nn.Module())
+        self._step, self._frozen = _Step(nn.Module()), []
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Layers are built where they run."""
@@ -134,6 +135,7 @@ class DDPStrategy:
                 fix="automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
             )
         self._backward = "manual" if manual else "one"
+        self._frozen = [p for p in module.parameters() if not p.requires_grad]
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)
             return
@@ -229,6 +231,10 @@ class DDPStrategy:
                 _without_exchange(micro, index)
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
+            if index == last and self._frozen:
+                thawed = [p for p in self._frozen if p.requires_grad]
+                if thawed:
+                    average_gradients(thawed, self.world)
             micro.end(index)
         if local and not micro.contributed:
             fill_absent(self._step.reached or self._step.parameters())
