@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import warnings
 from typing import Any
 
@@ -92,6 +94,7 @@ def test_two_ranks() -> None:
     check_evaluation()
     check_what_a_step_draws()
     check_random_data()
+    check_that_stages_drop_by_themselves()
     check_what_a_step_does_to_its_batch()
     check_other_models()
     check_precision()
@@ -188,6 +191,50 @@ def check_random_data() -> None:
 
 def shifted(samples: list[Tensor]) -> Tensor:
     return torch.stack(samples).roll(int(torch.randint(6, ())), 1)
+
+
+class Drops(nn.Dropout):
+    def forward(self, x: Tensor) -> Tensor:
+        kept = super().forward(torch.ones_like(x))
+        if self.training and x.requires_grad:
+            self.masks.append(kept)
+        return x * kept
+
+
+def check_that_stages_drop_by_themselves() -> None:
+    """Each stage's noise is its own, and a resume draws it again."""
+
+    def fit(steps: int, path: str | None = None) -> tuple[tk.Trainer, Writer, list[Tensor]]:
+        torch.manual_seed(steps)  # what is drawn after a resume is the checkpoint's
+        net, masks = words(), []
+        for layer in net.layers:
+            layer.down = nn.Sequential(layer.down, Drops(0.5))
+            layer.down[1].masks = masks
+        module = Masked(net)
+        trainer = tk.Trainer(
+            accelerator="cpu",
+            strategy=stages(),
+            devices=2,
+            barebones=True,
+            max_epochs=1,
+            max_steps=steps,
+            accumulate_grad_batches=2,
+            seed=0,
+        )
+        torch.manual_seed(9)
+        trainer.fit(module, texts((4,) * 12), ckpt_path=path)
+        return trainer, module, masks
+
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, 0)
+    fit(3)[0].save_checkpoint(f"{box[0]}/three")
+    (trainer, one, masks), (_, other, _) = fit(6), fit(6, f"{box[0]}/three")
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, one.state_dict()[name]), name
+    own = trainer.strategy.world.all_gather_object(masks[:8])
+    assert len({tuple(mask.flatten().tolist()) for mask in own[0] + own[1]}) == 16
+    dist.barrier()
+    shutil.rmtree(box[0], ignore_errors=True)
 
 
 class Pops(Writer):
