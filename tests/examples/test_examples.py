@@ -154,6 +154,6 @@ def test_raw_gan_learns_the_ring(run: Run) -> None:
 
 
 def test_no_example_is_forgotten() -> None:
-    tested = {"raw_gan", "raw_loop"}
+    tested = {"lm", "qlora", "raw_gan", "raw_loop"}
     tested |= {"char_transformer", "custom_callback", "custom_logger", "digits", "gan_manual", "gan_named"}
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested

@@ -40,7 +40,7 @@ class Small(TinyModule):
 
 def fit(directory, ckpt_path=None, steps=6):
     keeper = ModelCheckpoint(directory, every_n_train_steps=2, save_top_k=-1)
-    trainer = Trainer(max_steps=steps, callbacks=keeper, **QUIET)
+    trainer = Trainer(max_steps=steps, callbacks=keeper, default_root_dir=directory.parent, **QUIET)
     trainer.fit(Small(), [torch.ones(2, 32)] * 8, ckpt_path=ckpt_path)
     return trainer
 
