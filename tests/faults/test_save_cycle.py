@@ -39,6 +39,7 @@ class Server:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
+            cwd=place,
         )
         assert self.run(2)["ended"] == SAVED
         shutil.copytree(self.directory, place / "before")

@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 from torch import nn
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit import Accelerator
@@ -58,6 +58,20 @@ def test_an_accelerator_that_is_gone_looks_at_nothing():
     del accelerator, model
     gc.collect()
     assert not _global_optimizer_pre_hooks
+
+
+def test_a_collector_that_runs_inside_a_step_does_not_disturb_it():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(3, 1))
+    accelerator.backward(model(X).mean())
+    collects = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
+    del accelerator, model
+    sgd(nn.Linear(3, 1)).step()  # torch goes through the hooks meanwhile
+    collects.remove()
+    assert len(_global_optimizer_pre_hooks) == 1
+    again = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    again.backward(again.prepare(nn.Linear(3, 1))(X).mean())
+    assert len(_global_optimizer_pre_hooks) == 1
 
 
 def test_an_optimizer_that_is_not_prepared_beside_one_that_is():

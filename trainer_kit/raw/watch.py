@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.protocols import Group
@@ -17,6 +19,9 @@ from trainer_kit.core.protocols import Group
 __all__ = ["Watch"]
 
 _LOOKS: Final = 3  # steps that are looked at, and forwards without gradients
+_OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
+_LATE: Final[list[RemovableHandle]] = []
+"""Hooks of objects that are gone, to be taken off at the next occasion."""
 
 
 @final
@@ -85,8 +90,7 @@ class Watch:
         self._looks += 1
         if self._looks < _LOOKS * steps:
             return True
-        if self._steps is not None:
-            self._steps()
+        self._end_look()
         return False
 
     def _look_at_steps(self, harm: str) -> None:
@@ -101,7 +105,14 @@ class Watch:
             if mine is not None:
                 mine._compare(optimizer, harm)
 
-        self._steps = weakref.finalize(self, register_optimizer_step_pre_hook(look).remove)
+        while _LATE:
+            _LATE.pop().remove()
+        self._steps = weakref.finalize(self, _remove, register_optimizer_step_pre_hook(look))
+
+    def _end_look(self) -> None:
+        found = None if self._steps is None else self._steps.detach()
+        if found is not None:
+            found[2][0].remove()
 
     def _compare(self, optimizer: Optimizer, harm: str) -> None:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -109,8 +120,7 @@ class Watch:
         for model in self._models:
             for name, parameter in model.named_parameters():
                 if id(parameter) in stepped:
-                    assert self._steps is not None
-                    self._steps()
+                    self._end_look()
                     raise ConfigurationError(
                         "an optimizer that is not prepared steps a prepared model",
                         found=f"{type(optimizer).__name__} steps {type(model).__name__}.{name}, and {harm}",
@@ -133,6 +143,17 @@ class Watch:
                 found=f"{type(optimizer).__name__} on {self._world.size} processes",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )
+
+
+def _remove(handle: RemovableHandle) -> None:
+    """Take a hook off, unless torch is going through the hooks right now: collectors run at any moment."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_filename == _OPTIMIZER:
+            _LATE.append(handle)
+            return
+    handle.remove()
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:
