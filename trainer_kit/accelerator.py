@@ -21,13 +21,13 @@ from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy
 from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
+from trainer_kit.raw.engines import chosen_strategy, plugins
 from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe
 from trainer_kit.raw.generators import synchronize
 from trainer_kit.raw.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
-    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -56,13 +56,6 @@ __all__ = [
 ]
 
 _EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" means
-_NOT_HERE: Final = {
-    "deepspeed_plugin": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
-    "deepspeed_plugins": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
-    "megatron_lm_plugin": ("Megatron-LM", None),
-    "torch_tp_plugin": ("tensor parallelism", 'Trainer(strategy="tp")'),
-    "parallelism_config": ("mesh of several dimensions", "Trainer(strategy=MeshStrategy(...))"),
-}
 
 
 @final
@@ -160,12 +153,11 @@ class Accelerator(Answers):
         debug: bool | None = None,
         **engines: Any,
     ) -> None:
-        options = {**_engine(engines), **by_kind(kwargs_handlers)}
+        options = {**plugins(engines), **by_kind(kwargs_handlers)}
         self.environment = Environment.detect()
         self.origins = _origins(cpu, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, debug)
         on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
-        self.strategy = choose_strategy(_strategy(options), "cpu" if on_cpu else "auto", "auto", 1, self.environment)[0]
-        self.strategy.start()
+        self.strategy = _started(options, bool(on_cpu), self.environment)
         self.precision = _precision(word, self.strategy, options)
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
@@ -245,19 +237,11 @@ def _wrapping(model: nn.Module) -> str:
     return type(model).__name__ + (f" of {type(inner).__name__}" if inner is not model else "")
 
 
-def _engine(engines: Mapping[str, Any]) -> dict[type, Any]:
-    """The plugin that was given, by its class."""
-    for name, value in engines.items():
-        if name == "fsdp_plugin":
-            continue
-        if name not in _NOT_HERE:
-            raise TypeError(f"Accelerator got an unexpected argument {name!r}")
-        if value is not None:
-            what, elsewhere = _NOT_HERE[name]
-            fix = elsewhere and f"a Trainer has it: {elsewhere}"
-            raise ConfigurationError(f"an Accelerator has no {what} yet", found=f"{name}={value!r}", fix=fix)
-    plugin = engines.get("fsdp_plugin")
-    return {} if plugin is None else {FullyShardedDataParallelPlugin: plugin}
+def _started(options: Mapping[type, Any], on_cpu: bool, environment: Environment) -> Strategy:
+    asked = chosen_strategy(options, environment)
+    made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[0]
+    made.start()
+    return made
 
 
 def _origins(
@@ -292,35 +276,6 @@ def _dynamo(backend: str | None) -> TorchDynamoPlugin:
         dynamic=is_true(found["use_dynamic"]) if "use_dynamic" in found else None,
         use_regional_compilation=is_true(found.get("use_regional_compilation")),
     )
-
-
-def _strategy(options: Mapping[type, Any]) -> Any:
-    """What the user's options ask for; a strategy object where there are any."""
-    fsdp = options.get(FullyShardedDataParallelPlugin)
-    wrapper, group = options.get(DistributedDataParallelKwargs), options.get(InitProcessGroupKwargs)
-    if (wrapper is None and group is None and fsdp is None) or not Environment.detect().launched:
-        return "auto"
-    from trainer_kit.core.registry import STRATEGIES
-
-    chosen: dict[str, Any] = {}
-    if wrapper is not None and fsdp is None:
-        for name in (
-            "broadcast_buffers",
-            "bucket_cap_mb",
-            "find_unused_parameters",
-            "gradient_as_bucket_view",
-            "static_graph",
-        ):
-            chosen[name] = getattr(wrapper, name)
-        hook = str(getattr(wrapper.comm_hook, "value", wrapper.comm_hook)).lower()
-        chosen["ddp_comm_hook"] = None if hook == "no" else hook
-    if group is not None:
-        chosen["process_group_backend"] = group.backend
-        if group.timeout is not None:
-            chosen["timeout"] = group.timeout
-    if fsdp is not None:
-        return STRATEGIES.get("fsdp")(**fsdp.arguments(), **chosen)
-    return STRATEGIES.get("ddp")(**chosen)
 
 
 def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:

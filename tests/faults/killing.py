@@ -7,6 +7,7 @@ process and its SIGKILL the kernel's. What a killed one leaves behind is given t
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -15,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import trainer_kit.callbacks.model_checkpoint
@@ -33,11 +35,12 @@ PATIENCE = 30.0
 
 def main() -> None:
     prctl(ADOPT_ORPHANS, 1)
+    faulthandler.register(signal.SIGUSR2)  # whoever is forked says where it is, if it is asked
     gc.freeze()  # no collection in a script looks at, and so copies, what is here
     for line in sys.stdin:
         command = json.loads(line)
-        if command["do"] == "count orphans":
-            print(count_orphans(), flush=True)
+        if command["do"] == "name orphans":
+            print(json.dumps(name_orphans()), flush=True)
             continue
         pids = []
         environments = rank_environments(command["ranks"])
@@ -127,17 +130,38 @@ def supervise(pids: list[int], command: dict[str, Any]) -> dict[str, Any]:
     return {"ended": [statuses[rank] for rank in range(len(pids))], "seconds": time.monotonic() - began}
 
 
-def count_orphans() -> int:
-    """How many processes that scripts left behind do not end by themselves."""
+def name_orphans() -> list[str]:
+    """The processes that scripts left behind and that do not end by themselves: what they are, and where."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         try:
             if os.waitpid(-1, os.WNOHANG)[0] == 0:
                 time.sleep(0.02)
         except ChildProcessError:
-            return 0
+            return []
     with open(f"/proc/self/task/{os.getpid()}/children") as children:
-        return len(children.read().split())
+        return [describe(int(pid)) for pid in children.read().split()]
+
+
+def describe(pid: int) -> str:
+    """What Linux knows of a process, and the end of what it said after it was asked where it is."""
+    process = Path("/proc") / str(pid)
+    facts = [f"pid {pid}: {(process / 'cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"]
+    facts += [
+        line for line in (process / "status").read_text().splitlines() if line.startswith(("State", "Sig", "PPid"))
+    ]
+    facts += [f"{name}: {_read(process / name)}" for name in ("wchan", "stack", "syscall")]
+    facts += [f"thread {task.name}: {_read(task / 'wchan')}" for task in (process / "task").iterdir()]
+    os.kill(pid, signal.SIGUSR2)
+    time.sleep(1)
+    return "\n".join([*facts, _read(process / "fd" / "2")[-4000:]])
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError as error:
+        return str(error)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""The steps of a loop of the user's own: prepare, accumulate, backward, clip, gather."""
+"""The steps of a loop of the user's own: accumulate, backward, clip."""
 
 from __future__ import annotations
 
-import gc
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -11,58 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.protocols import Group, Precision, Strategy
-from trainer_kit.engine.state import configured
-from trainer_kit.raw.gathering import Gathering
-from trainer_kit.raw.loader import PreparedLoader, prepare_loader, skip_first_batches
-from trainer_kit.raw.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from trainer_kit.raw.loader import skip_first_batches
 from trainer_kit.raw.options import (
     AutocastKwargs,
-    DataLoaderConfiguration,
-    GradientAccumulationPlugin,
-    TorchDynamoPlugin,
 )
-from trainer_kit.raw.watch import Watch
-from trainer_kit.raw.wrapping import apply_precision, compile_options, compiled, unwrap, without_exchange
+from trainer_kit.raw.preparing import Preparing
+from trainer_kit.raw.wrapping import without_exchange
 from trainer_kit.strategies.gradients import clip_sharded_gradients
-from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["Loop"]
 
 
-class Loop(Gathering):
-    """What `Accelerator` does in a step; which strategy and precision it does it with is decided there."""
+class Loop(Preparing):
+    """What `Accelerator` does in a step."""
 
-    strategy: Strategy
-    precision: Precision
-    dataloader_config: DataLoaderConfiguration
-    accumulation: GradientAccumulationPlugin
-    dynamo_plugin: TorchDynamoPlugin
-    device_placement: bool
-    step_scheduler_with_optimizer: bool
-    scheduler_steps_per_process: bool
     autocast_handler: AutocastKwargs | None
-    data_seed: int
-    _models: list[nn.Module]
-    _optimizers: list[AcceleratedOptimizer]
-    _schedulers: list[AcceleratedScheduler]
-    _dataloaders: list[PreparedLoader]
-    _watch: Watch | None  # until the first steps are over
-    _first_steps: Watch
-
-    @property
-    def world(self) -> Group:
-        """All processes."""
-        return self.strategy.world
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self.strategy.device
 
     @property
     def sync_gradients(self) -> bool:
@@ -97,163 +60,6 @@ class Loop(Gathering):
     def optimizer_step_was_skipped(self) -> bool:
         """Whether an optimizer's last step was left out because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
-
-    @abstractmethod
-    def explain(self) -> str:
-        """What this process has, line by line."""
-
-    # -- prepare ---------------------------------------------------------------------------------------------------
-
-    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Models, optimizers, loaders and schedulers, in any mix and order, for this number of processes.
-
-        Args:
-            objects: anything else is returned as it is; what was prepared before, too.
-            device_placement: for each object whether it is moved; by default as the Accelerator is told.
-
-        Returns:
-            What takes their place, in the same order; one object alone is not in a tuple.
-
-        Raises:
-            ConfigurationError: an optimizer is prepared whose model is not.
-        """
-        places = list(device_placement or [None] * len(objects))
-        if len(places) != len(objects):
-            raise ConfigurationError(
-                "device_placement says for each object whether it is moved",
-                found=f"{len(places)} values for {len(objects)} objects",
-            )
-        done: dict[int, Any] = {}
-        # Schedulers need their optimizers, and those the parameters that preparing a model leaves.
-        for kind in (0, 1, 2):
-            for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
-                if index not in done and (made := self._prepare_one(thing, place, kind)) is not None:
-                    done[index] = made
-        found = tuple(done.get(index, thing) for index, thing in enumerate(objects))
-        if self.debug:
-            self._tell(self.explain())
-        return found[0] if len(found) == 1 else found
-
-    def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
-        if kind == 0 and isinstance(thing, nn.Module):
-            return self.prepare_model(thing, place)
-        if kind == 0 and isinstance(thing, (DataLoader, PreparedLoader)):
-            return self.prepare_data_loader(thing, place)
-        if kind == 1 and isinstance(thing, Optimizer):
-            return self.prepare_optimizer(thing, place)
-        if kind == 2 and isinstance(thing, (LRScheduler, ReduceLROnPlateau, AcceleratedScheduler)):
-            return self.prepare_scheduler(thing)
-        return None
-
-    def prepare_model(
-        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> nn.Module:
-        """The model on its device, in the precision, and wrapped for several processes.
-
-        Args:
-            model: is changed in place, and wrapped where there are several processes.
-            device_placement: whether it is moved.
-            evaluation_mode: it is not trained, so gradients need no exchange.
-        """
-        if any(model is known for known in self._models):
-            return model
-        plugin = self.dynamo_plugin
-        compiles = plugin.backend.lower() != "no"
-        if self._watch is not None and not evaluation_mode and not compiles:  # a hook would break the compiled graph
-            self._watch.model(model)
-        self.precision.convert_module(model)
-        apply_precision(model, self.precision)
-        if compiles and plugin.use_regional_compilation:  # before it is sharded
-            Compile(options=compile_options(plugin)).apply(model)
-        if evaluation_mode:
-            made = model.to(self.device) if self._places(device_placement) else model
-        elif self._places(device_placement) or self.use_distributed:
-            made = self.strategy.wrap_module(model, self.precision)
-        else:
-            made = model
-        if compiles and not plugin.use_regional_compilation:
-            made = compiled(made, plugin)
-        if not evaluation_mode:
-            self._models.append(made)
-        return made
-
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """An optimizer that steps where gradients are complete."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            return optimizer
-        self.strategy.prepare_optimizer(optimizer)
-        if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
-            optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
-        # Only where it is more than the optimizer's own, which others may wrap later.
-        step = self.strategy.bind_step(optimizer) if self.strategy.sharded else None
-        made = AcceleratedOptimizer(optimizer, self.window, self.precision, self._before_first_step, step)
-        self._optimizers.append(made)
-        return made
-
-    def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
-    ) -> PreparedLoader:
-        """A loader divided among the processes; `PreparedLoader` says how."""
-        if isinstance(data_loader, PreparedLoader):
-            return data_loader
-        device = self.device if self._places(device_placement) else None
-        # A seed each: two loaders over one data set must not come in the same order.
-        seed = self.data_seed + len(self._dataloaders)
-        made = prepare_loader(data_loader, self.world, device, self.window, self.dataloader_config, seed)
-        self._dataloaders.append(made)
-        return made
-
-    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """A scheduler that advances once an optimizer step."""
-        if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
-        mine = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
-        made = AcceleratedScheduler(
-            scheduler,
-            mine or self._optimizers,
-            self.window,
-            with_optimizer=self.step_scheduler_with_optimizer,
-            times=self.num_processes if self.scheduler_steps_per_process else 1,
-            adjust=self.accumulation.adjust_scheduler,
-        )
-        self._schedulers.append(made)
-        return made
-
-    def _places(self, given: bool | None) -> bool:
-        return self.device_placement if given is None else given
-
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
-        """The user's own model again.
-
-        Args:
-            model: prepared or not.
-            keep_fp32_wrapper: leave its forward in the precision that it was prepared for.
-            keep_torch_compile: a compiled model stays compiled.
-        """
-        own = unwrap(model, keep_fp32_wrapper)
-        if keep_torch_compile and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            return model if model._orig_mod is own else compiled(own, self.dynamo_plugin)
-        return own
-
-    def free_memory(self, *objects: Any) -> list[None]:
-        """Forget what was prepared; assign the result to the names that still hold it."""
-        self._models.clear()
-        self._optimizers.clear()
-        self._schedulers.clear()
-        self._dataloaders.clear()
-        self.strategy.stop()
-        self._watch = self._first_steps = Watch(self.world, self.print, self._models)
-        self.window.reset()
-        gc.collect()
-        if self.device.type != "cpu":
-            torch.accelerator.empty_cache()
-        return [None] * len(objects)
-
-    def clear(self, *objects: Any) -> list[None]:
-        """As `free_memory`."""
-        return self.free_memory(*objects)
-
-    # -- a step ----------------------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """One micro-batch: gradients are exchanged, and optimizers step, at the end of a window only.

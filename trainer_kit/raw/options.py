@@ -9,6 +9,8 @@ from datetime import timedelta
 from typing import Any
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Strategy
+from trainer_kit.core.registry import STRATEGIES
 
 __all__ = [
     "AutocastKwargs",
@@ -189,8 +191,12 @@ class FullyShardedDataParallelPlugin:
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
 
-    def arguments(self) -> dict[str, Any]:
-        """Those of `FSDPStrategy`."""
+    def make_strategy(self, **options: Any) -> Strategy:
+        """The strategy that this asks for; ``options`` are further arguments of it."""
+        made: Strategy = STRATEGIES.get("fsdp")(**self._arguments(), **options)
+        return made
+
+    def _arguments(self) -> dict[str, Any]:
         found: dict[str, Any] = {"cpu_offload": bool(self.cpu_offload)}
         word = self.sharding_strategy
         if not isinstance(self.reshard_after_forward, (bool, int, type(None))):
