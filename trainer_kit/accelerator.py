@@ -162,7 +162,7 @@ class Accelerator(Answers):
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
-        self.window = _window(self.world, self.accumulation)
+        self.window = _window(self.strategy, self.accumulation)
         self.waiting = Waiting(self.process_index, self.num_processes, self._tell) if self.use_distributed else None
         self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -186,7 +186,7 @@ class Accelerator(Answers):
         self._dataloaders, self._objects = [], []
         self._watch = self._first_steps = Watch(self.world, self.print, self._models)
         self._before_save, self._before_load = OrderedDict(), OrderedDict()
-        self._triggered, self.flag_tensor = False, None
+        self._triggered, self.flag_tensor, self._own_backward = False, None, None
         self.debug = debugging
 
     @property
@@ -257,9 +257,10 @@ def _origins(
     }
 
 
-def _window(world: Group, accumulation: GradientAccumulationPlugin) -> Window:
-    quiet = without_exchange if world.size > 1 and not accumulation.sync_each_batch else None
-    return Window(accumulation.num_steps, world, accumulation.sync_with_dataloader, quiet)
+def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin) -> Window:
+    quiet = without_exchange if strategy.world.size > 1 and not accumulation.sync_each_batch else None
+    complete = getattr(strategy, "complete_gradients", None)
+    return Window(accumulation.num_steps, strategy.world, accumulation.sync_with_dataloader, quiet, complete)
 
 
 def _dynamo(backend: str | None) -> TorchDynamoPlugin:

@@ -116,6 +116,10 @@ class Strategy(Protocol):
     ``own_state``, where ranks hold the same names with other values: the context in which `module_state` and
     `optimizer_state` are this rank's, not what stands for all; a checkpoint keeps both. ``finish(module)``: training
     ended by itself.
+
+    Optional, for loops of the user's own: ``complete_gradients(optimizer) -> list[Tensor]``, called on every rank
+    after the last backward of a window: exchanges what is not exchanged in a backward, and returns the gradients, where
+    the engine keeps them. ``end_batch()``: the loop is done with a batch, and no window is under way.
     """
 
     name: str
@@ -205,8 +209,8 @@ class Strategy(Protocol):
     def arm(self, loss: Tensor) -> None:
         """Manual optimization: the next backward, of ``loss``, synchronises."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
-        """Clip unscaled gradients, over all shards; ``algorithm`` is norm or value."""
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+        """Clip unscaled gradients, over all shards; ``algorithm`` is norm, whose value before it returns, or value."""
 
     @property
     def own_buffers(self) -> bool:

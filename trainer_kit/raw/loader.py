@@ -35,6 +35,8 @@ class PreparedLoader:
         even: fill the last batch up from the start of the data, so that every process gets equally many.
         dispatch: only the main process reads.
         non_blocking: copies to an accelerator do not wait.
+        shard: what this process computes of a batch; None: all of it.
+        end: called when the loop is done with a batch, where no window is under way.
 
     Attributes:
         iteration: epochs begun so far; it decides the order of the next one.
@@ -57,9 +59,12 @@ class PreparedLoader:
         even: bool,
         dispatch: bool = False,
         non_blocking: bool = False,
+        shard: Callable[[Any], Any] | None = None,
+        end: Callable[[], None] | None = None,
     ) -> None:
         self.dataloader, self.group, self.device, self.window = loader, group, device, window
         self.even, self.dispatch, self.non_blocking = even, dispatch, non_blocking
+        self._shard, self._end = shard, end
         self._make_feed, self.feed = make_feed, make_feed(even)
         self.iteration = 0
         self.size = 1
@@ -154,7 +159,11 @@ class PreparedLoader:
                 if feed.stateful:
                     feed.track.forget(at * self.group.size if self.dispatch else at)
                 window.batches = self
-                yield batch if device is None else move_to_device(batch, device, self.non_blocking)
+                if device is not None:
+                    batch = move_to_device(batch, device, self.non_blocking)
+                yield batch if self._shard is None else self._shard(batch)
+                if self._end is not None and window.sync:
+                    self._end()
         finally:
             self._position = None
             window.batches = outer
@@ -298,6 +307,8 @@ def prepare_loader(
     window: Window,
     config: DataLoaderConfiguration,
     seed: int,
+    shard: Callable[[Any], Any] | None = None,
+    end: Callable[[], None] | None = None,
 ) -> PreparedLoader:
     """Divide a loader among processes.
 
@@ -308,6 +319,8 @@ def prepare_loader(
         window: is told which loader is being read.
         config: how it is divided.
         seed: of the order, the same on every process.
+        shard: what a process computes of a batch; None: all of it.
+        end: called when the loop is done with a batch, where no window is under way.
 
     Raises:
         ConfigurationError: ``split_batches`` with a batch size that the processes cannot share.
@@ -338,4 +351,6 @@ def prepare_loader(
         even=config.even_batches,
         dispatch=dispatch,
         non_blocking=config.non_blocking,
+        shard=shard,
+        end=end,
     )

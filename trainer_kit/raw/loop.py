@@ -17,7 +17,6 @@ from trainer_kit.raw.options import (
 )
 from trainer_kit.raw.preparing import Preparing
 from trainer_kit.raw.wrapping import without_exchange
-from trainer_kit.strategies.gradients import clip_sharded_gradients
 
 __all__ = ["Loop"]
 
@@ -85,7 +84,11 @@ class Loop(Preparing):
         """
         if self._watch is not None:
             self._look()
-        self.precision.scale_loss(self.window.scale(loss, weight)).backward(**options)  # type: ignore[no-untyped-call]
+        scaled = self.precision.scale_loss(self.window.scale(loss, weight))
+        if self._own_backward is None:
+            scaled.backward(**options)  # type: ignore[no-untyped-call]
+        else:
+            self._own_backward(scaled, **options)
 
     def _look(self) -> None:
         harm = None
@@ -125,8 +128,8 @@ class Loop(Preparing):
         if not self.window.sync:
             return None
         ready = self._ready(parameters)
-        if self.strategy.sharded and norm_type == 2:
-            return clip_sharded_gradients(ready, max_norm, "norm")
+        if norm_type == 2:
+            return self.strategy.clip_gradients(ready, max_norm, "norm")
         return nn.utils.clip_grad_norm_(ready, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Preparing(Gathering):
     _dataloaders: list[PreparedLoader]
     _watch: Watch | None  # until the first steps are over
     _first_steps: Watch
+    _own_backward: Callable[..., None] | None  # the engine's
 
     @property
     def world(self) -> Group:
@@ -129,6 +130,7 @@ class Preparing(Gathering):
             made = model.to(self.device) if self._places(device_placement) else model
         elif self._places(device_placement) or self.use_distributed:
             made = self.strategy.wrap_module(model, self.precision)
+            self._own_backward = self.strategy.bind_backward(None)
         else:
             made = model
         if compiles and not plugin.use_regional_compilation:
@@ -144,8 +146,9 @@ class Preparing(Gathering):
         self.strategy.prepare_optimizer(optimizer)
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
             optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
+        bound = self.strategy.bind_step(optimizer)
         # Only where it is more than the optimizer's own, which others may wrap later.
-        step = self.strategy.bind_step(optimizer) if self.strategy.sharded else None
+        step = None if bound == optimizer.step else bound
         made = AcceleratedOptimizer(optimizer, self.window, self.precision, self._before_first_step, step)
         self._optimizers.append(made)
         return made
@@ -159,7 +162,9 @@ class Preparing(Gathering):
         device = self.device if self._places(device_placement) else None
         # A seed each: two loaders over one data set must not come in the same order.
         seed = self.data_seed + len(self._dataloaders)
-        made = prepare_loader(data_loader, self.world, device, self.window, self.dataloader_config, seed)
+        strategy = self.strategy
+        engine = (strategy.shard_batch, getattr(strategy, "end_batch", None))
+        made = prepare_loader(data_loader, self.world, device, self.window, self.dataloader_config, seed, *engine)
         self._dataloaders.append(made)
         return made
 

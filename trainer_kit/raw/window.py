@@ -44,6 +44,7 @@ class Window:
         world: the processes that share gradients.
         sync_with_dataloader: whether the last batch of a loader ends a window.
         quiet: the context in which the gradients of some models stay on their process.
+        complete: the strategy's, after the last backward of a window; returns the gradients where they are kept.
 
     Attributes:
         sync: whether this micro-batch ends its window.
@@ -57,13 +58,14 @@ class Window:
         world: Group,
         sync_with_dataloader: bool = True,
         quiet: Callable[..., AbstractContextManager[None]] | None = None,
+        complete: Callable[[Optimizer], list[Tensor]] | None = None,
     ) -> None:
         self.steps, self.world, self.sync_with_dataloader = steps, world, sync_with_dataloader
         self.sync = True
         self.batches: Batches | None = None
         self.joining = False
         self.models: tuple[nn.Module, ...] = ()  # of the next micro-batch
-        self._quiet = quiet
+        self._quiet, self._complete = quiet, complete
         self._silence: AbstractContextManager[None] | None = None
         self._count = 0  # micro-batches since a window began
         self._inside = False  # an `accumulate` context
@@ -186,7 +188,13 @@ class Window:
         With several processes and weights that only they know this is a small exchange on the CPU.
         """
         self._done = True
-        if not self._counts or optimizer in self.corrected:
+        if optimizer in self.corrected:
+            return
+        gradients: list[Tensor] | None = None
+        if self._complete is not None:
+            gradients = self._complete(optimizer)
+            self.corrected.add(optimizer)
+        if not self._counts:
             return
         found, mine = self._known, self._mine
         if self._shared:
@@ -201,8 +209,9 @@ class Window:
         if found <= 0:
             raise ConfigurationError("a step weighs nothing", found=f"sum of weights {found:g}")
         self.corrected.add(optimizer)
-        everything = [p.grad for group in optimizer.param_groups for p in group["params"]]
-        gradients = [local(gradient) for gradient in everything if gradient is not None]
+        if gradients is None:
+            everything = [p.grad for group in optimizer.param_groups for p in group["params"]]
+            gradients = [local(gradient) for gradient in everything if gradient is not None]
         if gradients:
             torch._foreach_mul_(gradients, self._expected / found)
 

@@ -257,9 +257,9 @@ class DDPStrategy:
             self._ddp.require_backward_grad_sync = True
             self._ddp.reducer.prepare_for_backward([loss])
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value: every rank has the whole gradients."""
-        clip_gradients(parameters, value, algorithm)
+        return clip_gradients(parameters, value, algorithm)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""

@@ -288,9 +288,9 @@ class FSDPStrategy:
     def arm(self, loss: Tensor) -> None:
         """Every backward of manual optimization exchanges gradients."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
-        clip_sharded_gradients(parameters, value, algorithm)
+        return clip_sharded_gradients(parameters, value, algorithm)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own, in parts."""

@@ -14,20 +14,23 @@ from trainer_kit.core.protocols import Group
 __all__ = ["clip_gradients", "clip_sharded_gradients", "local", "total_norm"]
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
     """Clip whole gradients.
 
     Args:
         parameters: whose gradients; those without one are left out.
         value: the largest norm of all gradients together, or the largest absolute value of each element.
         algorithm: ``"norm"`` (Pascanu et al., 2013) or ``"value"``.
+
+    Returns:
+        The norm before, on the device; None when clipping by value.
     """
     if algorithm == "norm":
-        nn.utils.clip_grad_norm_(parameters, value)
-    elif algorithm == "value":
-        nn.utils.clip_grad_value_(parameters, value)
-    else:
+        return nn.utils.clip_grad_norm_(parameters, value)
+    if algorithm != "value":
         raise _unknown(algorithm)
+    nn.utils.clip_grad_value_(parameters, value)
+    return None
 
 
 def clip_sharded_gradients(

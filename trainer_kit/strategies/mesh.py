@@ -335,10 +335,10 @@ class MeshStrategy:
         """As the data axes have it."""
         self._data_axes.arm(loss)
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
-        clip_sharded_gradients(parameters, value, algorithm, None if self.pipeline is None else self._stages)
+        return clip_sharded_gradients(parameters, value, algorithm, None if self.pipeline is None else self._stages)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

@@ -128,9 +128,9 @@ class SingleDeviceStrategy:
     def arm(self, loss: Tensor) -> None:
         """Nothing to synchronise."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value."""
-        clip_gradients(parameters, value, algorithm)
+        return clip_gradients(parameters, value, algorithm)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""

@@ -236,9 +236,9 @@ class XLAStrategy:
     def arm(self, loss: Tensor) -> None:
         """Nothing to synchronise."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value: gradients are whole, also where the compiler divides them."""
-        clip_gradients(parameters, value, algorithm)
+        return clip_gradients(parameters, value, algorithm)
 
     @property
     def own_buffers(self) -> bool:
