@@ -16,6 +16,7 @@ import yaml
 from trainer_kit import callbacks as _callbacks
 from trainer_kit.commands.complaint import FileProblem, check_file, complaint
 from trainer_kit.commands.optimizers import KINDS, add_optimizer_arguments, use_optimizer
+from trainer_kit.core.errors import printable
 from trainer_kit.core.hooks import Callback
 from trainer_kit.trainer import Trainer
 
@@ -202,6 +203,5 @@ def _config_files(words: Sequence[str]) -> list[str]:
 
 
 def _refuse(line: str) -> NoReturn:
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    print(text, file=sys.stderr)
+    print(printable(line), file=sys.stderr)
     raise SystemExit(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import os
 import re
@@ -12,6 +11,7 @@ from typing import Any, Final
 
 import yaml
 
+from trainer_kit.core.errors import did_you_mean, printable
 from trainer_kit.core.secrets import mask_secrets
 
 __all__ = ["FileProblem", "check_file", "complaint"]
@@ -210,8 +210,8 @@ def _entry(node: Any, name: str) -> Any:
 
 
 def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else f"; {otherwise}"
+    near = did_you_mean(name, known, otherwise="")
+    return f", {near}" if near else f"; {otherwise}"
 
 
 def _parameters(path: str) -> list[str]:
@@ -241,6 +241,4 @@ def _shown(value: str, key: str) -> str:
 
 
 def _short(value: Any, most: int = 80) -> str:
-    text = " ".join(str(value).split())
-    text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return text if text.isprintable() else ascii(text)
+    return printable(" ".join(str(value).split()), most)

@@ -38,6 +38,7 @@ __all__ = [
     "TrainerKitError",
     "add_note",
     "did_you_mean",
+    "printable",
 ]
 
 
@@ -120,16 +121,10 @@ class CheckpointError(TrainerKitError):
 
     def __init__(self, file: object, key: str | None, reason: str, *, fix: str | None = None) -> None:
         # What a file says of itself may be made to harm the terminal it is shown on, or be of any length.
-        self.file, self.key, self.reason = _printable(str(file)), key, _printable(reason)
+        self.file, self.key, self.reason = printable(str(file), keep="\n"), key, printable(reason, keep="\n")
         found = None if key is None else f"key {key[:200]!r}"
-        super().__init__(f"{self.file}: {self.reason}", found=found, fix=None if fix is None else _printable(fix))
-
-
-def _printable(text: str, most: int = 1000) -> str:
-    text = text if len(text) <= most else f"{text[: most - 1]}…"
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+        fix = None if fix is None else printable(fix, keep="\n")
+        super().__init__(f"{self.file}: {self.reason}", found=found, fix=fix)
 
 
 class NonFiniteError(TrainerKitError):
@@ -144,8 +139,24 @@ class LaunchError(TrainerKitError):
     """Processes that could not be started or supervised."""
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The fix for a misspelt name: the nearest known one, or all of them.
+def printable(text: str, most: int = 1000, keep: str = "") -> str:
+    """A text from elsewhere, which can harm no terminal and fills none.
+
+    Args:
+        text: anything.
+        most: characters; what is behind them is cut off.
+        keep: characters that stay although they move the cursor, such as line ends.
+
+    Example:
+        >>> printable("a\\x1b[2Jb\\n")
+        'a\\\\x1b[2Jb\\\\n'
+    """
+    text = text if len(text) <= most else f"{text[: most - 1]}…"
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+    """The fix for a misspelt name: the nearest known one, else ``otherwise``, by default all of them.
 
     Example:
         >>> did_you_mean("ddq", ["ddp", "single"])
@@ -154,7 +165,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     options = sorted(known)
     near = difflib.get_close_matches(name, options, n=3)
     near = [one for one in near if one[:1] == name[:1]] or near  # the first letter is seldom the wrong one
-    return f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(options)}"
+    if near:
+        return f"did you mean {near[0]!r}?"
+    return f"use one of: {', '.join(options)}" if otherwise is None else otherwise
 
 
 def add_note(error: BaseException, note: str) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, final
 
-from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
 from trainer_kit.launch.options import SECTIONS, TOP, Option
 
 __all__ = ["ConfigurationFile", "read_configuration"]
@@ -62,8 +62,7 @@ class _Reading:
 
     def wrong(self, line: int, reason: str) -> ConfigurationError:
         # One line, whatever the file holds: it may be made to harm the terminal it is shown on.
-        text = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in reason)
-        return ConfigurationError(f"{self.path}:{line}: {text if len(text) < 400 else text[:399] + '…'}")
+        return ConfigurationError(f"{self.path}:{line}: {printable(reason, most=400)}")
 
 
 def read_configuration(path: Path) -> ConfigurationFile:
@@ -205,8 +204,7 @@ def _take(reading: _Reading, known: Mapping[str, Option], key: _Node, node: _Nod
     option = by_name.get(name)
     if option is None:
         names = sorted({*by_name, *SECTIONS}) if not section else sorted(by_name)
-        near = did_you_mean(name[:60], names)
-        near = near if near.startswith("did") else "no key of a configuration is like it"
+        near = did_you_mean(name[:60], names, "no key of a configuration is like it")
         raise reading.wrong(key.line, f"{section}{name}: unknown key, {near}")
     try:
         value = _value(option, node)
