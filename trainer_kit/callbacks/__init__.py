@@ -1,9 +1,9 @@
 """What happens around the loop. Subclass `Callback`, override the hooks you need, hand it to the Trainer."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainer_kit.callbacks.early_stopping import EarlyStopping
@@ -41,15 +41,4 @@ _HOME = {
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
 }
-
-
-def __getattr__(name: str) -> Any:
-    # A callback that nobody uses costs nothing at import.
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return value
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

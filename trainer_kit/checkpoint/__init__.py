@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainer_kit.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.background import HostBuffers
@@ -43,7 +44,7 @@ __all__ = [
     "write_sharded_snapshot",
 ]
 
-_MODULES = {
+_HOME = {
     "CheckpointRecord": "store",
     "Difference": "compare",
     "HostBuffers": "background",
@@ -63,14 +64,4 @@ _MODULES = {
     "write_sharded": "sharded",
     "write_sharded_snapshot": "sharded",
 }
-
-
-def __getattr__(name: str) -> Any:
-    # A run needs a part of this room: what it does not ask for costs nothing.
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trainer_kit.core.lazy import lazy_names
 from trainer_kit.launch.bootstrap import report_errors
 
 if TYPE_CHECKING:
@@ -14,14 +14,5 @@ if TYPE_CHECKING:
 
 __all__ = ["report_errors", "rerun_command", "run_agent", "run_forked", "run_ranks"]
 
-_LAZY = {"rerun_command": "command", "run_agent": "agent", "run_forked": "notebook", "run_ranks": "agent"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"trainer_kit.launch.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+_HOME = {"rerun_command": "command", "run_agent": "agent", "run_forked": "notebook", "run_ranks": "agent"}
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

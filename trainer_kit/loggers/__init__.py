@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainer_kit.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainer_kit.core.protocols import Logger
@@ -15,22 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["CSVLogger", "DummyLogger", "JSONLLogger", "Logger", "TensorBoardLogger", "WandbLogger", "read_journal"]
 
-_MODULES = {
-    "CSVLogger": "trainer_kit.loggers.csv_logs",
-    "DummyLogger": "trainer_kit.loggers.dummy",
-    "JSONLLogger": "trainer_kit.loggers.journal",
-    "Logger": "trainer_kit.core.protocols",
-    "TensorBoardLogger": "trainer_kit.loggers.tensorboard",
-    "WandbLogger": "trainer_kit.loggers.wandb",
-    "read_journal": "trainer_kit.loggers.journal",
+_HOME = {
+    "CSVLogger": "csv_logs",
+    "DummyLogger": "dummy",
+    "JSONLLogger": "journal",
+    "Logger": ".core.protocols",
+    "TensorBoardLogger": "tensorboard",
+    "WandbLogger": "wandb",
+    "read_journal": "journal",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

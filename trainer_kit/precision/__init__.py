@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trainer_kit.core.lazy import lazy_names
 from trainer_kit.precision.exceptions import Exceptions, ModulePrecision
 from trainer_kit.precision.native import MixedPrecision, TruePrecision
 from trainer_kit.precision.words import make_precision
@@ -29,16 +29,11 @@ __all__ = [
     "make_precision",
 ]
 
-_LAZY = {
+_HOME = {
     "BitsandbytesPrecision": "bitsandbytes",
     "Float8Precision": "float8",
     "QATPrecision": "qat",
     "TransformerEnginePrecision": "transformer_engine",
     "make_optimizer": "optimizers",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from trainer_kit.core.lazy import lazy_names
 from trainer_kit.strategies.single import SingleDeviceStrategy
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ __all__ = [
     "XLAStrategy",
 ]
 
-_LAZY = {
+_HOME = {
     "DDPStrategy": "ddp",
     "DeepSpeedStrategy": "deepspeed",
     "FSDPStrategy": "fsdp",
@@ -36,9 +36,4 @@ _LAZY = {
     "PostLocalSGD": "local_sgd",
     "XLAStrategy": "xla",
 }  # torch.distributed is only needed by those who use it
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

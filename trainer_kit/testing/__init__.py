@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from trainer_kit.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainer_kit.testing.conformance import check_strategy
@@ -13,19 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TinyModule", "check_strategy", "record_hooks", "run_distributed"]
 
-_LAZY = {
+_HOME = {
     "TinyModule": "tiny",
     "check_strategy": "conformance",
     "record_hooks": "hooks",
     "run_distributed": "distributed",
 }
-
-
-def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        return getattr(importlib.import_module(f"trainer_kit.testing.{_LAZY[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
