@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, write_atomically
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, remove_unfinished, write_atomically
 from trainer_kit.loggers.params import numbers
 
 __all__ = ["CSVLogger"]
@@ -118,6 +118,8 @@ class CSVLogger(DirectoryLogger):
         """Write what waits; logging goes on if it is called again."""
         self.save()
         self._table = None
+        if self._version is not None:
+            remove_unfinished(self.path)
 
 
 class _Table:

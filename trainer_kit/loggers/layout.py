@@ -14,7 +14,7 @@ from typing import Any, Final
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.loggers.params import params_dict, plain
 
-__all__ = ["DEFAULT_NAME", "DirectoryLogger", "write_atomically"]
+__all__ = ["DEFAULT_NAME", "DirectoryLogger", "remove_unfinished", "write_atomically"]
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
 
@@ -112,7 +112,9 @@ class DirectoryLogger(ABC):
         self.hparams.update(new)
         if new:
             text = json.dumps(plain(self.hparams), indent=2, ensure_ascii=False, allow_nan=False)
-            write_atomically(self._directory() / "hparams.json", f"{text}\n".encode(), mode=0o600)
+            path = self._directory() / "hparams.json"
+            remove_unfinished(path)
+            write_atomically(path, f"{text}\n".encode(), mode=0o600)
         return new
 
 
@@ -138,3 +140,14 @@ def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what processes that were killed in `write_atomically` left beside ``path``."""
+    for left in path.parent.glob(f".{path.name}.*.tmp"):
+        try:
+            os.kill(int(left.name.split(".")[-2]), 0)
+        except ProcessLookupError:
+            left.unlink(missing_ok=True)
+        except (ValueError, OSError):
+            continue  # not one of ours, or somebody else's who lives
