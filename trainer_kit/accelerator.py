@@ -21,7 +21,7 @@ from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy
 from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
-from trainer_kit.raw.engines import chosen_strategy, plugins
+from trainer_kit.raw.engines import chosen_sizes, chosen_strategy, plugins
 from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe
 from trainer_kit.raw.generators import synchronize
 from trainer_kit.raw.options import (
@@ -116,6 +116,8 @@ class Accelerator(Answers):
         dynamo_plugin: more about that.
         seed: of the order of the data; by default that of ``set_seed``, else drawn once for all processes.
         fsdp_plugin: train under FSDP; by default what the launcher says.
+        parallelism_config: divide the work along several axes; by default what the launcher says.
+        torch_tp_plugin: divide layers alone.
         debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.
 
     Raises:
@@ -157,6 +159,7 @@ class Accelerator(Answers):
         self.environment = Environment.detect()
         self.origins = _origins(cpu, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, debug)
         on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
+        self.origins |= chosen_sizes(options)
         self.strategy = _started(options, bool(on_cpu), self.environment)
         self.precision = _precision(word, self.strategy, options)
         self.device_placement = device_placement
@@ -184,7 +187,7 @@ class Accelerator(Answers):
         self.step = 0
         self.trackers, self._models, self._optimizers, self._schedulers = [], [], [], []
         self._dataloaders, self._objects = [], []
-        self._watch = self._first_steps = Watch(self.world, self.print, self._models)
+        self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
         self._before_save, self._before_load = OrderedDict(), OrderedDict()
         self._triggered, self.flag_tensor, self._own_backward = False, None, None
         self.debug = debugging
@@ -260,7 +263,8 @@ def _origins(
 def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin) -> Window:
     quiet = without_exchange if strategy.world.size > 1 and not accumulation.sync_each_batch else None
     complete = getattr(strategy, "complete_gradients", None)
-    return Window(accumulation.num_steps, strategy.world, accumulation.sync_with_dataloader, quiet, complete)
+    groups = strategy.data, strategy.losses
+    return Window(accumulation.num_steps, *groups, accumulation.sync_with_dataloader, quiet, complete)
 
 
 def _dynamo(backend: str | None) -> TorchDynamoPlugin:

@@ -53,6 +53,7 @@ for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
     STRATEGIES.supply(_word, "trainer_kit.strategies.xla:XLAStrategy")
+STRATEGIES.supply("mesh", _MESH)
 STRATEGIES.supply("megatron", "trainer_kit.strategies.megatron:MegatronStrategy")
 STRATEGIES.supply("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
 for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
@@ -159,8 +160,9 @@ def choose_strategy(
             "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
         )
     device = pick_device(accelerator, environment.local_rank, devices)
-    if strategy == "auto" and (engine := variable("distributed_type")) is not None:
-        strategy = _launchers_engine(str(engine.value), world, device) or strategy
+    if strategy == "auto":
+        engine = variable("distributed_type")
+        strategy = _launchers_engine("" if engine is None else str(engine.value), world, device) or strategy
     made = _make_strategy(word, device) if isinstance(strategy, str) else strategy
     if not hasattr(made, "forward_backward"):
         raise StrategyError(
@@ -199,15 +201,19 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
 
 def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
     """The strategy of an engine that the launcher names, with what it says of it."""
+    from trainer_kit.strategies import fsdp_config, mesh_config
+
     made: Strategy | None = None
+    fsdp = fsdp_config.from_launcher(_told(fsdp_config.KEYS)) if engine == "FSDP" else None
+    mesh = mesh_config.from_launcher(_told(mesh_config.KEYS), fsdp)
     if engine == "DEEPSPEED":
         from trainer_kit.strategies import deepspeed_config
 
         made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_told(_DEEPSPEED_KEYS)))
-    if engine == "FSDP" and world > 1:
-        from trainer_kit.strategies import fsdp_config
-
-        made = STRATEGIES.get("fsdp")(device, **fsdp_config.from_launcher(_told(fsdp_config.KEYS)))
+    if mesh:
+        made = STRATEGIES.get("mesh")(device, **mesh)
+    elif fsdp is not None and world > 1:
+        made = STRATEGIES.get("fsdp")(device, **fsdp)
     if engine == "MEGATRON_LM":
         from trainer_kit.strategies import megatron_config
 

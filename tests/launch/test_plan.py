@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+import trainer_kit as tk
 from tests.launch.configurations import SAMPLES
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import ORIGINS, Chosen, choose, variable
 from trainer_kit.launch.plan import plan
 from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
+from trainer_kit.parts import choose_strategy
+from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.megatron_config import from_launcher
 
 ALONE = Environment()
@@ -160,10 +163,33 @@ def test_fsdp_reaches_the_ranks() -> None:
     assert made.left_out == ()
 
 
+def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = plan(options(SAMPLES["fsdp2.yaml"]), ALONE)
+    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
+    assert (made.processes, told["distributed_type"], told["parallelism_config_tp_size"]) == (8, "FSDP", "2")
+    for name, value in made.environ.items():
+        monkeypatch.setenv(name, value)
+    eight = Environment(world_size=8, local_world_size=8, source="torchrun")
+    strategy = choose_strategy("auto", "cpu", "auto", 1, eight)[0]
+    assert isinstance(strategy, MeshStrategy)
+    assert strategy.sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
+    monkeypatch.setenv("TRAINER_KIT_PARALLELISM_CONFIG_CP_SIZE", "2")
+    found = tk.ParallelismConfig(tp_size=1)
+    assert found.sizes == {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}
+    assert found.cp_handler.cp_comm_strategy == "alltoall"
+    mesh = "parallelism_config: {parallelism_config_tp_size: 2}\n"
+    with pytest.raises(ConfigurationError, match="an engine of its own cannot divide a mesh"):
+        plan(options("distributed_type: DEEPSPEED\nnum_processes: 2\n" + mesh), ALONE)
+    with pytest.raises(ConfigurationError, match="dividing sequences by DeepSpeed is not here yet"):
+        plan(options(SAMPLES["fsdp2.yaml"].replace("_sp_size: 1", "_sp_size: 2")), ALONE)
+    alone = plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n" + mesh), ALONE).environ
+    assert alone["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
+    assert "TRAINER_KIT_DISTRIBUTED_TYPE" not in alone
+
+
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        ("fsdp2.yaml", "parallelism over several dimensions"),
         ("tpu.yaml", "TPU"),
         ("sagemaker.yaml", "SageMaker"),
     ],

@@ -25,6 +25,10 @@ _OTHER_NAMES: Final = {
     "main_process_ip": ("MASTER_ADDR",),
     "main_process_port": ("MASTER_PORT",),
     "num_cpu_threads_per_process": ("OMP_NUM_THREADS",),
+    **{
+        f"parallelism_config_{name}": (f"PARALLELISM_CONFIG_{name.upper()}",)
+        for name in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "cp_comm_strategy")
+    },
 }
 
 

@@ -164,12 +164,13 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
     return ids
 
 
+_SEQUENCES: Final = "parallelism_config_sp_size"
 _SECTIONS: Final = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
 """What of a file the ranks are told, by the kind of run."""
 
 
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
-    passed = [*_PASSED, *SECTIONS["dynamo_config"]]
+    passed = [*_PASSED, *SECTIONS["dynamo_config"], *SECTIONS["parallelism_config"]]
     engine = _SECTIONS.get(options["distributed_type"] or "")
     if engine is not None:
         passed += ["distributed_type", *SECTIONS[engine]]
@@ -198,11 +199,11 @@ def _text(value: Any) -> str:
 
 def _refuse(options: Resolved) -> None:
     """What loads, and cannot run yet."""
-    parallel = [name for name in SECTIONS["parallelism_config"] if name.endswith("_size") and (options[name] or 1) > 1]
+    parallel = [name for name in SECTIONS["parallelism_config"] if name.endswith("_size") and (options[name] or 1) != 1]
     wanted = {
         "compute_environment": "SageMaker" if options["compute_environment"] == "AMAZON_SAGEMAKER" else None,
         "distributed_type": ENGINES.get(options["distributed_type"] or ""),
-        **dict.fromkeys(parallel, "parallelism over several dimensions"),
+        _SEQUENCES: "dividing sequences by DeepSpeed" if _SEQUENCES in parallel else None,
     }
     for name, what in wanted.items():
         if what is not None:
@@ -211,6 +212,12 @@ def _refuse(options: Resolved) -> None:
                 found=options.said(name),
                 fix="train data parallel (--multi_gpu, --cpu), or say it in the script: Trainer(strategy=...)",
             )
+    if parallel and options["distributed_type"] in ("DEEPSPEED", "MEGATRON_LM"):
+        raise ConfigurationError(
+            "an engine of its own cannot divide a mesh",
+            found=f"{options.said('distributed_type')}, {options.said(parallel[0])}",
+            fix="leave parallelism_config out, or say FSDP, MULTI_GPU or MULTI_CPU",
+        )
     told = [name for name in SECTIONS["fp8_config"] if options.given(name)]
     if options["mixed_precision"] == "fp8" and told and (told != ["fp8_backend"] or options["fp8_backend"] != "AO"):
         raise ConfigurationError(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.raw.loader import PreparedLoader
+from trainer_kit.raw.parallelism import ParallelismConfig
 from trainer_kit.raw.tracking import Tracking
+from trainer_kit.strategies.transforms.context import dividing
 
 __all__ = ["Answers", "GradientState"]
 
@@ -73,17 +76,45 @@ class GradientState:
 class Answers(Tracking):
     """Attributes that have one answer on this strategy."""
 
-    is_composable_parallelism_enabled = False
     multi_device = property(lambda self: self.use_distributed)
     has_lomo_optimizer = False
-    torch_device_mesh = None
-    tensor_parallel_rank = pipeline_parallel_rank = context_parallel_rank = data_parallel_shard_rank = 0
+    _attends = False  # attention has been looked for
     should_save_model = True
+    tensor_parallel_rank = property(lambda self: self._place("tp"))
+    context_parallel_rank = property(lambda self: self._place("cp"))
+    pipeline_parallel_rank = property(lambda self: self._place("pp"))
+    data_parallel_shard_rank = property(lambda self: self._place("dp_shard"))
+    device_mesh = property(lambda self: self.torch_device_mesh)
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many processes divide what; None where they divide only data."""
+        if self.strategy.name != "mesh":
+            return None
+        mesh: Any = self.torch_device_mesh
+        sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+        axes = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
+        return ParallelismConfig(**axes, plan=getattr(self.strategy, "plan", None))
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The processes, an axis for each way in which they divide the work; None where there are no axes."""
+        found: DeviceMesh | None = getattr(self.strategy, "mesh", None)
+        return found
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are divided by FSDP2."""
+        return self.strategy.name in ("fsdp", "mesh")
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part of the data is read here."""
-        return self.process_index
+        """Which part of the data is read here; on a mesh, by `parallelism_config`, which copy is trained."""
+        return self._place("dp_replicate") if self.strategy.name == "mesh" else self.strategy.data.rank
+
+    def _place(self, axis: str) -> int:
+        mesh = self.torch_device_mesh if self.strategy.name == "mesh" else None
+        return 0 if mesh is None else mesh.get_local_rank(axis)
 
     @property
     def gradient_state(self) -> GradientState:
@@ -163,9 +194,34 @@ class Answers(Tracking):
         finally:
             model.require_backward_grad_sync, model.require_forward_param_sync = before
 
-    def maybe_context_parallel(self, *buffers: Any, **options: Any) -> AbstractContextManager[None]:
-        """Nothing: sequences are whole on each process."""
-        return nullcontext()
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> Iterator[None]:
+        """One step on sequences that `ParallelismConfig(cp_size=...)` divides; without it this does nothing.
+
+        Inside, each buffer is this process's part of it, in place; attention is over the whole sequence, and the mean
+        of a cross entropy over the targets of all of it. Forward, loss and backward belong inside; targets are shifted
+        before. Positions that a model counts by itself begin at 0 on each part: hand them over as a buffer.
+
+        Args:
+            buffers: tensors that have the sequence: inputs, targets, positions.
+            buffer_seq_dims: which dimension of each is the sequence.
+            no_restore_buffers: those that nobody needs whole afterwards.
+
+        Raises:
+            StrategyError: a sequence that cannot be divided, or no attention was called.
+        """
+        mesh = self.torch_device_mesh
+        if self.strategy.name != "mesh" or mesh is None or mesh["cp"].size() == 1:
+            yield
+            return
+        first, self._attends = not self._attends, True
+        with dividing(mesh["cp"], buffers or (), buffer_seq_dims or (), no_restore_buffers or (), checked=first):
+            yield
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Refused.

@@ -7,22 +7,28 @@ from typing import Any, Final
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.origins import Chosen, variable
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.raw.options import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
 )
+from trainer_kit.raw.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from trainer_kit.strategies.axes import places
+from trainer_kit.strategies.mesh_config import KEYS
 
-__all__ = ["chosen_strategy", "plugins"]
+__all__ = ["chosen_sizes", "chosen_strategy", "plugins"]
 
-_PLUGINS: Final = {"fsdp_plugin": FullyShardedDataParallelPlugin}
+_PLUGINS: Final = {
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "parallelism_config": ParallelismConfig,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
+}
 _NOT_HERE: Final = {
     "deepspeed_plugin": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
     "deepspeed_plugins": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
     "megatron_lm_plugin": ("Megatron-LM", None),
-    "torch_tp_plugin": ("tensor parallelism", 'Trainer(strategy="tp")'),
-    "parallelism_config": ("mesh of several dimensions", "Trainer(strategy=MeshStrategy(...))"),
 }
 
 
@@ -44,17 +50,25 @@ def plugins(given: Mapping[str, Any]) -> dict[type, Any]:
             fix = elsewhere and f"a Trainer has it: {elsewhere}"
             raise ConfigurationError(f"an Accelerator has no {what} yet", found=f"{name}={value!r}", fix=fix)
         found[_PLUGINS[name]] = value
+    if TorchTensorParallelPlugin in found:
+        if ParallelismConfig in found:
+            raise ConfigurationError("tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config")
+        found[ParallelismConfig] = found.pop(TorchTensorParallelPlugin).as_config()
     return found
 
 
 def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
     """What the user's options ask for: a strategy object where there are any, else ``"auto"``."""
-    engine = next((options[kind] for kind in _PLUGINS.values() if kind in options), None)
+    engine = next(
+        (options[kind] for kind in _PLUGINS.values() if kind in options and kind is not ParallelismConfig), None
+    )
+    mesh = _mesh(options.get(ParallelismConfig), engine, environment)
     wrapper, group = options.get(DistributedDataParallelKwargs), options.get(InitProcessGroupKwargs)
-    if (wrapper is None and group is None and engine is None) or not environment.launched:
+    given = any(one is not None for one in (wrapper, group, engine))
+    if mesh is None and not (given and environment.launched):
         return "auto"
     chosen: dict[str, Any] = {}
-    if wrapper is not None and engine is None:
+    if wrapper is not None and engine is None and mesh is None:
         for name in (
             "broadcast_buffers",
             "bucket_cap_mb",
@@ -69,6 +83,37 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
         chosen["process_group_backend"] = group.backend
         if group.timeout is not None:
             chosen["timeout"] = group.timeout
+    if mesh is not None:
+        return mesh.make_strategy(engine, **chosen)
     if engine is not None:
         return engine.make_strategy(**chosen)
     return STRATEGIES.get("ddp")(**chosen)
+
+
+def _mesh(config: ParallelismConfig | None, engine: Any, environment: Environment) -> ParallelismConfig | None:
+    """What makes a mesh of it; None where there is nothing to divide but data."""
+    dims = [] if config is None else config.active_mesh_dims
+    if config is None or not dims:
+        return None
+    if engine is not None and not isinstance(engine, FullyShardedDataParallelPlugin):
+        raise ConfigurationError(
+            "an engine of its own cannot divide a mesh",
+            found=f"parallelism_config={config.sizes} and {type(engine).__name__}",
+            fix="leave one out; FSDP (dp_shard_size=) divides what the other axes leave",
+        )
+    places(config.sizes, environment.world_size)
+    return None if dims == ["dp_replicate"] and engine is None else config
+
+
+def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
+    """The sizes of a mesh that are not 1, with their origins."""
+    config = options.get(ParallelismConfig)
+    found: dict[str, Chosen] = {}
+    for key in KEYS:
+        told = variable(key)
+        size = getattr(config, key.removeprefix("parallelism_config_"), None)
+        if size is not None and (told is None or str(told.value) != str(size)):
+            told = Chosen(size, "argument")
+        if told is not None and str(told.value) != "1":
+            found[key] = told
+    return found

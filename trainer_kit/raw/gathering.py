@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Strategy
 from trainer_kit.raw import collectives
 from trainer_kit.raw.meet import meet
 from trainer_kit.raw.process import Processes
@@ -23,6 +24,7 @@ _ALONE: Final = nullcontext()
 class Gathering(Processes):
     """Collectives over all processes; every process calls them."""
 
+    strategy: Strategy
     window: Window
     debug: bool
     waiting: Waiting | None
@@ -46,6 +48,8 @@ class Gathering(Processes):
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Results of the current batch of all processes, without those of samples that are there twice.
 
+        Of processes that get the same batches one counts.
+
         Args:
             input_data: nested tensors of one entry a sample along the first dimension, or other objects. A scalar is
                 gathered from each process.
@@ -56,23 +60,24 @@ class Gathering(Processes):
 
     def _gather_for_metrics(self, input_data: Any, use_gather_object: bool) -> Any:
         batches: Any = self.window.batches
+        data = self.strategy.data
         counts: list[int] | None = None if batches is None else batches.counts
         if use_gather_object or not _all_tensors(input_data):
             mine = input_data
             if counts is not None and isinstance(mine, (list, tuple)) and len(mine) == batches.size:
-                mine = mine[: counts[self.process_index]]
-            return collectives.gather_object(self.world, mine)
+                mine = mine[: counts[data.rank]]
+            return collectives.gather_object(data, mine)
         if counts is None:
-            return self.gather(input_data)
+            return collectives.gather(data, input_data)
 
         def one(tensor: Tensor) -> Tensor:
             if tensor.ndim == 0:
-                return self.gather(tensor)  # type: ignore[no-any-return]
-            rows = self.world.agree([len(tensor), batches.size])
+                return collectives.gather(data, tensor)  # type: ignore[no-any-return]
+            rows = data.agree([len(tensor), batches.size])
             # What does not have an entry a sample is not divided like the samples: all of it is kept.
             keep = counts if all(row[0] == row[1] for row in rows) else [int(row[0]) for row in rows]
-            padded = collectives.pad_across_processes(self.world, tensor)
-            parts = collectives.gather(self.world, padded).unflatten(0, (self.num_processes, -1))
+            padded = collectives.pad_across_processes(data, tensor)
+            parts = collectives.gather(data, padded).unflatten(0, (data.size, -1))
             return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
         return collectives.each_tensor(input_data, one)

@@ -26,7 +26,7 @@ class LocalSGD:
         enabled: False: everything is as without it.
 
     Raises:
-        ConfigurationError: fewer than one step.
+        ConfigurationError: fewer than one step, or processes that hold parts of the model.
     """
 
     def __init__(self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -34,6 +34,12 @@ class LocalSGD:
             raise ConfigurationError("local_sgd_steps is at least 1", found=f"local_sgd_steps={local_sgd_steps}")
         self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
+        if self.enabled and accelerator.strategy.sharded:
+            raise ConfigurationError(
+                "processes that hold parts of a model have nothing to average",
+                found=f"LocalSGD under {accelerator.strategy.name!r}",
+                fix="train data parallel (DDP), or leave LocalSGD out",
+            )
         self.num_steps = 0
         self._alone: Any = None
 

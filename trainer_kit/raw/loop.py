@@ -177,7 +177,8 @@ class Loop(Preparing):
             )
         from torch.distributed.algorithms.join import Join, Joinable
 
-        before, self.window.joining = [(loader, loader.even) for loader in self._dataloaders], self.use_distributed
+        before = [(loader, loader.even) for loader in self._dataloaders]
+        self.window.joining = self.strategy.data.size > 1
         if even_batches is not None:
             for loader in self._dataloaders:
                 loader.set_even(even_batches)

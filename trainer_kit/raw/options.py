@@ -193,10 +193,11 @@ class FullyShardedDataParallelPlugin:
 
     def make_strategy(self, **options: Any) -> Strategy:
         """The strategy that this asks for; ``options`` are further arguments of it."""
-        made: Strategy = STRATEGIES.get("fsdp")(**self._arguments(), **options)
+        made: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
         return made
 
-    def _arguments(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
+        """What this says, as arguments of `FSDPStrategy`."""
         found: dict[str, Any] = {"cpu_offload": bool(self.cpu_offload)}
         word = self.sharding_strategy
         if not isinstance(self.reshard_after_forward, (bool, int, type(None))):

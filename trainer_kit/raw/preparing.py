@@ -164,7 +164,7 @@ class Preparing(Gathering):
         seed = self.data_seed + len(self._dataloaders)
         strategy = self.strategy
         engine = (strategy.shard_batch, getattr(strategy, "end_batch", None))
-        made = prepare_loader(data_loader, self.world, device, self.window, self.dataloader_config, seed, *engine)
+        made = prepare_loader(data_loader, strategy.data, device, self.window, self.dataloader_config, seed, *engine)
         self._dataloaders.append(made)
         return made
 
@@ -178,7 +178,7 @@ class Preparing(Gathering):
             mine or self._optimizers,
             self.window,
             with_optimizer=self.step_scheduler_with_optimizer,
-            times=self.num_processes if self.scheduler_steps_per_process else 1,
+            times=self.strategy.data.size if self.scheduler_steps_per_process else 1,
             adjust=self.accumulation.adjust_scheduler,
         )
         self._schedulers.append(made)
@@ -207,7 +207,7 @@ class Preparing(Gathering):
         self._schedulers.clear()
         self._dataloaders.clear()
         self.strategy.stop()
-        self._watch = self._first_steps = Watch(self.world, self.print, self._models)
+        self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
         self.window.reset()
         gc.collect()
         if self.device.type != "cpu":

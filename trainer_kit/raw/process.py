@@ -63,7 +63,6 @@ class Processes(ABC):
     environment: Environment
     initialized, fork_launched, is_fsdp2 = True, False, False
     deepspeed_plugin = deepspeed_plugins = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = None
-    parallelism_config = device_mesh = None
 
     @property
     @abstractmethod

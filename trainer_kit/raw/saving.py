@@ -105,14 +105,16 @@ class Saving(Weights):
         state["precision"] = self.precision.state_dict()
         state["window"] = self.window.state_dict()
 
-        def ask() -> tuple[dict[str, Any], list[Any], list[dict[str, Tensor]]]:
+        def ask() -> tuple[dict[str, Any], list[Any], list[dict[str, Tensor]], int]:
             state["schedulers"] = [dict(one.state_dict()) for one in self._schedulers]
             state["objects"] = [dict(one.state_dict()) for one in self._objects]
             loaders = [loader.state_dict() for loader in self._dataloaders]
-            return rng_state(self.device), loaders, [own_buffers(self.strategy, module) for module in modules]
+            buffers = [own_buffers(self.strategy, module) for module in modules]
+            return rng_state(self.device), loaders, buffers, self.strategy.data.rank
 
-        state["rng"], loaders, buffers = map(list, zip(*on_every_rank(self.world, ask), strict=True))
-        state["loaders"] = [list(one) for one in zip(*loaders, strict=True)]
+        state["rng"], loaders, buffers, ranks = map(list, zip(*on_every_rank(self.world, ask), strict=True))
+        by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # of those that read the same, the first
+        state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
         if any(any(own) for own in buffers):
             state["buffers"] = buffers
         state["progress"] = {"step": self.step, "iteration": self.save_iteration}

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError, RankError
-from trainer_kit.core.protocols import Group
+from trainer_kit.core.protocols import Strategy
 
 __all__ = ["Watch"]
 
@@ -29,13 +29,13 @@ class Watch:
     """Looks at the first forward of each model, the first backwards, and the first steps of optimizers.
 
     Args:
-        world: the processes.
+        strategy: who the processes are, and which of them get batches of their own.
         say: prints one line, once on each machine.
         models: that are prepared.
     """
 
-    def __init__(self, world: Group, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
-        self._world, self._say, self._models = world, say, models
+    def __init__(self, strategy: Strategy, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
+        self._world, self._data, self._say, self._models = strategy.world, strategy.data, say, models
         self._prepared: set[int] = set()  # parameters, once their optimizer steps
         self._steps: weakref.finalize[..., Watch] | None = None  # ends the look at every optimizer's steps
         self._looks = 0
@@ -48,9 +48,9 @@ class Watch:
         def look(called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
             self._compare_devices(called, (arguments, options))
             trains = torch.is_grad_enabled()
-            if trains or self._world.size == 1 or next(calls, None) is None:
+            if trains or self._data.size == 1 or next(calls, None) is None:
                 handle.remove()
-            if trains and self._world.size > 1 and self._sample is None:
+            if trains and self._data.size > 1 and self._sample is None:
                 self._sample = _fingerprint((arguments, options))
 
         handle = model.register_forward_pre_hook(look, with_kwargs=True)
@@ -80,8 +80,8 @@ class Watch:
         """
         if harm is not None and self._steps is None:
             self._look_at_steps(harm)
-        if self._looks == 0 and self._world.size > 1 and not any_loader and self._sample is not None:
-            rows = self._world.agree([self._sample])
+        if self._looks == 0 and self._data.size > 1 and not any_loader and self._sample is not None:
+            rows = self._data.agree([self._sample])
             if all(row == rows[0] for row in rows):
                 self._say(
                     "every process trains on the same batch: prepare the loader too, "

@@ -41,7 +41,8 @@ class Window:
 
     Args:
         steps: micro-batches of a window.
-        world: the processes that share gradients.
+        data: the processes among which batches are divided.
+        losses: these, and those that compute parts of the same batch: gradients are averaged over all of them.
         sync_with_dataloader: whether the last batch of a loader ends a window.
         quiet: the context in which the gradients of some models stay on their process.
         complete: the strategy's, after the last backward of a window; returns the gradients where they are kept.
@@ -55,12 +56,13 @@ class Window:
     def __init__(
         self,
         steps: int,
-        world: Group,
+        data: Group,
+        losses: Group,
         sync_with_dataloader: bool = True,
         quiet: Callable[..., AbstractContextManager[None]] | None = None,
         complete: Callable[[Optimizer], list[Tensor]] | None = None,
     ) -> None:
-        self.steps, self.world, self.sync_with_dataloader = steps, world, sync_with_dataloader
+        self.steps, self.data, self.losses, self.sync_with_dataloader = steps, data, losses, sync_with_dataloader
         self.sync = True
         self.batches: Batches | None = None
         self.joining = False
@@ -133,7 +135,7 @@ class Window:
             )
         if not inside and (self._done or self.steps == 1):
             self._begin()
-        batches, size = self.batches, self.world.size
+        batches, size = self.batches, self.data.size
         if batches is None or not (inside or self.steps == 1):
             # A loop that counts micro-batches by itself: each has the same part.
             mine, total = 1.0, float(size)
@@ -173,7 +175,7 @@ class Window:
                 fix="leave join_uneven_inputs out: loaders give every process equally many batches",
             )
         self._explicit = self._asks = self._counts = True
-        self._reference, self._expected = 1.0, float(self.world.size)
+        self._reference, self._expected = 1.0, float(self.losses.size)
         self._weight, self._shared = weight, False
         return loss
 
@@ -202,7 +204,8 @@ class Window:
         else:
             mine += self._weight
         if self._asks:
-            found += sum(row[0] for row in self.world.agree([mine]))
+            among = self.losses if self._explicit else self.data  # parts of one batch weigh as much as all of it
+            found += sum(row[0] for row in among.agree([mine]))
             self.corrected.add(optimizer)
         if found == self._expected:
             return

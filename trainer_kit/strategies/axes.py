@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainer_kit.core.errors import StrategyError
+from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "axes_in_words", "check_options", "places"]
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.strategies.process_group import inherit_timeout
+
+__all__ = ["AXES", "axes_in_words", "check_options", "data_mesh", "places"]
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
@@ -75,3 +78,11 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
         if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
             found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
             raise StrategyError(f"{option} has no place in this mesh", found=found, fix=fix)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What gradients are averaged over: copies, and those who divide parameters among them, context ranks too."""
+    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    if mesh["cp"].size() > 1:
+        shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
+    return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])

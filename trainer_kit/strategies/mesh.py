@@ -20,10 +20,10 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.strategies.axes import AXES, axes_in_words, check_options, places
+from trainer_kit.strategies.axes import AXES, check_options, data_mesh, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
-from trainer_kit.strategies.gradients import clip_sharded_gradients
-from trainer_kit.strategies.holding import parameters_held, same_batches
+from trainer_kit.strategies.gradients import clip_sharded_gradients, local
+from trainer_kit.strategies.holding import mesh_in_words
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
@@ -45,6 +45,7 @@ from trainer_kit.strategies.transforms.tensor import (
     TensorParallel,
     check_whole_parameters,
     complete_gradients,
+    return_copies,
     whole_outputs,
 )
 from trainer_kit.strategies.transforms.units import Policy
@@ -119,10 +120,10 @@ class MeshStrategy:
         self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
         self._context: ContextParallel | None = None
         self._placed: Callable[[Any], Any] | None = None
-        self._module: nn.Module | None = None
+        self._modules: list[nn.Module] = []
         self._moved = Moved()
         self._summed: list[nn.Parameter] = []
-        self._splits_loss = self._seen = False
+        self._splits_loss = self._seen = self._by_hand = False
 
     # -- the mesh ------------------------------------------------------------------------------------------------
 
@@ -159,14 +160,6 @@ class MeshStrategy:
         return ProcessGroup(self.device, flat.get_group())
 
     @property
-    def _data_mesh(self) -> DeviceMesh:
-        """What gradients are averaged over: copies, and those who divide parameters among them, context ranks too."""
-        replicas, shards = self.mesh["dp_replicate"], self.mesh["dp_shard"]
-        if self.mesh["cp"].size() > 1:
-            shards = inherit_timeout(self.mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
-        return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
-
-    @property
     def sharded(self) -> bool:
         """A rank has all there is only where it is alone."""
         return self.world.size > 1
@@ -189,9 +182,9 @@ class MeshStrategy:
     def stop(self) -> None:
         """Let go of the module; it stays divided, and keeps its activations again."""
         self._data_axes.stop()
-        if self._module is not None:
-            keep_activations(self._module)
-        self._module, self._summed = None, []
+        for module in self._modules:
+            keep_activations(module)
+        self._modules, self._summed, self._by_hand = [], [], False
 
     # -- the module ----------------------------------------------------------------------------------------------
 
@@ -208,19 +201,20 @@ class MeshStrategy:
         self._divide(module, precision, lambda: self._data_axes.prepare_module(module, manual, precision))
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide; it is called as it was before.
+        """Divide; it is called as it was before. Sequences are divided by whoever calls it: `ContextParallel`.
 
         Raises:
             StrategyError: a loop of the user's own cannot have it, for it is done around a whole step.
         """
-        if self.pipeline is not None or self.mesh["cp"].size() > 1 or self._plan_of(module).loss_parallel:
-            sizes = f"pp={self.mesh['pp'].size()}, cp={self.mesh['cp'].size()}"
+        if self.pipeline is not None or self._plan_of(module).loss_parallel:
             raise StrategyError(
-                "stages, sequences and losses are divided around whole steps, and a loop of your own has none",
-                found=f"{sizes}, loss_parallel={self._plan_of(module).loss_parallel}",
-                fix="use pp=1, cp=1 and loss_parallel=False, or a Trainer",
+                "stages and losses are divided around whole steps, and a loop of your own has none",
+                found=f"pp={self.mesh['pp'].size()}, loss_parallel={self._plan_of(module).loss_parallel}",
+                fix="use pp=1 and loss_parallel=False, or a Trainer",
             )
+        others, self._by_hand = self._modules, True
         self._divide(module, precision, lambda: self._data_axes.wrap_module(module, precision))
+        self._modules = [*others, module]  # such a loop may have several
         return module
 
     def _divide(self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]) -> None:
@@ -233,30 +227,35 @@ class MeshStrategy:
             self.pipeline.apply(module, plan, precision)
         if self.mesh["tp"].size() > 1:
             TensorParallel(plan).apply(module, self.mesh["tp"])
+            if self._by_hand and self.losses.size > 1:
+                return_copies(module)
             self._splits_loss = plan.loss_parallel
-        if plan.context is not None and plan.context.positions is not None:
+        if plan.context is not None and plan.context.positions is not None and not self._by_hand:
             self._placed = partial(with_positions, plan.context)
-        if self.mesh["cp"].size() > 1:
+        if self.mesh["cp"].size() > 1 and not self._by_hand:
             self._context = context_parallel(module, plan)
             self._context.apply(module, self.mesh["cp"])
         if self._recomputes is not False:
             ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
-        shards = None if self.losses.size == 1 else self._fully_sharded()
-        if self.pipeline is None:
-            self._data_axes = shards or SingleDeviceStrategy(self.device)
-        else:
-            self._data_axes = Staged(self.pipeline, self.losses, shards)
+        if not (self._by_hand and self._modules):  # what divides the first one divides the others, and steps them all
+            shards = None if self.losses.size == 1 else self._fully_sharded()
+            if self.pipeline is None:
+                self._data_axes = shards or SingleDeviceStrategy(self.device)
+            else:
+                self._data_axes = Staged(self.pipeline, self.losses, shards)
         along_data()
-        self._module, self._seen = module, False
+        self._modules, self._seen = [module], False
         self._moved.note(before, module)
         if self.losses.size == 1:  # FSDP does it by itself
-            self._summed = [p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements]
+            known = self._summed if self._by_hand else []
+            mine = (p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements)
+            self._summed = [*known, *mine]
         self._agree_on_noise()
 
     def _fully_sharded(self) -> FSDPStrategy:
-        made = FSDPStrategy(self.device, device_mesh=self._data_mesh, **self._fsdp)
+        made = FSDPStrategy(self.device, device_mesh=data_mesh(self.mesh), **self._fsdp)
         made.world = made.data = made.losses = self.losses
-        made.mesh = self._data_mesh
+        made.mesh = data_mesh(self.mesh)
         return made
 
     def _plan_of(self, module: nn.Module) -> ParallelPlan:
@@ -316,11 +315,21 @@ class MeshStrategy:
             self._agree_on_noise()
         with self._computing(first=not self._seen):
             self._data_axes.forward_backward(micro)
+        self._complete()
+
+    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """The same at the end of a window of the user's own; returns this rank's parts."""
+        self._complete()
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        return [local(gradient) for gradient in gradients if gradient is not None]
+
+    def _complete(self) -> None:
         complete_gradients(self._summed)
-        if not self._seen:
-            self._seen = True
-            if self._module is not None and self.mesh["tp"].size() > 1:
-                check_whole_parameters(self._module.named_parameters(), self.mesh["tp"])
+        if self._seen:
+            return
+        self._seen = True
+        for module in self._modules if self.mesh["tp"].size() > 1 else ():
+            check_whole_parameters(module.named_parameters(), self.mesh["tp"])
 
     @contextmanager
     def _computing(self, divided: bool = True, first: bool = False) -> Iterator[None]:
@@ -382,17 +391,10 @@ class MeshStrategy:
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """As the data axes have it, of what the others leave; layers are divided by the plan when a verb begins."""
-        mesh = self._data_mesh if hasattr(self, "mesh") else None
-        return mesh_costs(self.places(ranks), mesh, self._fsdp, module, precision)
+        along = data_mesh(self.mesh) if hasattr(self, "mesh") else None
+        return mesh_costs(self.places(ranks), along, self._fsdp, module, precision)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        sizes = self.sizes
-        if hasattr(self, "mesh"):
-            sizes = dict(zip(AXES, self.mesh.shape, strict=True))
-        schedule = f" ({self.schedule})" if sizes["pp"] != 1 else ""
-        told = [f"mesh {axes_in_words(sizes)} on {self.device.type}{schedule}"]
-        told += [same_batches(self.mesh)] if hasattr(self, "mesh") else []
-        elsewhere = 0 if self.pipeline is None else self.pipeline.elsewhere
-        told += [parameters_held(self._module, elsewhere)] if self._module is not None else []
-        return "; ".join(filter(None, told))
+        staged = self.schedule, 0 if self.pipeline is None else self.pipeline.elsewhere
+        return mesh_in_words(getattr(self, "mesh", None), self.sizes, self.device, self._modules, *staged)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
@@ -20,7 +20,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 
-__all__ = ["ContextParallel", "context_parallel", "with_positions"]
+__all__ = ["ContextParallel", "context_parallel", "dividing", "with_positions"]
 
 _TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
@@ -63,15 +63,20 @@ class ContextParallel:
         """
         dims = self.plan.dims
         if isinstance(dims, int):
-            made = apply_to_collection(batch, Tensor, lambda t: self._part(t, dims))
+            made = apply_to_collection(batch, Tensor, lambda t: self.part(t, dims))
             return with_positions(self.plan, made, self.rank)
         if isinstance(batch, Mapping):
-            made = {key: self._part(value, dims[key]) if key in dims else value for key, value in batch.items()}
+            made = {key: self.part(value, dims[key]) if key in dims else value for key, value in batch.items()}
             return with_positions(self.plan, made, self.rank)
-        parts = [self._part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
+        parts = [self.part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
-    def _part(self, tensor: Tensor, dim: int) -> Tensor:
+    def part(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part along one dimension, a view; all of it where there is none.
+
+        Raises:
+            StrategyError: a sequence that cannot be divided.
+        """
         if tensor.dim() <= dim:
             return tensor
         length, left = divmod(tensor.shape[dim], self.size)
@@ -195,6 +200,52 @@ class ContextParallel:
             weighs /= self.size
         weighs = torch.where(weighs == 0, torch.ones_like(weighs), weighs)
         return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
+
+
+@contextmanager
+def dividing(
+    mesh: DeviceMesh,
+    buffers: Sequence[Tensor],
+    dims: Sequence[int],
+    kept: Collection[Tensor] = (),
+    checked: bool = False,
+) -> Iterator[None]:
+    """Inside, tensors are this rank's part of them, in place, and attention is over the whole sequence.
+
+    Args:
+        mesh: one axis.
+        buffers: what has the sequence.
+        dims: which dimension of each is the sequence.
+        kept: those that stay parts.
+        checked: look whether all attention comes this way; for a first step.
+
+    Raises:
+        StrategyError: a sequence that cannot be divided, or no attention was called.
+    """
+    if len(buffers) != len(dims):
+        raise StrategyError(
+            "each buffer of a context needs its dimension of the sequence",
+            found=f"{len(buffers)} buffers, {len(dims)} dimensions",
+            fix="buffers=[x, y], buffer_seq_dims=[1, 1]",
+        )
+    context = ContextParallel(ContextPlan())
+    context.apply(nn.Module(), mesh)
+    parts = [context.part(buffer.detach(), dim) for buffer, dim in zip(buffers, dims, strict=True)]
+    stay = {id(buffer) for buffer in kept}
+    whole = [(buffer, buffer.detach()) for buffer in buffers if id(buffer) not in stay]
+    for buffer, part in zip(buffers, parts, strict=True):
+        _become(buffer, part)
+    try:
+        with context.attending(checked=checked):
+            yield
+    finally:
+        for buffer, before in whole:
+            _become(buffer, before)
+
+
+def _become(tensor: Tensor, other: Tensor) -> None:
+    # Not .data: autograd hears of this, and refuses a backward that would read what was not read forward.
+    tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
 
 
 class _Watch(TorchFunctionMode):

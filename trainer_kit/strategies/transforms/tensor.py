@@ -19,7 +19,7 @@ from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.strategies.transforms.split import StandIn, whole_names
 from trainer_kit.strategies.transforms.tensor_styles import find_plans, named_style, preset
 
-__all__ = ["TensorParallel", "check_whole_parameters", "complete_gradients", "whole_outputs"]
+__all__ = ["TensorParallel", "check_whole_parameters", "complete_gradients", "return_copies", "whole_outputs"]
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 
@@ -249,3 +249,12 @@ def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
         return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
 
     return step
+
+
+def return_copies(module: nn.Module) -> None:
+    """Let a module that FSDP wraps next return no views, which split layers do: its hooks are lost with them."""
+
+    def copy(called: nn.Module, arguments: Any, output: Any) -> Any:
+        return apply_to_collection(output, torch.Tensor, lambda t: t.clone() if t._is_view() else t)
+
+    module.register_forward_hook(copy)
