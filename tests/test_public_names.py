@@ -31,6 +31,7 @@ NAMES = [
     "LocalSGD",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
     "ParallelPlan",
     "ParallelismConfig",
     "PartialState",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from trainer_kit.raw.loader import skip_first_batches
     from trainer_kit.raw.local_sgd import LocalSGD
     from trainer_kit.raw.logs import get_logger
+    from trainer_kit.raw.megatron import MegatronLMPlugin
     from trainer_kit.raw.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
@@ -85,6 +86,7 @@ __all__ = [
     "LocalSGD",
     "LoggerType",
     "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
     "ParallelPlan",
     "ParallelismConfig",
     "PartialState",
@@ -149,6 +151,7 @@ _HOME = {
     "LocalSGD": "raw.local_sgd:LocalSGD",
     "LoggerType": "raw.trackers:LoggerType",
     "MSAMPRecipeKwargs": "raw.fp8:MSAMPRecipeKwargs",
+    "MegatronLMPlugin": "raw.megatron:MegatronLMPlugin",
     "ParallelPlan": "core.parallel:ParallelPlan",
     "ParallelismConfig": "raw.parallelism:ParallelismConfig",
     "PartialState": "accelerator:PartialState",
@@ -188,7 +191,6 @@ _HOME = {
 _NOT_YET = {
     "BnbQuantizationConfig": "quantisation by a plugin (precision='nf4' and other words do it)",
     "DeepSpeedPlugin": "DeepSpeed under an Accelerator (a Trainer has it: DeepSpeedStrategy)",
-    "MegatronLMPlugin": "Megatron-LM",
     "cpu_offload": "offloading",
     "disk_offload": "offloading",
     "dispatch_model": "spreading a model over devices",

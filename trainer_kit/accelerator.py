@@ -116,6 +116,7 @@ class Accelerator(Answers):
         dynamo_plugin: more about that.
         seed: of the order of the data; by default that of ``set_seed``, else drawn once for all processes.
         fsdp_plugin: train under FSDP; by default what the launcher says.
+        megatron_lm_plugin: train under Megatron, likewise.
         parallelism_config: divide the work along several axes; by default what the launcher says.
         torch_tp_plugin: divide layers alone.
         debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.

@@ -17,30 +17,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.parity.plain import make_batches, merged
+from tests.strategies.megatron_stand_in import Model, Stepper, install
+from trainer_kit.core.costs import optimizer_bytes
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.launch.options import SECTIONS
+from trainer_kit.precision import make_precision
 from trainer_kit.strategies import MegatronStrategy
 from trainer_kit.strategies.megatron_config import KEYS, check_model, from_launcher, megatron_model, optimizer_options
-
-Calls = list[Any]
-
-
-class Model(nn.Module):
-    """What of a GPTModel a strategy looks at."""
-
-    def __init__(self, **config: Any) -> None:
-        super().__init__()
-        usual = {"bf16": False, "fp16": False, "num_moe_experts": None, "mtp_num_layers": None}
-        sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
-        self.config = SimpleNamespace(
-            **{**usual, **sizes, "sequence_parallel": False, "grad_scale_func": None, **config}
-        )
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def set_input_tensor(self, tensor: Any) -> None: ...
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+from trainer_kit.strategies.megatron_costs import megatron_costs
 
 
 class Task(tk.TrainModule):
@@ -59,115 +43,6 @@ class Task(tk.TrainModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.configure(self.parameters())
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
-
-
-class Wrapper(nn.Module):
-    """Megatron's: gradients go to buffers of its own."""
-
-    def __init__(self, calls: Calls, config: Any, settings: Any, module: nn.Module) -> None:
-        super().__init__()
-        self.config, self.module, self.calls = config, module, calls
-        calls.append(("wrap", vars(settings), config.calculate_per_token_loss))
-
-    def no_sync(self) -> Any: ...
-
-    def forward(self, *args: Any) -> Any:
-        self.calls.append("forward")
-        return self.module(*args)
-
-    def broadcast_params(self) -> None:
-        self.calls.append("broadcast_params")
-
-    def zero_grad_buffer(self) -> None:
-        self.calls.append("zero_grad_buffer")
-        for parameter in self.parameters():
-            parameter.main_grad = torch.zeros_like(parameter)
-
-
-class Stepper:
-    """Megatron's optimizer around torch's; it clips by what its configuration says when it steps."""
-
-    def __init__(self, calls: Calls, config: Any, chunks: list[Any], config_overrides: Any) -> None:
-        calls.append(("optimizer", vars(config), config_overrides))
-        self.calls, self.config = calls, config
-        parameters = [{"params": [p for p in chunks[0].parameters() if p.requires_grad]}]
-        self.optimizer = torch.optim.SGD(
-            parameters, lr=config.lr, momentum=config.sgd_momentum, weight_decay=config.weight_decay
-        )
-        self.chained_optimizers, self.param_groups = [self], self.optimizer.param_groups
-
-    def zero_grad(self) -> None:
-        self.calls.append("zero_grad")
-
-    def reload_model_params(self) -> None: ...
-
-    def step(self) -> tuple[bool, None, None]:
-        parameters = self.param_groups[0]["params"]
-        for parameter in parameters:
-            parameter.grad = parameter.main_grad
-        if self.config.clip_grad > 0:
-            nn.utils.clip_grad_norm_(parameters, self.config.clip_grad)
-        self.calls.append(("step", self.config.clip_grad, self.param_groups[0]["lr"]))
-        self.optimizer.step()
-        return True, None, None
-
-
-def schedule(calls: Calls, **said: Any) -> None:
-    """As Megatron's without a pipeline: forward, the loss function, backward; in the end gradients are finalised."""
-    (chunk,) = said["model"]
-    calls.append(("schedule", {k: v for k, v in said.items() if isinstance(v, (int, bool))}))
-    for _ in range(said["num_microbatches"]):
-        output, loss_func = said["forward_step_func"](said["data_iterator"], chunk)
-        loss, tokens, _ = loss_func(output)
-        assert (tokens.dtype, tokens.shape) == (torch.int, ())
-        loss.backward()
-        for parameter in chunk.parameters():
-            if parameter.grad is not None:
-                parameter.main_grad += parameter.grad
-                parameter.grad = None
-    chunk.config.finalize_model_grads_func([chunk], tokens, pg_collection="groups", force_all_reduce=False)
-
-
-def finalize(calls: Calls, model: list[Any], tokens: Any, **said: Any) -> None:
-    calls.append(("finalize", len(model), tokens, said))
-    for parameter in model[0].parameters():
-        dist.all_reduce(parameter.main_grad)
-
-
-def install() -> Calls:
-    """The stand-in, in a process of its own."""
-    made: Calls = []
-    core, state, tensor, distributed, optimizer, pipeline, transformer, module = (
-        ModuleType(f"megatron.core{name}")
-        for name in (
-            "", ".parallel_state", ".tensor_parallel", ".distributed", ".optimizer", ".pipeline_parallel",
-            ".transformer", ".transformer.module",
-        )
-    )  # fmt: skip
-    root = ModuleType("megatron")
-    root.__spec__ = importlib.util.spec_from_loader("megatron", None)
-    vars(core).update(parallel_state=state, tensor_parallel=tensor)
-    vars(state).update(
-        model_parallel_is_initialized=lambda: False,
-        initialize_model_parallel=lambda **said: made.append(("initialize", said)),
-        get_data_parallel_group=lambda: None,
-    )
-    vars(tensor).update(
-        model_parallel_cuda_manual_seed=lambda seed: made.append("seed"),
-        set_defaults_if_not_set_tensor_model_parallel_attributes=lambda parameter: None,
-    )
-    vars(distributed).update(
-        DistributedDataParallel=partial(Wrapper, made),
-        DistributedDataParallelConfig=SimpleNamespace,
-        finalize_model_grads=partial(finalize, made),
-    )
-    vars(optimizer).update(OptimizerConfig=SimpleNamespace, get_megatron_optimizer=partial(Stepper, made))
-    vars(pipeline).update(get_forward_backward_func=lambda: partial(schedule, made))
-    vars(module).update(Float16Module=None)
-    for one in (root, core, state, tensor, distributed, optimizer, pipeline, transformer, module):
-        sys.modules[one.__name__] = one
-    torch.cuda.is_available = lambda: True
-    return made
 
 
 def train(strategy: Any, save: str | None = None, **options: Any) -> tuple[tk.Trainer, dict[str, Tensor]]:
@@ -207,7 +82,7 @@ def test_it_is_told_what_it_needs_and_trains_as_ddp_does() -> None:
     two = {"num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1, "forward_only": False}
     groups = {"pg_collection": "groups", "force_all_reduce": False}
     step = [("schedule", two), "forward", "zero_grad_buffer", "zero_grad", "forward", ("finalize", 1, None, groups)]
-    assert calls[5:] == [*step, ("step", 0.5, 0.1), *step, ("step", 0.5, 0.1)]
+    assert calls[5:] == [*step, ("step", 0.0, 0.1), *step, ("step", 0.0, 0.1)]
     # Momentum and all: checkpoints of one continue under the other, and the learning rate is followed.
     for path, strategy in (
         ("ddp", MegatronStrategy("cpu")),
@@ -218,7 +93,7 @@ def test_it_is_told_what_it_needs_and_trains_as_ddp_does() -> None:
         _, found = train(strategy, ckpt_path=path)
         same(found, to_the_end)
         if strategy != "ddp":
-            assert calls[-1] == ("step", 0.5, 0.05)
+            assert calls[-1] == ("step", 0.0, 0.05)
 
 
 @pytest.mark.slow
@@ -276,10 +151,6 @@ def test_what_megatron_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         strategy.start()
     with pytest.raises(StrategyError, match="3 processes are no multiple of 2"):
         strategy.places(3)
-    with pytest.raises(StrategyError, match="under a Trainer only"):
-        strategy.wrap_module(nn.Linear(1, 1), None)  # type: ignore[arg-type]
-    with pytest.raises(StrategyError, match="clips by norm only"):
-        strategy.clip_gradients([], 1.0, "value")
     sizes = {"tensor_model_parallel_size": 2}
     for config, precision, told in (
         ({}, "32-true", "tensor_model_parallel_size=1, where this run has 2"),
@@ -317,10 +188,25 @@ def test_what_megatron_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_key_of_accelerates_is_taken_or_refused() -> None:
     assert set(KEYS) == set(SECTIONS["megatron_lm_config"])
     told = {"megatron_lm_tp_degree": "4", "megatron_lm_sequence_parallelism": "True", "megatron_lm_pp_degree": "1"}
-    assert from_launcher(told) == {"tensor_parallel": 4, "sequence_parallel": True}
+    assert from_launcher(told) == {"tensor_parallel": 4, "sequence_parallel": True, "gradient_clipping": 1.0}
     for key, value in (("pp_degree", "2"), ("recompute_activations", "true"), ("use_distributed_optimizer", "true")):
-        with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is not taken from a file"):
+        with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is said elsewhere here"):
             from_launcher({f"megatron_lm_{key}": value})
+
+
+def test_what_a_rank_holds_and_sends() -> None:
+    module = Model()  # 212 parameters
+    optimizer = torch.optim.Adam(module.parameters())
+    strategy = object.__new__(MegatronStrategy)
+    strategy.tensor_parallel = 2
+    costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
+    assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 212 * 4)
+    assert optimizer_bytes([optimizer], costs) == 2 * 212 * 4 + 4 * 4  # moments in full precision, and steps
+    reduced, activations = costs.exchanges
+    assert (reduced.sent, activations.sent) == (2 * 3 * 212 * 4 // 4, None)
+    assert "4 data ranks; each of 2 tensor ranks" in costs.layout
+    (alone,) = megatron_costs(module, "32-true", 2, 1).exchanges
+    assert alone.sent == 212 * 4
 
 
 @pytest.mark.gpu

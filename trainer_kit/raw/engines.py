@@ -9,6 +9,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, variable
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.raw.megatron import MegatronLMPlugin
 from trainer_kit.raw.options import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
@@ -20,15 +21,15 @@ from trainer_kit.strategies.mesh_config import KEYS
 
 __all__ = ["chosen_sizes", "chosen_strategy", "plugins"]
 
-_PLUGINS: Final = {
+_PLUGINS: Final[dict[str, type]] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "megatron_lm_plugin": MegatronLMPlugin,
     "parallelism_config": ParallelismConfig,
     "torch_tp_plugin": TorchTensorParallelPlugin,
 }
 _NOT_HERE: Final = {
     "deepspeed_plugin": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
     "deepspeed_plugins": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
-    "megatron_lm_plugin": ("Megatron-LM", None),
 }
 
 
@@ -65,7 +66,7 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
     mesh = _mesh(options.get(ParallelismConfig), engine, environment)
     wrapper, group = options.get(DistributedDataParallelKwargs), options.get(InitProcessGroupKwargs)
     given = any(one is not None for one in (wrapper, group, engine))
-    if mesh is None and not (given and environment.launched):
+    if mesh is None and not (given and (environment.launched or getattr(engine, "serves_alone", False))):
         return "auto"
     chosen: dict[str, Any] = {}
     if wrapper is not None and engine is None and mesh is None:

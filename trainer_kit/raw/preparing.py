@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -20,11 +20,19 @@ from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader
 from trainer_kit.raw.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.raw.options import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from trainer_kit.raw.process import DistributedType
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.wrapping import apply_precision, compile_options, compiled, unwrap
 from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["Preparing"]
+
+_BY_ENGINE: Final = {
+    "deepspeed": DistributedType.DEEPSPEED,
+    "fsdp": DistributedType.FSDP,
+    "megatron": DistributedType.MEGATRON_LM,
+    "xla": DistributedType.XLA,
+}
 
 
 class Preparing(Gathering):
@@ -56,6 +64,11 @@ class Preparing(Gathering):
     def device(self) -> torch.device:
         """Where this process computes."""
         return self.strategy.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The engine, where Accelerate has a word for it; else what kind of processes work together."""
+        return _BY_ENGINE.get(self.strategy.name) or super().distributed_type
 
     @abstractmethod
     def explain(self) -> str:

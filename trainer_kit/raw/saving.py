@@ -235,10 +235,10 @@ class Saving(Weights):
             if not any(model is left for left in models):
                 continue
             saved, own = state["model" if i == 0 else f"model_{i}"], unwrap(model)
-            if self.strategy.sharded:
-                self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
-            else:
+            if "assign" in load_model_func_kwargs and not self.strategy.sharded:
                 own.load_state_dict(saved, **load_model_func_kwargs)
+            else:
+                self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
         names = self._names()
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
             restore_optimizer(self.strategy, optimizer.optimizer, saved, names, self.print)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 
-__all__ = ["clip_gradients", "clip_sharded_gradients", "local", "total_norm"]
+__all__ = ["clip_gradients", "clip_parts", "clip_sharded_gradients", "local", "total_norm"]
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
@@ -47,10 +47,16 @@ def clip_sharded_gradients(
     Returns:
         The norm before, on the device; None when clipping by value.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
+    return clip_parts([p.grad for p in parameters if p.grad is not None], value, algorithm, stages)
+
+
+def clip_parts(
+    gradients: Sequence[Tensor], value: float | Tensor, algorithm: str, stages: Group | None = None
+) -> Tensor | None:
+    """As `clip_sharded_gradients`, of the gradients themselves."""
     if algorithm == "value":
         for gradient in gradients:
-            local(gradient).clamp_(-value, value)
+            local(gradient).clamp_(min=-value, max=value)  # type: ignore[arg-type]  # its stub has no float with a Tensor
         return None
     if algorithm != "norm":
         raise _unknown(algorithm)

@@ -13,9 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron_config import check_model, megatron_model, optimizer_options
+from trainer_kit.strategies.megatron_costs import megatron_costs
+from trainer_kit.strategies.megatron_state import TensorParts, keep_state, kept_state
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, part_of
 
@@ -28,12 +32,15 @@ class MegatronStrategy:
 
     ``configure_model`` builds the model, as ``self.net = GPTModel(TransformerConfig(...), ...)``, with the sizes that
     this strategy has; ``training_step`` calls it and returns a loss. Megatron's schedule runs forward and backward, its
-    wrapper adds gradients up, its optimizer (float32 masters for half precision) scales, clips and steps.
+    wrapper adds gradients up, its optimizer (float32 masters for half precision) scales and steps. In a loop of the
+    user's own the model is built after the Accelerator, and backward is the loop's.
 
     Args:
         device: where this rank computes; the Trainer fills it in.
         tensor_parallel: ranks that compute each layer together; the rest is data parallel.
         sequence_parallel: norms and dropout are divided along the sequence among them.
+        gradient_clipping: largest norm of all gradients in a loop of the user's own, where Accelerate clips by itself;
+            0: it does not. A Trainer has ``gradient_clip_val``.
         timeout: how long a collective may take.
 
     Raises:
@@ -41,6 +48,7 @@ class MegatronStrategy:
     """
 
     name = "megatron"
+    keeps_gradients = True  # in buffers of its wrapper
     lockstep = True  # its schedule wants a loss for each micro-batch
     shard_batch = None
     gradient_divisor = 1  # it adds up
@@ -51,16 +59,19 @@ class MegatronStrategy:
         *,
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
+        gradient_clipping: float = 0.0,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         if importlib.util.find_spec("megatron") is None:
             raise StrategyError("megatron-core is not installed", fix='pip install "megatron-core>=0.16"')
         self.device = torch.device(device)
         self.tensor_parallel, self.sequence_parallel, self.timeout = tensor_parallel, sequence_parallel, timeout
-        self.sharded = tensor_parallel > 1
+        self.sharded, self.gradient_clipping = tensor_parallel > 1, gradient_clipping
         self._chunk: Any = None
         self._optimizer: Any = None
-        self._schedule: Any = None
+        self._schedule: Any = None  # None: the loop is the user's own
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._parts = TensorParts(tensor_parallel)
         self._inside = False
         self._half = ""
 
@@ -81,7 +92,7 @@ class MegatronStrategy:
             )
         from megatron.core import parallel_state, tensor_parallel
 
-        self.world: ProcessGroup = join_world(self.device, None, self.timeout)
+        self.world: ProcessGroup = join_world(self.device, None, self.timeout, alone=True)
         self.places(self.world.size)
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
@@ -111,13 +122,31 @@ class MegatronStrategy:
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Wrap Megatron's model as its own training does; every data rank gets the weights of the first."""
-        from megatron.core import tensor_parallel
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.transformer.module import Float16Module
 
         if manual:
             raise StrategyError("Megatron steps by itself", fix="automatic_optimization = True, or another strategy")
+        self._schedule = get_forward_backward_func()
+        # Losses are weighed by the loop: gradients are added up, and nothing is divided by anybody.
+        self._prepare(module, precision, added_up=True)
+        self._chunk.config.no_sync_func = self._chunk.no_sync
+        self._chunk.config.finalize_model_grads_func = _finalize
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """The same for a loop of the user's own, whose losses are weighed for gradients that are averaged."""
+        if self._chunk is not None and "forward" in _unwrapped(self._chunk).__dict__:
+            raise StrategyError(
+                "Megatron trains one model", fix="prepare_model(other, evaluation_mode=True), or accelerator.clear()"
+            )
+        self._schedule = None
+        self._prepare(module, precision, added_up=False)
+        return module
+
+    def _prepare(self, module: nn.Module, precision: Precision, added_up: bool) -> None:
+        from megatron.core import tensor_parallel
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+        from megatron.core.transformer.module import Float16Module
+
         model = megatron_model(module)
         config: Any = model.config
         sizes = {"tensor_model_parallel_size": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
@@ -129,15 +158,12 @@ class MegatronStrategy:
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         module.to(self.device)
-        # Losses are weighed by the loop: gradients are added up, and nothing is divided by anybody.
-        config.calculate_per_token_loss = True
+        config.calculate_per_token_loss = added_up
         settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
         inner = Float16Module(config, model) if self._half else model
         self._chunk = DistributedDataParallel(config, settings, inner)
         self._chunk.broadcast_params()
-        config.no_sync_func = self._chunk.no_sync
-        config.finalize_model_grads_func = _finalize
-        self._schedule, self._optimizer = get_forward_backward_func(), None
+        self._optimizer, self._gradients = None, {}
         model.__dict__["forward"] = partial(self._called, model.forward)
 
     def _called(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -150,16 +176,14 @@ class MegatronStrategy:
         finally:
             self._inside = False
 
-    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Not in a loop of the user's own, whose backward is not Megatron's."""
-        raise StrategyError("Megatron runs under a Trainer only", fix="tk.Trainer(strategy=MegatronStrategy(...))")
-
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Megatron's optimizer in place of this one, whose options it follows from step to step."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         if self._optimizer is not None:
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
+        if self._chunk is None:
+            raise StrategyError("Megatron has no model to step", fix="prepare the model with its optimizer, or before")
         options = optimizer_options(optimizer)
         trained = {id(p) for p in self._chunk.parameters() if p.requires_grad}
         if {id(p) for p in optimizer.param_groups[0]["params"]} != trained:
@@ -172,6 +196,8 @@ class MegatronStrategy:
         self._optimizer = get_megatron_optimizer(config, [self._chunk], config_overrides={})
         if self._half == "fp16":
             self._chunk.config.grad_scale_func = self._optimizer.scale_loss
+        if self._schedule is None:
+            optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]  # those that Megatron keeps
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself: the wrapper is where it calls the model."""
@@ -184,21 +210,38 @@ class MegatronStrategy:
         return method
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """Its schedule's."""
+        """Its schedule's; autograd's in a loop of the user's own, where its optimizer scales the loss for float16."""
         if backward is not None:
             raise StrategyError("Megatron runs backward by itself", found="backward is overridden")
-        return None
+        return self._scaled_backward if self._schedule is None and self._half == "fp16" else None
+
+    def _scaled_backward(self, loss: Tensor, **options: Any) -> None:
+        self._chunk.config.grad_scale_func(loss).backward(**options)
+
+    def _zero_gradients(self, set_to_none: bool = True) -> None:
+        self._chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Average them over the data ranks; what its wrapper keeps of them."""
+        _finalize([self._chunk])
+        return [parameter.main_grad for parameter in optimizer.param_groups[0]["params"]]
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Megatron's, with the learning rate and the weight decay of now."""
 
         def step(closure: Any = None) -> None:
             now = optimizer.param_groups[0]
+            if self._schedule is None and closure is not None:
+                raise StrategyError("Megatron steps without a closure", fix="accelerator.backward(loss), then step()")
+            if self._schedule is None and self.gradient_clipping > 0:
+                self.clip_gradients(now["params"], self.gradient_clipping, "norm")
             for group in self._optimizer.param_groups:
                 group["lr"], group["weight_decay"] = now["lr"], now["weight_decay"]
             self._optimizer.step()
+            if self._schedule is None:
+                self._optimizer.zero_grad()  # only lets go of `.grad`, which may be what its wrapper adds up
             optimizer._opt_called = True  # type: ignore[attr-defined]  # its schedulers ask whether it was stepped
-            self._bottom().config.clip_grad = 0.0
 
         return step
 
@@ -226,8 +269,7 @@ class MegatronStrategy:
                 )
             if not index:
                 micro.start_gradients()
-                chunk.zero_grad_buffer()
-                optimizer.zero_grad()
+                self._zero_gradients()
             return loss, _weighed
 
         self._schedule(
@@ -244,22 +286,27 @@ class MegatronStrategy:
     def arm(self, loss: Tensor) -> None:
         """There is no manual optimization."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
-        """Its optimizer clips all gradients in its step, over the tensor ranks too, by norm."""
-        if algorithm != "norm":
-            raise StrategyError("Megatron clips by norm only", found=repr(algorithm), fix='algorithm="norm"')
-        self._bottom().config.clip_grad = value
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+        """Clip what its wrapper keeps, over the tensor ranks too; its optimizer would read the norm on the host."""
+        kept = self._gradients
+        parameter: Any
+        for parameter in parameters:
+            if parameter not in kept and parameter.requires_grad:
+                kept[parameter] = self._parts.placed(parameter.main_grad, parameter)
+        scale = self._optimizer.get_loss_scale() if self._half == "fp16" else 1.0
+        norm = clip_parts([kept[p] for p in parameters if p.requires_grad], value * scale, algorithm)
+        return None if norm is None else norm / scale
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """By the module's names; what tensor ranks have parts of as what it is one of."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-        return {name: self._placed(value, parameters.get(name)) for name, value in state.items()}
+        return {name: self._parts.placed(value, parameters.get(name)) for name, value in state.items()}
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Each rank takes its part."""
         like = self.module_state(module)
-        parts = {name: _local(part_of(value, like[name])) if name in like else value for name, value in state.items()}
+        parts = {name: local(part_of(value, like[name])) if name in like else value for name, value in state.items()}
         extra = {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
         module.load_state_dict({**extra, **parts}, strict=strict)
         if self._optimizer is not None:
@@ -270,21 +317,7 @@ class MegatronStrategy:
     ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
         """What Megatron's optimizer keeps, by the module's parameters; masters of half precision among it."""
         groups, _ = optimizer_state(optimizer)
-        inner, state = self._bottom().optimizer.state, {}
-        scaler = getattr(self._bottom(), "grad_scaler", None)
-        for parameter in groups[0]:
-            main = getattr(parameter, "main_param", parameter)
-            own = dict(inner.get(main, {}))
-            if main is not parameter and own:
-                own["main_param"] = main
-            if own and scaler is not None:
-                own["grad_scaler"], scaler = scaler.state_dict(), None  # one is enough
-            if own:
-                state[parameter] = {
-                    name: self._placed(value, parameter) if _is_part(value, main) else value
-                    for name, value in own.items()
-                }
-        return groups, state
+        return groups, kept_state(self._bottom(), groups[0], self._parts)
 
     def load_optimizer_state(
         self,
@@ -294,17 +327,7 @@ class MegatronStrategy:
     ) -> None:
         """Each rank takes its parts; the options are torch's."""
         load_optimizer_state(optimizer, groups, {})
-        inner = self._bottom().optimizer.state
-        for parameter, saved in state.items():
-            main = getattr(parameter, "main_param", parameter)
-            whole = self._placed(main.detach(), parameter)
-            own = {name: _local(part_of(v, whole)) if isinstance(v, Tensor) else v for name, v in saved.items()}
-            if (scale := own.pop("grad_scaler", None)) is not None and self._half == "fp16":
-                self._bottom().grad_scaler.load_state_dict(scale)
-            with torch.no_grad():
-                if (kept := own.pop("main_param", None)) is not None and main is not parameter:
-                    main.copy_(kept)
-            inner[main] = {k: v.to(main.device) if isinstance(v, Tensor) and v.dim() else v for k, v in own.items()}
+        keep_state(self._bottom(), state, self._parts, scales=self._half == "fp16")
 
     def _bottom(self) -> Any:
         """What holds torch's optimizer, and is asked in a step."""
@@ -312,18 +335,6 @@ class MegatronStrategy:
         if len(chained) != 1:
             raise StrategyError("Megatron made several optimizers", found=f"{len(chained)}, where one is known")
         return chained[0]
-
-    def _placed(self, value: Tensor, parameter: Any) -> Tensor:
-        """With its place among the tensor ranks, where it is a part."""
-        if self.tensor_parallel == 1 or not getattr(parameter, "tensor_model_parallel", False):
-            return value
-        from megatron.core import parallel_state
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.tensor import DTensor, Shard
-
-        mesh = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), self.device.type)
-        place = [Shard(parameter.partition_dim)]
-        return DTensor.from_local(value.detach(), mesh, place, run_check=False)
 
     @property
     def own_buffers(self) -> bool:
@@ -341,6 +352,10 @@ class MegatronStrategy:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """A value of rank ``src`` for everyone."""
         return self.world.broadcast(value, src)
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """Of a tensor rank, as it was built."""
+        return megatron_costs(module, precision.name, ranks // self.tensor_parallel, self.tensor_parallel)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
@@ -364,11 +379,3 @@ def _unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def _is_part(value: Any, of: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == of.shape
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if hasattr(value, "to_local") else value

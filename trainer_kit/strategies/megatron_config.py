@@ -16,13 +16,14 @@ __all__ = ["KEYS", "check_model", "from_launcher", "megatron_model", "optimizer_
 _READ: Final = {
     "megatron_lm_tp_degree": "tensor_parallel",
     "megatron_lm_sequence_parallelism": "sequence_parallel",
+    "megatron_lm_gradient_clipping": "gradient_clipping",
 }
 _IN_THE_MODEL: Final = "say it in the TransformerConfig that configure_model builds with"
 _REFUSED: Final = {
     "megatron_lm_context_parallel_size": "use MeshStrategy(cp=)",
     "megatron_lm_expert_model_parallel_size": "experts are not here yet",
     "megatron_lm_expert_tensor_parallel_size": "experts are not here yet",
-    "megatron_lm_num_micro_batches": "accumulate_grad_batches says it",
+    "megatron_lm_num_micro_batches": "accumulate_grad_batches=, or gradient_accumulation_steps= and accumulate(model)",
     "megatron_lm_optimizer_cpu_offload": "use FSDPStrategy(cpu_offload=True)",
     "megatron_lm_pp_degree": "use MeshStrategy(pp=)",
     "megatron_lm_use_custom_fsdp": "use FSDPStrategy",
@@ -41,10 +42,7 @@ _REFUSED: Final = {
     "megatron_lm_no_save_optim": "ModelCheckpoint(save_weights_only=True)",
     "megatron_lm_overlap_cpu_optimizer_d2h_h2d": "use FSDPStrategy(cpu_offload=True)",
 }  # fmt: skip
-_HARMLESS: Final = {
-    "megatron_lm_calculate_per_token_loss",  # losses are weighed by loss_weight, always
-    "megatron_lm_gradient_clipping",  # `gradient_clip_val` of the Trainer
-}
+_HARMLESS: Final = {"megatron_lm_calculate_per_token_loss"}  # losses are weighed by the loop, always
 KEYS: Final = (*_READ, *_REFUSED, *_HARMLESS)
 """Of ``megatron_lm_config``."""
 _OFF: Final = {"", "0", "1", "false", "no", "none", "unfused"}
@@ -61,14 +59,16 @@ def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
 
     Example:
         >>> from_launcher({"megatron_lm_tp_degree": "2", "megatron_lm_pp_degree": "1"})
-        {'tensor_parallel': 2, 'sequence_parallel': False}
+        {'tensor_parallel': 2, 'sequence_parallel': False, 'gradient_clipping': 1.0}
     """
     for key, instead in _REFUSED.items():
         if told.get(key, "").lower() not in _OFF:
-            raise ConfigurationError(f"{key} is not taken from a file", found=f"{key}: {told[key]}", fix=instead)
+            raise ConfigurationError(f"{key} is said elsewhere here", found=f"{key}: {told[key]}", fix=instead)
     return {
         "tensor_parallel": int(told.get("megatron_lm_tp_degree", 1)),
         "sequence_parallel": told.get("megatron_lm_sequence_parallelism", "").lower() in ("true", "yes", "1"),
+        # A Trainer has an argument for it; in other loops 1 is what Accelerate takes where nothing is said.
+        "gradient_clipping": float(told.get("megatron_lm_gradient_clipping", 1.0)),  # no sync point: a text
     }
 
 
@@ -78,7 +78,8 @@ def megatron_model(module: nn.Module) -> nn.Module:
     Raises:
         StrategyError: there is none, or something is trained outside it.
     """
-    found = [part for part in module.children() if hasattr(part, "set_input_tensor")]
+    several = [module] if hasattr(module, "set_input_tensor") else module.children()
+    found = [part for part in several if hasattr(part, "set_input_tensor")]
     inside = {id(p) for part in found for p in part.parameters()}
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if len(found) != 1 or outside:

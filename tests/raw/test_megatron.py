@@ -1,0 +1,129 @@
+"""An Accelerator on Megatron: against a stand-in that trains, beside DDP."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from tests.parity.plain import make_batches, merged
+from tests.strategies.megatron_stand_in import Model, install
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.testing.conformance import assert_same
+
+SAMPLES = TensorDataset(*merged(make_batches(1, size=35)))
+
+
+def made(megatron: bool, **options: Any) -> tk.Accelerator:
+    engine = {"megatron_lm_plugin": tk.MegatronLMPlugin(**options)} if megatron else {}
+    return tk.Accelerator(cpu=True, gradient_accumulation_steps=2, seed=0, **engine)
+
+
+def prepared(accelerator: tk.Accelerator) -> Any:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return accelerator.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=3), scheduler)
+
+
+def loop(
+    accelerator: tk.Accelerator, things: Any, clip: float | None, tokens: bool = False
+) -> tuple[Any, list[Tensor]]:
+    """An epoch of six batches, the last one of fewer samples; and the norms of gradients."""
+    model, optimizer, loader, scheduler = things
+    norms: list[Tensor] = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y, reduction="sum" if tokens else "mean")
+            accelerator.backward(loss, weight=len(y) + int(y.sum()) if tokens else None)
+            if accelerator.sync_gradients and clip is not None:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), clip))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model).state_dict(), norms
+
+
+def weights(state: Any) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_it_trains_and_saves_as_ddp_does(tmp_path: Path) -> None:
+    ddp = made(False)
+    things = prepared(ddp)
+    first, norms = loop(ddp, things, 0.1)
+    first = weights(first)
+    ddp.save_state(tmp_path / "ddp")
+    second = weights(loop(ddp, things, 0.2)[0])
+    third = weights(loop(ddp, things, 0.2, tokens=True)[0])
+
+    calls = install()
+    accelerator = made(True, gradient_clipping=0.2)  # at each step, by itself
+    assert accelerator.distributed_type == tk.DistributedType.MEGATRON_LM
+    assert "Megatron on cpu" in accelerator.explain()
+    things = prepared(accelerator)
+    assert things[0] is accelerator.unwrap_model(things[0])
+    own, own_norms = loop(accelerator, things, 0.1)
+    assert_same(own, first, 1e-5)
+    torch.testing.assert_close(own_norms, norms)
+    steps = [call for call in calls if call[0] == "step"]
+    assert [said[2] for said in steps] == pytest.approx([0.1, 0.1, 0.05])  # the scheduler's
+    assert sum(call[0] == "finalize" for call in calls) == len(steps) == 3
+    assert not any(call[0] == "schedule" for call in calls)
+    accelerator.save_state(tmp_path / "megatron")
+    assert_same(loop(accelerator, things, None)[0], second, 1e-5)
+    assert_same(loop(accelerator, things, None, tokens=True)[0], third, 1e-5)
+    with pytest.raises(StrategyError, match="Megatron trains one model"):
+        accelerator.prepare(Model())
+    with pytest.raises(ConfigurationError, match="clips by the 2-norm only"):
+        accelerator.clip_grad_norm_(things[0].parameters(), 1.0, norm_type=float("inf"))
+    with pytest.raises(StrategyError, match="without a closure"):
+        things[1].step(lambda: 0.0)
+    accelerator.clear()
+
+    # Moments and all, from one into the other and back; Megatron by the launcher's word.
+    for path, megatron in (("ddp", True), ("megatron", False), ("megatron", True)):
+        with pytest.MonkeyPatch.context() as patch:
+            if megatron:
+                patch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", "MEGATRON_LM")
+            other = made(False)
+        assert other.strategy.name == ("megatron" if megatron else "ddp")
+        things = prepared(other)
+        other.load_state(tmp_path / path)
+        assert_same(loop(other, things, 0.2)[0], second, 1e-5)
+        other.clear()
+
+
+def test_what_is_said_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    for options, told in (
+        ({"pp_degree": 2}, "megatron_lm_pp_degree.*MeshStrategy"),
+        ({"use_distributed_optimizer": True}, "megatron_lm_use_distributed_optimizer"),
+        ({"num_micro_batches": 4}, "gradient_accumulation_steps"),
+        ({"expert_model_parallel_size": 2}, "experts are not here yet"),
+        ({"recompute_activations": True}, "TransformerConfig"),
+        ({"lr_warmup_iters": 10}, "lr_warmup_iters belongs to Megatron-LM's own training script"),
+    ):
+        with pytest.raises(ConfigurationError, match=f"(?s){told}"):
+            tk.MegatronLMPlugin(**options)
+    with pytest.raises(TypeError, match="'tp'"):
+        tk.MegatronLMPlugin(tp=2)
+    assert tk.MegatronLMPlugin(num_micro_batches=1, gradient_clipping=0, other_megatron_args=None).options == {
+        "tensor_parallel": 1,
+        "sequence_parallel": False,
+        "gradient_clipping": 0.0,
+    }
+    monkeypatch.setenv("TRAINER_KIT_MEGATRON_LM_TP_DEGREE", "4")
+    monkeypatch.setenv("TRAINER_KIT_MEGATRON_LM_GRADIENT_CLIPPING", "0.5")
+    found = tk.MegatronLMPlugin(sequence_parallelism=True).options
+    assert found == {"tensor_parallel": 4, "sequence_parallel": True, "gradient_clipping": 0.5}
+    with pytest.raises(StrategyError, match="megatron-core is not installed"):
+        tk.Accelerator(cpu=True, megatron_lm_plugin=tk.MegatronLMPlugin())
