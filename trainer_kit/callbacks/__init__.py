@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.progress_bar import TQDMProgressBar
     from trainer_kit.callbacks.timer import Timer
+    from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
 __all__ = [
     "Callback",
+    "EMAWeightAveraging",
     "EarlyStopping",
     "FunctionCallback",
     "GradientAccumulation",
@@ -27,9 +29,11 @@ __all__ = [
     "ModelSummary",
     "TQDMProgressBar",
     "Timer",
+    "WeightAveraging",
 ]
 
 _HOME = {
+    "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "FunctionCallback": "lambda_callback",
     "GradientAccumulation": "gradient_accumulation",
@@ -40,5 +44,6 @@ _HOME = {
     "ModelSummary": "model_summary",
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
+    "WeightAveraging": "weight_averaging",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -317,6 +317,10 @@ class TrainerLike(Protocol):
     @property
     def current_epoch(self) -> int: ...
     @property
+    def epoch_is_whole(self) -> bool:
+        """In ``on_train_epoch_end``: whether the epoch is over; a run that ends inside of it goes on there."""
+
+    @property
     def global_step(self) -> int: ...
     @property
     def callbacks(self) -> list[Any]: ...

@@ -111,6 +111,11 @@ class Position(ABC):
         return self.run is not None and self.run.micro.index + 1 >= self.num_training_batches
 
     @property
+    def epoch_is_whole(self) -> bool:
+        """In ``on_train_epoch_end``: whether the epoch is over; a run that ends inside of it goes on there."""
+        return self.run is not None and self.run.whole
+
+    @property
     def min_epochs(self) -> int:
         """Epochs before a stop request is granted."""
         return self.settings.min_epochs

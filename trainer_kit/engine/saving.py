@@ -221,7 +221,8 @@ class _Writing:
 
     def is_finite(self, snapshot: Any) -> bool:
         if not self.together:
-            return finite_weights(snapshot.tensors.get("model", {}), self.names)
+            parts = (snapshot.tensors.get(part, {}) for part in ("model", "current_model_state"))
+            return all(finite_weights(weights, self.names) for weights in parts)
         from trainer_kit.checkpoint.collective import Collective
 
         mine = all(

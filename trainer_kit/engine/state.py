@@ -117,7 +117,8 @@ def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule:
         state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
     logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
     loaders = (strategy.data.rank, reading_state(run, state["progress"]))
-    return rng_state(strategy.device), logged, own_buffers(strategy, run.module), loaders
+    lent = {name: tensor for c in callbacks for name, tensor in getattr(c, "lent_weights", {}).items()}
+    return rng_state(strategy.device), logged, own_buffers(strategy, run.module, lent), loaders
 
 
 def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
@@ -140,13 +141,20 @@ def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
     return [value for _, value in sorted(dict(numbered).items())]
 
 
-def own_buffers(strategy: Strategy, module: nn.Module) -> dict[str, Tensor]:
-    """What rank 0's ``state_dict`` says nothing about: the buffers of the other ranks, on the CPU, to be sent."""
+def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """What rank 0's ``state_dict`` says nothing about: the buffers of the other ranks, on the CPU, to be sent.
+
+    Args:
+        strategy: under which the module is trained.
+        module: whose buffers.
+        lent: by name, what training goes on from where the module has something else in its place.
+    """
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
     kept = module.state_dict()
     buffers = module.named_buffers(remove_duplicate=False)
-    return {name: buffer.detach().cpu() for name, buffer in buffers if name in kept}  # sync point: a checkpoint
+    own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
+    return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
 
 
 def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,7 +299,10 @@ def restore(
     if differs is None:  # else every rank goes on from what stood for all
         state = {**state, **state.get(own_part(run.strategy.world.rank), {})}
     with fitting("state_dict", RuntimeError):  # torch names the weights of another model
-        run.strategy.load_module_state(run.module, state["state_dict"], strict)
+        weights = state["state_dict"]
+        if "optimizer_states" in state:  # of a run: what it deploys may be averages of what it trains
+            weights = {**weights, **state.get("current_model_state", {})}
+        run.strategy.load_module_state(run.module, weights, strict)
     if "optimizer_states" not in state:
         return  # weights only
     names = {id(parameter): name for name, parameter in run.module.named_parameters()}

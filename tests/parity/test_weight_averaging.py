@@ -1,0 +1,135 @@
+"""Averages under every way to divide a module are those of one process, divided as its weights are."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trainer_kit as tk
+from tests.parity.plain import case
+from tests.strategies.pipelines import stages
+from trainer_kit.callbacks import EMAWeightAveraging
+from trainer_kit.checkpoint.manifest import read_manifest
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, PostLocalSGD
+from trainer_kit.testing.conformance import _Adaptive, _samples, assert_same, fit, whole
+
+SPLIT = tk.ParallelPlan(tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"})
+STRATEGIES = {
+    "one": lambda: "auto",
+    "ddp": DDPStrategy,
+    "fsdp": FSDPStrategy,
+    "tp": partial(MeshStrategy, dp_shard=1, tp=2, plan=SPLIT),
+    "pp": stages,
+}
+
+
+class Evaluated(_Adaptive):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def val_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(_samples(24), batch_size=12 // self.trainer.strategy.data.size)
+
+
+class Counts(Evaluated):
+    """A buffer of each rank's own."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(3, dtype=torch.float64))
+            self.shown: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if not self.trainer.evaluating:
+            self.seen += 1 + self.trainer.strategy.data.rank
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.shown.append(float(self.seen[0]))
+        super().validation_step(batch, batch_idx)
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local()
+
+
+def averaged(strategy: Any, make: Any, devices: int, steps: int, **options: Any) -> Any:
+    ema = EMAWeightAveraging(decay=0.7, update_every_n_steps=2, update_starting_at_epoch=0)
+    settings = {"max_steps": steps, "max_epochs": 1, "global_batch_size": 12, "callbacks": ema, "val_check_interval": 2}
+    trainer, found = fit(strategy, make, 72, 12, devices, num_sanity_val_steps=0, **settings, **options)
+    assert ema._averages is not None
+    live = dict(ema._averages.own_weights())
+    return trainer, found, live, ema
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_as_in_one_process_and_from_any_into_any_other() -> None:
+    rank = dist.get_rank()
+    box = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(box, 0)
+    directory = Path(box[0])
+    alone, expected, live, _ = averaged("auto", Evaluated, 1, 6)
+    loss = float(alone.callback_metrics["val"])
+    assert not torch.equal(live["net.first.weight"], expected["net.first.weight"])
+    for name, strategy in STRATEGIES.items():
+        with case(writer=name):
+            if name != "one" or rank == 0:
+                averaged(strategy(), Evaluated, 1 if name == "one" else 2, 3, save=str(directory / name))
+        dist.barrier()
+    assert read_manifest(directory / "fsdp")["shards"] == 2
+    names = list(STRATEGIES)
+    for number, (name, strategy) in enumerate(STRATEGIES.items()):
+        for writer in (name, names[number - 1]):
+            with case(reader=name, writer=writer):
+                path = str(directory / writer)
+                trainer, found, mine, ema = averaged(
+                    strategy(), Evaluated, 1 if name == "one" else 2, 6, ckpt_path=path
+                )
+                assert_same(found, expected, 1e-9)
+                assert float(trainer.callback_metrics["val"]) == pytest.approx(loss, rel=1e-7)
+                assert_same(whole(mine), {key: live[key] for key in mine}, 1e-9)
+                kept, weights = ema._averages._kept, ema._averages._live
+                for key, average in kept.items():
+                    assert getattr(average, "placements", None) == getattr(weights[key], "placements", None)
+                if name == "fsdp":
+                    here, everywhere = (sum(v.numel() for v in of) for of in (map(local, kept.values()), live.values()))
+                    assert here < 0.6 * everywhere
+    check_own_buffers(directory)
+    check_refused()
+
+
+def check_own_buffers(directory: Path) -> None:
+    """Those of rank 0 count in an evaluation; each rank goes on with its own, and in the same bits."""
+    for name in ("ddp", "fsdp"):
+        made = partial(DDPStrategy, broadcast_buffers=False) if name == "ddp" else FSDPStrategy
+        with case(buffers_of=name):
+            seen: list[Any] = []
+
+            def make(into: Any = seen) -> Any:
+                into.append(Counts())
+                return into[-1]
+
+            _, whole_run, live, _ = averaged(made(), make, 2, 6)
+            assert seen[0].shown == pytest.approx([1.0] * 2 + [0.7 + 0.3 * 3] * 2 + [0.7 * 1.6 + 0.3 * 5] * 2)
+            averaged(made(), make, 2, 3, save=str(directory / f"own-{name}"))
+            _, again, mine, _ = averaged(made(), make, 2, 6, ckpt_path=str(directory / f"own-{name}"))
+            if dist.get_rank() > 0:
+                del again["seen"], whole_run["seen"]  # its average is nobody's
+            assert_same(again, whole_run, 0.0)
+            assert_same(whole(mine), whole(live), 0.0)
+            assert float(mine["seen"][0]) == 6.0 * (1 + dist.get_rank())
+
+
+def check_refused() -> None:
+    for strategy, says in ((DDPStrategy(local_sgd=PostLocalSGD(2)), "local SGD"), ("deepspeed", "flat copies")):
+        with pytest.raises(ConfigurationError, match=says):
+            averaged(strategy, Evaluated, 2, 1, precision="32-true")
