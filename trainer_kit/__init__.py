@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
     from trainer_kit.data import move_to_device as send_to_device
+    from trainer_kit.inference.pipeline import prepare_pippy
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.raw.batch_size import find_executable_batch_size
     from trainer_kit.raw.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -118,6 +119,7 @@ __all__ = [
     "optimizer",
     "pad_across_processes",
     "precision",
+    "prepare_pippy",
     "reduce",
     "register_tracker_class",
     "seed_everything",
@@ -179,6 +181,7 @@ _HOME = {
     "on_main_process": "raw.trackers:on_main_process",
     "optimizer": "precision.optimizers:make_optimizer",
     "pad_across_processes": "accelerator:pad_across_processes",
+    "prepare_pippy": "inference.pipeline:prepare_pippy",
     "reduce": "accelerator:reduce",
     "register_tracker_class": "raw.trackers:register_tracker_class",
     "seed_everything": "core.seed:seed_everything",
@@ -199,7 +202,6 @@ _NOT_YET = {
     "init_on_device": "building a model without memory",
     "load_checkpoint_and_dispatch": "spreading a model over devices",
     "load_checkpoint_in_model": "spreading a model over devices",
-    "prepare_pippy": "a pipeline under an Accelerator (a Trainer has it: MeshStrategy(pp=))",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 

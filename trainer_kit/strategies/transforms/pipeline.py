@@ -181,6 +181,18 @@ class Pipeline:
 
         return step
 
+    # -- inference alone -----------------------------------------------------------------------------------------
+
+    def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
+        """The model's outputs for several batches that follow each other, on the rank that has the last stage."""
+        self._evaluations += 1
+        with torch.no_grad(), _drawing(self._noise + self._evaluations, self.device):
+            return self._relay.follow(inputs)
+
+    def share(self, value: Any, last: bool = True) -> Any:
+        """What the rank of the last stage has, or of the first, on every rank."""
+        return self._relay.share(value, self.ranks[-1 if last else 0])
+
     # -- a window ------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro: MicroSteps) -> None:

@@ -42,7 +42,11 @@ class Relay:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the last stage, on every rank."""
         output, _ = self._pass(args, kwargs)
-        return self._share(output)
+        return self.share(output, self.ranks[-1])
+
+    def follow(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
+        """The outputs of several batches, which are under way together, on the rank of the last stage."""
+        return [self._pass(args, kwargs)[0] for args, kwargs in inputs]
 
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember the shapes between the stages under ``key``; nothing else is changed."""
@@ -95,9 +99,8 @@ class Relay:
             dist.recv(tensor, source, group=self.group)
         return tensors
 
-    def _share(self, output: Any) -> Any:
-        """The last stage's, on every rank: what it is made of, then its tensors."""
-        owner = self.ranks[-1]
+    def share(self, output: Any, owner: int) -> Any:
+        """What a rank of the group has, on every rank: what it is made of, then its tensors."""
         source, mine = dist.get_global_rank(self.group, owner), dist.get_rank(self.group) == owner
         box: list[Any] = [apply_to_collection(output, Tensor, _without_storage) if mine else None]
         dist.broadcast_object_list(box, source, group=self.group, device=self.device)

@@ -1,0 +1,173 @@
+"""One model over several processes, for inference: each holds some stages, and parts of a batch follow each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.origins import choose, is_true
+from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
+from trainer_kit.precision.words import make_precision
+from trainer_kit.strategies.process_group import join_world
+from trainer_kit.strategies.transforms.pipeline import Pipeline
+from trainer_kit.strategies.transforms.stages import lay_out
+
+__all__ = ["prepare_pippy"]
+
+_PLAIN: Final = (int, float, str, bool, type(None))
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: Sequence[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Divide a model's blocks among all processes; every process calls it, and the model afterwards.
+
+    A call takes the inputs of the main process, and runs without gradients; shapes may differ from call to call. The
+    last process gets the output, the others None. The weights are those of the main process: on the others the model
+    may be on the meta device.
+
+    Args:
+        model: is changed in place: each process keeps its own blocks, on its device.
+        split_points: names of the blocks at which the second and later processes begin; ``"auto"`` divides the
+            largest list of blocks by number of parameters.
+        no_split_module_classes: names of classes that stay on one process, as whole blocks do anyway.
+        example_args: what the model is called with: a first call shows at once whether it can be divided.
+        example_kwargs: the same.
+        num_chunks: into how many parts a batch is divided, which follow each other; by default as many as processes.
+        gather_output: every process gets the output.
+
+    Returns:
+        The model.
+
+    Raises:
+        StrategyError: the model cannot be divided that way.
+
+    Example:
+        >>> net = prepare_pippy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), example_args=(torch.ones(3, 4),))
+        >>> net(torch.ones(3, 4)).shape  # one process has it all
+        torch.Size([3, 2])
+    """
+    here = Environment.detect()
+    on_cpu = is_true(choose("use_cpu", None, False).value)
+    device = pick_device("cpu" if on_cpu else "auto", here.local_rank)
+    chunks = here.world_size if num_chunks is None else num_chunks
+    if chunks < 1:
+        raise StrategyError("a batch has one part at least", found=f"num_chunks={num_chunks}")
+    if here.world_size == 1:
+        return model.to(device)
+    _untie(model)
+    plan = PipelinePlan(model="", split_points=split_points)
+    blocks = lay_out(model, plan, here.world_size).blocks
+    _refuse_inside(model, blocks[0][0].rpartition(".")[0], no_split_module_classes or ())
+    world = join_world(device)
+    assert dist.group.WORLD is not None
+    pipeline = Pipeline(dist.group.WORLD, world, device, "GPipe")
+    pipeline.apply(model, ParallelPlan(pipeline=plan), make_precision("32-true", device.type))
+    model.__dict__["hf_split_points"] = [names[0] for names in blocks[1:]]
+    model.__dict__["forward"] = _Chunked(pipeline, chunks, gather_output)
+    if example_args or example_kwargs:
+        model(*example_args, **dict(example_kwargs or {}))
+    return model
+
+
+@final
+class _Chunked:
+    """The forward of a divided model."""
+
+    def __init__(self, pipeline: Pipeline, chunks: int, gathers: bool) -> None:
+        self.pipeline, self.chunks, self.gathers = pipeline, chunks, gathers
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self.pipeline.share((args, kwargs), last=False)
+        sizes = _sizes((args, kwargs), self.chunks)
+        outputs = self.pipeline.infer(_divided((args, kwargs), sizes))
+        output = _together(outputs, sizes) if self.pipeline.last else None
+        return self.pipeline.share(output) if self.gathers else output
+
+
+def _sizes(inputs: Any, chunks: int) -> list[int]:
+    """Of the parts of a batch, which is as long as its first tensor; none is empty."""
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
+    if not tensors:
+        if chunks > 1:
+            raise StrategyError("there is no batch to divide", found="no tensor among the inputs", fix="num_chunks=1")
+        return [0]
+    return [len(part) for part in torch.arange(len(tensors[0])).tensor_split(chunks) if len(part)] or [0]
+
+
+def _divided(inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]) -> list[Any]:
+    """The inputs of each part; what is not as long as the batch belongs to all of them."""
+    if len(sizes) == 1:
+        return [inputs]
+    whole, made, start = sum(sizes), [], 0
+    for size in sizes:
+
+        def part(tensor: Tensor, start: int = start, size: int = size) -> Tensor:
+            return tensor.narrow(0, start, size) if tensor.ndim and len(tensor) == whole else tensor
+
+        made.append(tree_map_only(Tensor, part, inputs))
+        start += size
+    return made
+
+
+def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten(output) for output in outputs]
+    made = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if all(
+            isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)
+        ):
+            made.append(torch.cat(leaves))
+        elif all(_same(leaf, leaves[0]) for leaf in leaves):  # tables, flags
+            made.append(leaves[0])
+        else:
+            shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+            raise StrategyError(
+                "the outputs of the parts of a batch cannot be put together",
+                found=f"{shapes} for parts of {list(sizes)} samples",
+                fix="return what has an entry a sample (no loss, use_cache=False), or num_chunks=1",
+            )
+    return tree_unflatten(made, flat[0][1])
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)  # sync point: of what is no output of samples
+    return isinstance(one, _PLAIN) and one == other
+
+
+def _untie(model: nn.Module) -> None:
+    """Parameters that layers share get an object for each place: nothing trains them, and places may lie apart."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in seen:
+                module._parameters[name] = nn.Parameter(parameter.detach(), parameter.requires_grad)
+            elif parameter is not None:
+                seen.add(id(parameter))
+
+
+def _refuse_inside(model: nn.Module, container: str, classes: Sequence[str]) -> None:
+    """Refuse to divide what is inside of a module that is to stay whole."""
+    for name, part in model.named_modules():
+        if type(part).__name__ in classes and (f"{container}.".startswith(f"{name}.") or not name):
+            raise StrategyError(
+                f"{type(part).__name__} is to stay on one process, and its blocks are what is divided",
+                found=f"{container or type(model).__name__}, no_split_module_classes={list(classes)}",
+                fix="name the class of the blocks, or give split_points",
+            )
