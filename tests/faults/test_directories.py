@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,6 +40,38 @@ trainer = Trainer(
     logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
 )
 trainer.fit(TinyModule(), [torch.ones(2, 32)] * 6)
+"""
+IS_REFUSED = """
+import os, sys
+import torch
+from trainer_kit import Callback, Trainer
+from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.testing import TinyModule
+
+class Says(Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        print("a step")
+
+def fit(directory, *callbacks):
+    trainer = Trainer(
+        max_steps=1, callbacks=[ModelCheckpoint(directory), *callbacks],
+        logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+    )
+    trainer.fit(TinyModule(), [torch.ones(2, 32)])
+
+closed, directory = sys.argv[1:]
+fit("allowed")  # everything is imported now: the other user may not read it
+if os.geteuid() == 0:  # who may write everywhere
+    os.setgroups([])
+    os.setresgid(65534, 65534, 65534)
+    os.setresuid(65534, 65534, 65534)
+os.chdir(closed)
+assert os.listdir() == [] and not os.access(closed, os.W_OK)
+try:
+    fit(directory, Says())
+except CheckpointError as error:
+    print(error)
 """
 
 
@@ -140,11 +173,6 @@ def unwritable(kind, tmp_path):
         return Path("/proc/checkpoints"), [], "No such file"
     directory = tmp_path / "closed"
     directory.mkdir()
-    if kind == "not permitted":
-        if os.geteuid() == 0:
-            pytest.skip("root may write everywhere")
-        directory.chmod(0o500)
-        return directory, ["chmod", "700", str(directory)], "Permission denied"
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("mounting and attributes need root on Linux")
     if kind == "immutable":
@@ -158,7 +186,7 @@ def unwritable(kind, tmp_path):
 
 
 @pytest.mark.parametrize("below", ["", "a/b"])
-@pytest.mark.parametrize("kind", ["below a file", "no such place", "not permitted", "immutable", "read-only"])
+@pytest.mark.parametrize("kind", ["below a file", "no such place", "immutable", "read-only"])
 def test_an_unwritable_directory_is_an_error_before_the_first_step(tmp_path, kind, below):
     directory, undo, reason = unwritable(kind, tmp_path)
     looks = Looks(directory)
@@ -172,6 +200,21 @@ def test_an_unwritable_directory_is_an_error_before_the_first_step(tmp_path, kin
     finally:
         if undo:
             subprocess.run(undo, check=True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="permissions are POSIX's")
+@pytest.mark.parametrize("below", ["", "a/b"])
+def test_so_is_one_that_this_user_may_not_write_to(programs, below):
+    place = Path(tempfile.mkdtemp(dir="/tmp"))  # every user gets there, unlike to a directory of pytest's
+    try:
+        place.chmod(0o755)
+        (closed := place / "closed").mkdir(0o555)
+        ran = programs.run_code(IS_REFUSED, str(closed), str(closed / below))
+        assert ran.stdout.startswith(f"{closed / below}: no checkpoint can be written here: Permission denied"), ran
+        assert "a step" not in ran.stdout
+        assert os.listdir(closed) == []
+    finally:
+        shutil.rmtree(place)
 
 
 @pytest.mark.world_size(2)
