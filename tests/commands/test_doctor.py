@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tests.ports import free_port
 from trainer_kit.commands.main import main
 
 
@@ -18,9 +19,7 @@ from trainer_kit.commands.main import main
 def doctor(monkeypatch, tmp_path):
     for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    with socket.socket() as probe:  # one that is free, whatever else runs here
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # whatever else runs here
 
     def call(directory=tmp_path):
         result = CliRunner().invoke(main, ["doctor", "--directory", str(directory)])

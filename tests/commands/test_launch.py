@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.launch.configurations import SAMPLES
+from tests.ports import free_port
 from trainer_kit.commands.main import main
 from trainer_kit.launch.file import read_configuration
 
@@ -98,14 +98,8 @@ def launch(*words: str) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def on_two_machines(*words: str) -> list[tuple[int, str, str]]:
-    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
+    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
     agents = [start(*shared, "--machine_rank", rank, *words) for rank in "10"]
     ended = []
     for agent in reversed(agents):
@@ -238,7 +232,7 @@ def test_two_machines_restart_together() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "told to stop")])
 def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
-    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", free_port())
+    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
     words = ("--num_processes", "2", "--max_restarts", "2", "raw.py", "wait")
     agents = [start(*shared, "--machine_rank", rank, *words) for rank in "01"]
     ranks_that_listen_to_nobody_outside(agents, processes=4)
@@ -301,7 +295,7 @@ def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
 
 @pytest.mark.slow
 def test_mpi_needs_no_options() -> None:
-    port = free_port()
+    port = str(free_port())
     tasks = [start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)]
     assert all_out(tasks) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
 

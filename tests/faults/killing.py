@@ -13,7 +13,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ import trainer_kit.strategies.fsdp
 import trainer_kit.strategies.mesh
 import trainer_kit.trainer  # noqa: F401
 from trainer_kit.launch.bootstrap import _leave
+from trainer_kit.launch.processes import local_environment
 
 FILE_EVENTS = {"open", "os.link", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
 ADOPT_ORPHANS, DIE_WITH_PARENT = 36, 1  # of prctl
@@ -61,10 +61,7 @@ def rank_environments(count: int) -> list[dict[str, str]]:
     """What torchrun sets; nothing for a single process."""
     if count == 1:
         return [{}]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "GROUP_RANK": "0"}
-    shared["LOCAL_WORLD_SIZE"] = str(count)
+    shared = local_environment(count)
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 

@@ -182,7 +182,11 @@ def unwritable(kind, tmp_path):
         undo = ["umount", str(directory)]
     if shutil.which(do[0]) is None or subprocess.run(do, capture_output=True).returncode:
         pytest.skip(f"{do[0]} does not work here")
-    return directory, undo, "not permitted" if kind == "immutable" else "Read-only"
+    return (
+        directory,
+        undo,
+        "not permitted" if kind == "immutable" else "no checkpoint can be written here: Read-only file system",
+    )
 
 
 @pytest.mark.parametrize("below", ["", "a/b"])

@@ -6,15 +6,14 @@ import errno
 import os
 import re
 import signal
-import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from tests.mounts import mounted
 from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
@@ -227,21 +226,6 @@ def test_a_process_that_may_write_no_more(tmp_path, programs):
     verify_checkpoint(tmp_path / "step-00000006")
 
 
-@contextmanager
-def mounted(directory, size):
-    directory.mkdir()
-    if sys.platform != "linux" or os.geteuid() != 0:
-        pytest.skip("mounting needs root on Linux")
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", size, "none", str(directory)], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("a tmpfs cannot be mounted here")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
-
-
 @pytest.mark.parametrize(("size", "reason"), [("size=300k", "No space"), ("size=1m,nr_inodes=26", "No space")])
 def test_a_full_disk(tmp_path, capsys, size, reason):
     disk = tmp_path / "disk"
@@ -261,7 +245,7 @@ def test_a_full_disk(tmp_path, capsys, size, reason):
                 for path in disk.glob("other-*"):
                     path.unlink()
 
-    with mounted(disk, size):
+    with mounted(disk, "-t", "tmpfs", "-o", size, "none"):
         trainer, _, seen = fit(disk, Fills())
         assert trainer.global_step == 8
         assert seen[5] == [2]

@@ -17,42 +17,25 @@ import subprocess
 import sys
 import time
 import warnings
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.mounts import mounted
 from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.mend import newest_verified
 from trainer_kit.checkpoint.read import read_info, verify_checkpoint
-from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or (hasattr(os, "geteuid") and os.geteuid() != 0) or not shutil.which("mkfs.ext4"),
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("mkfs.ext4"),
     reason="needs root on Linux, mkfs.ext4 and loop devices",
 )
 LOSSES = int(os.environ.get("LOSSES", "6"))
 SHUT_DOWN, WITHOUT_JOURNAL = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN and its flag
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-
-
-def mount(*arguments):
-    done = subprocess.run(["mount", *map(str, arguments)], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
-
-
-@contextmanager
-def mounted(directory, *arguments):
-    directory.mkdir(exist_ok=True)
-    mount(*arguments, directory)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", str(directory)], check=True)
 
 
 class Reports:
@@ -137,14 +120,6 @@ def test_what_was_reported_saved_is_there(tmp_path, capsys, keep):
             count += len(paths)
         image.unlink()
     assert count >= LOSSES // 2
-
-
-def test_a_read_only_file_system_is_an_error_before_the_first_step(tmp_path):
-    disk = tmp_path / "disk"
-    with mounted(disk, "-t", "tmpfs", "-o", "size=1m", "none"):
-        mount("-o", "remount,ro", disk)
-        with pytest.raises(CheckpointError, match="no checkpoint can be written here: Read-only file system"):
-            fit(disk, 1, 1)
 
 
 def test_what_is_said_of_a_full_disk_is_true(tmp_path, capsys):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.ports import free_port
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
 from trainer_kit.launch.machines import Machines, PeerFailed
@@ -16,10 +17,7 @@ ABOUT = {"processes": 2}
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        found: int = probe.getsockname()[1]
-    return found
+    return free_port()
 
 
 def on_each(port: int, *calls):
