@@ -25,6 +25,7 @@ __all__ = [
     "flatten",
     "in_units",
     "read_file",
+    "read_header",
     "read_tensors",
     "safetensors_bytes",
     "sync_directory",
@@ -50,6 +51,7 @@ TENSOR_DTYPES: Final = {
 }
 """The dtypes that every safetensors release we support can hold, by the name the format gives them."""
 
+_DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 _CHUNK: Final = 4 << 20
 _PIECE: Final = 64 << 20
 """Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
@@ -188,6 +190,24 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
             return {name: file.get_tensor(name).clone() for name in list(file.keys())}
     except Exception as error:  # the header is data: torch refuses what it asks for in many ways
         raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file without their content, on torch's ``meta`` device; only the header is read.
+
+    Raises:
+        CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
+    """
+    try:
+        with safe_open(str(file), framework="pt") as content:
+            entries = {name: content.get_slice(name) for name in list(content.keys())}
+            found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
+    except Exception as error:  # the header is data: whatever it provokes
+        raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
+    for name, (word, _) in found.items():
+        if word not in _DTYPES:
+            raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
+    return {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}
 
 
 def sync_directory(path: Path) -> None:

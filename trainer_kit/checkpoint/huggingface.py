@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, read_file, read_tensors
+from trainer_kit.checkpoint.files import read_file, read_header, read_tensors
 from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, load_json
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["find_weight_files", "holds_weight_files", "read_header", "read_weight_files"]
+__all__ = ["find_weight_files", "holds_weight_files", "read_weight_files"]
 
 _INDEX: Final = ".safetensors.index.json"
 _MOST: Final = 64 << 20
-_DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 
 
 def holds_weight_files(path: Path) -> bool:
@@ -89,21 +87,3 @@ def read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> 
                 raise CheckpointError(file, name, "another file of this directory holds it too")
             weights[name] = tensor
     return weights
-
-
-def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file without their content, on torch's ``meta`` device; only the header is read.
-
-    Raises:
-        CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
-    """
-    try:
-        with safe_open(str(file), framework="pt") as content:
-            entries = {name: content.get_slice(name) for name in list(content.keys())}
-            found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
-    except Exception as error:  # the header is data: whatever it provokes
-        raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
-    for name, (word, _) in found.items():
-        if word not in _DTYPES:
-            raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
-    return {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer_kit.checkpoint.dtypes import CARRIERS
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_units, read_file
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_units, read_file, read_header
 from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, load_json
 from trainer_kit.core.errors import CheckpointError
 
@@ -281,17 +281,10 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     """The tensors of a safetensors file, each as one chunk: how a checkpoint that was not sharded looks.
 
     Raises:
-        CheckpointError: when it is not a safetensors file.
+        CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
     """
-    dtypes = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
     layout = {}
-    try:
-        with safe_open(str(file), framework="pt", device="cpu") as opened:
-            for name in list(opened.keys()):
-                view = opened.get_slice(name)
-                shape = tuple(view.get_shape())
-                chunk = Chunk((0,) * len(shape), shape, file.name, name)
-                layout[name] = TensorLayout(dtypes[view.get_dtype()], shape, (chunk,) if math.prod(shape) else ())
-    except Exception as error:  # the header is data: it is refused in many ways
-        raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
+    for name, tensor in read_header(file).items():
+        chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, name)
+        layout[name] = TensorLayout(tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ())
     return layout

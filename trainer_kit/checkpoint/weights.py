@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
-from trainer_kit.checkpoint.files import read_tensors
-from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_header, read_weight_files
+from trainer_kit.checkpoint.files import read_header, read_tensors
+from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_weight_files
 from trainer_kit.checkpoint.layout import read_layout
 from trainer_kit.checkpoint.manifest import DOCUMENT, is_sharded, read_manifest, shards_of
 from trainer_kit.checkpoint.read import read_checkpoint, read_trees
