@@ -16,6 +16,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer_kit.checkpoint.hidden import hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
 
@@ -27,6 +28,7 @@ __all__ = [
     "read_file",
     "read_header",
     "read_tensors",
+    "replace_file",
     "safetensors_bytes",
     "sync_directory",
     "write_file",
@@ -133,6 +135,25 @@ def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dic
             file.flush()
             os.fsync(file.fileno())
     return {"size": size, "xxh3_64": digest.hexdigest()}
+
+
+def replace_file(path: Location, data: bytes, mode: int = 0o666) -> None:
+    """Put ``data`` in the place of a file, durably: whenever this ends, the old content or the new is there.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
+    work = hidden_path(path, "tmp")
+    try:
+        write_file(work, [data], mode)
+        os.replace(work, path)
+        sync_directory(path.parent)
+    except BaseException:
+        work.unlink(missing_ok=True)
+        raise
 
 
 def checksum(path: Location) -> str:

@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import PurePosixPath
 from typing import Any, Final, final
 
-from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
-from trainer_kit.checkpoint.hidden import DAMAGED, hidden_path
+from trainer_kit.checkpoint.files import read_file, replace_file
+from trainer_kit.checkpoint.hidden import DAMAGED
 from trainer_kit.checkpoint.manifest import MANIFEST, digest, load_json
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of
 from trainer_kit.core.errors import CheckpointError
@@ -130,23 +130,9 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
     index = dict(sorted(index.items()))
     content = json.dumps({"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1) + "\n"
     try:
-        _put(root / _INDEX, content.encode())
+        replace_file(root / _INDEX, content.encode())
     except OSError as error:
         raise CheckpointError(root / _INDEX, None, f"could not be written: {error}") from error
-
-
-def _put(file: Location, data: bytes) -> None:
-    if isinstance(file, RemotePath):
-        file.write_bytes(data)
-        return
-    work = hidden_path(file, "tmp")
-    try:
-        write_file(work, [data])
-        os.replace(work, file)
-        sync_directory(file.parent)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
 
 
 def _within(root: Location, target: Location) -> str | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.checkpoint.commit import versions as library_versions
-from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
-from trainer_kit.checkpoint.hidden import Hidden, hidden_path
+from trainer_kit.checkpoint.files import read_file, replace_file
+from trainer_kit.checkpoint.hidden import Hidden
 from trainer_kit.checkpoint.manifest import load_json
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, absolute
@@ -310,14 +310,7 @@ def _write(record: RunRecord) -> bool:
             kept = [other for other in others or () if other.key != record.key]
             runs = [{k: v for k, v in asdict(r).items() if k != "directory"} for r in (*kept, record)]
             content = {"format": _FORMAT, "version": _VERSION, "runs": runs}
-            work = hidden_path(file, "tmp")
-            try:
-                write_file(work, [(json.dumps(content, indent=1) + "\n").encode()], mode=0o600)
-                os.replace(work, file)
-            except BaseException:
-                work.unlink(missing_ok=True)
-                raise
-            sync_directory(directory)
+            replace_file(file, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
     except OSError as error:
         fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
         raise CheckpointError(file, None, f"could not be written: {error.strerror or error}", fix=fix) from error
