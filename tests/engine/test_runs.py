@@ -15,7 +15,7 @@ from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.checkpoint.read import read_info
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine import runs
-from trainer_kit.engine.runs import read_records
+from trainer_kit.engine.records import read_records
 from trainer_kit.loggers import CSVLogger, JSONLLogger
 from trainer_kit.testing import TinyModule
 
@@ -183,10 +183,10 @@ def test_a_finished_fit_of_an_unfinished_script_is_loaded(script, capsys):
 def test_a_script_that_died_while_it_told_that_it_was_over_is_loaded(script, monkeypatch):
     execution = script()
     fit(), fit()
-    write, calls = runs._write, []
-    monkeypatch.setattr(runs, "_write", lambda record: calls or calls.append(write(record)))
+    write, calls = runs.write_record, []
+    monkeypatch.setattr(runs, "write_record", lambda record: calls or calls.append(write(record)))
     execution.at_exit()
-    monkeypatch.setattr(runs, "_write", write)
+    monkeypatch.setattr(runs, "write_record", write)
     assert [record(Path("trainer_kit_logs", f"version_{n}")).ended for n in (0, 1)] == [False, True]
     script()
     assert [Path(fit().log_dir).name for _ in range(2)] == ["version_0", "version_1"]

@@ -18,7 +18,7 @@ import pytest
 
 from tests.faults.supervised import Server
 from tests.faults.test_kills import assert_same, said
-from trainer_kit.engine.runs import read_records
+from trainer_kit.engine.records import read_records
 from trainer_kit.loggers.journal import read_journal
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted by prctl")

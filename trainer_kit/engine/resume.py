@@ -16,7 +16,7 @@ from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero
-from trainer_kit.engine.runs import RUN, read_records
+from trainer_kit.engine.records import RUN, read_records
 from trainer_kit.engine.state import fitting, own_part
 
 __all__ = [

@@ -28,9 +28,10 @@ from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.optimize import LRSchedulerConfig, parameters_of
 from trainer_kit.engine.position import Position
+from trainer_kit.engine.records import RunRecord
 from trainer_kit.engine.requests import Requests
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.runs import RunRecord, choose_run, count_fit
+from trainer_kit.engine.runs import choose_run, count_fit
 from trainer_kit.engine.saving import save_to
 from trainer_kit.engine.state import collect
 
