@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any, Final, final
@@ -174,8 +174,8 @@ class Entry:
         return [self.hook, self.base, self.loader, self.sums, values, list(self.weights), options, latest]
 
     @staticmethod
-    def of_state(state: Sequence[Any]) -> Entry:
-        """What `state` returned; its metric object is for the caller to find."""
+    def of_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
+        """What `state` returned; a metric object is the one of ``modules`` at its place."""
         hook, name, loader, sums, values, weights, *rest = state
         options = list(rest[0]) if rest else [False, None, False, True, "mean", True, True, False]
         if options[4] == "function":
@@ -185,6 +185,7 @@ class Entry:
         entry.restored = True
         if len(rest) > 1:
             entry.last, entry.last_weight, entry.turn = (rest[1][key] for key in ("value", "weight", "turn"))
+            entry.metric = modules.get(rest[1]["metric"])
         return entry
 
     def copy(self) -> Entry:

@@ -324,13 +324,12 @@ class Metrics:
         self.progress_bar.update(state.get("progress_bar", {}))
         self._shown.update(state.get("others", {}))
         self._flushed = state.get("flushed", -1)
+        modules = {}
         if self.module is not None:
             restore_running(self.module, state.get("objects", {}))
+            modules = dict(self.module.named_modules())
         for saved in state.get("running", []) if self.counts else ():
-            entry = Entry.of_state(saved)
-            place = saved[7]["metric"] if len(saved) > 7 else None
-            if place is not None:
-                entry.metric = dict(self.module.named_modules()).get(place)
+            entry = Entry.of_state(saved, modules)
             if entry.recorded:
                 self._tables["train"][(entry.hook, entry.base, entry.loader)] = entry
 
