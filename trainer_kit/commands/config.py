@@ -12,7 +12,7 @@ import click
 from trainer_kit.commands.questions import ask, choose
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.secrets import mask_secrets
-from trainer_kit.launch.options import SECTIONS, TOP, Option
+from trainer_kit.launch.options import SECTIONS, TOP, Option, several_on
 
 __all__ = ["config"]
 
@@ -59,7 +59,6 @@ _ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
         },
     ),
 }
-_KINDS: Final = {"xpu": "MULTI_XPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "hpu": "MULTI_HPU", "musa": "MULTI_MUSA"}
 _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 
@@ -121,7 +120,7 @@ def _answers() -> dict[str, Any]:
         answers.update({name: ask(f"{name}?", default, str) for name, default in _SAGEMAKER})
         answers["distributed_type"] = "NO"
     else:
-        several = _KINDS.get(device or "", "MULTI_GPU")
+        several = several_on(device or "cuda")
         kinds = (
             ("NO", "one process"),
             ("MULTI_CPU", "several processes on the CPU"),
@@ -200,7 +199,7 @@ def _default(context: click.Context, mixed_precision: str, config_file: Path | N
         path,
         {
             "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": _KINDS.get(device or "", "MULTI_GPU") if several else "NO",
+            "distributed_type": several_on(device or "cuda") if several else "NO",
             "num_processes": count if several else 1,
             "num_machines": 1,
             "use_cpu": device is None,

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 from trainer_kit.core.origins import is_true
 
-__all__ = ["ENGINES", "SECTIONS", "TOP", "Option", "all_options"]
+__all__ = ["ENGINES", "SECTIONS", "TOP", "Option", "all_options", "several_on"]
 
 _FALSE: Final = ("false", "no", "off", "0", "n")
 
@@ -113,6 +113,17 @@ _DYNAMO: Final = (
     "NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT",
     "ONNXRT", "TENSORRT", "AOT_TORCHXLA_TRACE_ONCE", "TORCHXLA_TRACE_ONCE", "IPEX", "TVM", "HPU_BACKEND",
 )  # fmt: skip
+
+
+def several_on(device: str) -> str:
+    """The kind of a run on several devices of this type, as torch calls it.
+
+    Example:
+        >>> several_on("npu"), several_on("cuda")
+        ('MULTI_NPU', 'MULTI_GPU')
+    """
+    kind = f"MULTI_{device.upper()}"
+    return kind if kind in _KINDS else "MULTI_GPU"
 
 
 def _table(*options: Option) -> dict[str, Option]:

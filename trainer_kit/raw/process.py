@@ -16,6 +16,7 @@ from torch import distributed as dist
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.launch.options import several_on
 
 __all__ = ["DistributedType", "Processes", "made_together"]
 
@@ -37,13 +38,13 @@ class DistributedType(str, Enum):
     MULTI_XPU = "MULTI_XPU"
     MULTI_MLU = "MULTI_MLU"
     MULTI_HPU = "MULTI_HPU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_NEURON = "MULTI_NEURON"
     FSDP = "FSDP"
     DEEPSPEED = "DEEPSPEED"
     MEGATRON_LM = "MEGATRON_LM"
     XLA = "XLA"
-
-
-_BY_DEVICE = {"cpu": "CPU", "npu": "NPU", "xpu": "XPU", "mlu": "MLU", "hpu": "HPU"}
 
 
 def made_together(method: _F) -> _F:
@@ -114,7 +115,7 @@ class Processes(ABC):
         """What kind of processes work together."""
         if not self.use_distributed:
             return DistributedType.NO
-        return DistributedType(f"MULTI_{_BY_DEVICE.get(self.device.type, 'GPU')}")
+        return DistributedType(several_on(self.device.type))
 
     @property
     def backend(self) -> str | None:
