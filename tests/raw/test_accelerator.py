@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainer_kit import (
     Accelerator,
     DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
     PartialState,
     ProjectConfiguration,
@@ -556,6 +557,8 @@ def test_what_is_not_here_is_said():
         Accelerator(cpu=True, deepspeed_plugin=object())
     with pytest.raises(TypeError, match="unexpected argument 'mixed'"):
         Accelerator(cpu=True, mixed="fp16")
+    with pytest.raises(TypeError, match="comm_wrapper"):
+        DistributedDataParallelKwargs(comm_hook="powersgd", comm_wrapper="fp16")
     with pytest.raises(ConfigurationError, match="accumulation is given twice"):
         Accelerator(
             cpu=True,

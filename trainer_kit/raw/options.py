@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -51,6 +51,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` in MiB.
 
     Attributes:
+        dim: accepted; each process has a batch of its own, so none is scattered.
+        check_reduction: accepted; torch does nothing with it either.
         comm_hook: "no", "fp16", "bf16" or "powersgd".
     """
 
@@ -62,8 +64,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     comm_hook: str = "no"
-    comm_wrapper: str = "no"
-    comm_state_option: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
