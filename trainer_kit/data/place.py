@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import DataError
+from trainer_kit.data.workers import EndsWithParent
 
 __all__ = ["Place", "Source", "copied", "kind_of", "refuse_batch_size", "set_epoch"]
 
@@ -119,6 +120,8 @@ def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | 
     generator = torch.Generator() if loader.generator is None else None
     # DataLoader.__setattr__ refuses to set these.
     mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
+    if loader.num_workers:
+        mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
     if "_initial_iter_for_state_dict" in mine.__dict__:
         mine.__dict__["_initial_iter_for_state_dict"] = False  # that was the other's iterator
     return mine, generator
