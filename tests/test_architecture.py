@@ -51,6 +51,7 @@ PRINTERS = {
     "launch/": "the headline of a failed run",
     "engine/session.py": "Trainer.print, through which explain() and results go",
     "raw/process.py": "Accelerator.print",
+    "inference/device_map.py": "infer_auto_device_map(verbose=True)",
     "accelerator.py": "what each process has, in debug mode",
 }
 SYNC_METHODS = {"item", "cpu", "tolist", "numpy"}

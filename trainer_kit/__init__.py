@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
     from trainer_kit.data import move_to_device as send_to_device
+    from trainer_kit.inference.budget import get_max_memory
+    from trainer_kit.inference.device_map import get_balanced_memory, infer_auto_device_map
+    from trainer_kit.inference.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+    from trainer_kit.inference.empty import init_empty_weights, init_on_device
+    from trainer_kit.inference.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from trainer_kit.inference.pipeline import prepare_pippy
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.raw.batch_size import find_executable_batch_size
@@ -108,11 +113,22 @@ __all__ = [
     "checkpoint",
     "checkpoints",
     "cli",
+    "cpu_offload",
+    "cpu_offload_with_hook",
     "debug_launcher",
+    "disk_offload",
+    "dispatch_model",
     "find_executable_batch_size",
     "gather",
     "gather_object",
+    "get_balanced_memory",
     "get_logger",
+    "get_max_memory",
+    "infer_auto_device_map",
+    "init_empty_weights",
+    "init_on_device",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "loggers",
     "notebook_launcher",
     "on_main_process",
@@ -172,11 +188,22 @@ _HOME = {
     "broadcast_object_list": "accelerator:broadcast_object_list",
     "checkpoints": "checkpoint.store:checkpoints",
     "cli": "commands.cli:cli",
+    "cpu_offload": "inference.dispatch:cpu_offload",
+    "cpu_offload_with_hook": "inference.dispatch:cpu_offload_with_hook",
     "debug_launcher": "raw.launchers:debug_launcher",
+    "disk_offload": "inference.dispatch:disk_offload",
+    "dispatch_model": "inference.dispatch:dispatch_model",
     "find_executable_batch_size": "raw.batch_size:find_executable_batch_size",
     "gather": "accelerator:gather",
     "gather_object": "accelerator:gather_object",
+    "get_balanced_memory": "inference.device_map:get_balanced_memory",
     "get_logger": "raw.logs:get_logger",
+    "get_max_memory": "inference.budget:get_max_memory",
+    "infer_auto_device_map": "inference.device_map:infer_auto_device_map",
+    "init_empty_weights": "inference.empty:init_empty_weights",
+    "init_on_device": "inference.empty:init_on_device",
+    "load_checkpoint_and_dispatch": "inference.loading:load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model": "inference.loading:load_checkpoint_in_model",
     "notebook_launcher": "raw.launchers:notebook_launcher",
     "on_main_process": "raw.trackers:on_main_process",
     "optimizer": "precision.optimizers:make_optimizer",
@@ -194,14 +221,6 @@ _HOME = {
 _NOT_YET = {
     "BnbQuantizationConfig": "quantisation by a plugin (precision='nf4' and other words do it)",
     "DeepSpeedPlugin": "DeepSpeed under an Accelerator (a Trainer has it: DeepSpeedStrategy)",
-    "cpu_offload": "offloading",
-    "disk_offload": "offloading",
-    "dispatch_model": "spreading a model over devices",
-    "infer_auto_device_map": "spreading a model over devices",
-    "init_empty_weights": "building a model without memory",
-    "init_on_device": "building a model without memory",
-    "load_checkpoint_and_dispatch": "spreading a model over devices",
-    "load_checkpoint_in_model": "spreading a model over devices",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 

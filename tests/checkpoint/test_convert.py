@@ -9,7 +9,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainer_kit.checkpoint import convert, export, read_weights, write_checkpoint
+from trainer_kit.checkpoint import export, read_weights, write_checkpoint
+from trainer_kit.checkpoint.files import in_bytes
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 
 WEIGHTS = {
@@ -79,7 +80,7 @@ def test_a_lightning_file_becomes_safetensors(tmp_path):
 
 @pytest.mark.parametrize(("size", "count"), [("5GB", 5 * 10**9), ("1GiB", 2**30), ("1.5 kb", 1500), ("12", 12), (7, 7)])
 def test_sizes(size, count):
-    assert convert._bytes(size) == count
+    assert in_bytes(size, "size") == count
 
 
 @pytest.mark.parametrize("size", ["5 gigabytes", "", "GB", "-1GB", 0, -3, "1GB2", None])

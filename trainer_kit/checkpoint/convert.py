@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -14,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, safetensors_bytes, sync_directory, write_file
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_bytes, safetensors_bytes, sync_directory, write_file
 from trainer_kit.checkpoint.hidden import hidden_path
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -31,8 +30,6 @@ _SUFFIXES: Final[dict[str, ExportFormat]] = {
     ".pt": "torch",
     ".pth": "torch",
 }
-_UNITS: Final = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(("", "K", "M", "G", "T"))}}
-_BINARY_UNITS: Final = {f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), start=1)}
 
 
 def export(
@@ -76,7 +73,7 @@ def export(
         raise ConfigurationError(
             "weights are exported to this machine", found=str(path), fix="export to a local path, and copy it there"
         )
-    kind, limit = _choose(path, format), _bytes(max_shard_size)
+    kind, limit = _choose(path, format), in_bytes(max_shard_size, "max_shard_size", least=1)
     if os.path.lexists(path):
         raise CheckpointError(path, None, "it exists already", fix="use another name, or delete it first")
     weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
@@ -107,17 +104,6 @@ def _choose(path: Path, format: str | None) -> str:
             fix=f"pass format as one of {', '.join(get_args(ExportFormat))}",
         )
     return chosen
-
-
-def _bytes(size: int | str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(size).strip())
-    unit = None if match is None else {**_UNITS, **_BINARY_UNITS}.get(match[2].upper())
-    count = 0 if match is None or unit is None else int(float(match[1]) * unit)
-    if count < 1:
-        raise ConfigurationError(
-            "max_shard_size is a number of bytes", found=repr(size), fix='write it as "5GB", "200MB" or "1GiB"'
-        )
-    return count
 
 
 def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,13 +18,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer_kit.checkpoint.hidden import hidden_path
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 
 __all__ = [
     "TENSOR_DTYPES",
     "checksum",
     "flatten",
+    "in_bytes",
     "in_units",
     "read_file",
     "read_header",
@@ -54,6 +56,8 @@ TENSOR_DTYPES: Final = {
 """The dtypes that every safetensors release we support can hold, by the name the format gives them."""
 
 _DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
+_UNITS: Final = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(("", "K", "M", "G", "T"))}}
+_BINARY_UNITS: Final = {f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), start=1)}
 _CHUNK: Final = 4 << 20
 _PIECE: Final = 64 << 20
 """Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
@@ -71,6 +75,31 @@ def in_units(size: int) -> str:
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:.3g} {units[0]}"
+
+
+def in_bytes(size: int | str, name: str, least: int = 0) -> int:
+    """The number of bytes that people mean.
+
+    Args:
+        size: a number, or ``"5GB"``, ``"200MB"``, ``"1GiB"``.
+        name: what it is, for messages.
+        least: what it may be.
+
+    Raises:
+        ConfigurationError: it is no such number.
+
+    Example:
+        >>> in_bytes("1.5 kB", "size"), in_bytes("2GiB", "size"), in_bytes(7, "size")
+        (1500, 2147483648, 7)
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([A-Za-z]*)", str(size).strip())
+    unit = None if match is None else {**_UNITS, **_BINARY_UNITS}.get(match[2].upper())
+    count = -1 if match is None or unit is None else int(float(match[1]) * unit)
+    if count < least:
+        raise ConfigurationError(
+            f"{name} is a number of bytes", found=repr(size), fix='write it as "5GB", "200MB" or "1GiB"'
+        )
+    return count
 
 
 def flatten(tensor: Tensor) -> Tensor:

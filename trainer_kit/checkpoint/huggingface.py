@@ -13,7 +13,7 @@ from trainer_kit.checkpoint.files import read_file, read_header, read_tensors
 from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, load_json
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["find_weight_files", "holds_weight_files", "read_weight_files"]
+__all__ = ["find_weight_files", "holds_weight_files", "read_index", "read_weight_files"]
 
 _INDEX: Final = ".safetensors.index.json"
 _MOST: Final = 64 << 20
@@ -27,8 +27,12 @@ def holds_weight_files(path: Path) -> bool:
     return any(True for sign in signs for _ in path.glob(sign))
 
 
-def find_weight_files(directory: Path) -> list[Path]:
+def find_weight_files(directory: Path, index: Path | None = None) -> list[Path]:
     """The safetensors files of ``directory``, which an index must name, where there is one.
+
+    Args:
+        directory: where they are.
+        index: the file that names them, where there are several such.
 
     Raises:
         CheckpointError: there are none; the index lacks a file or names one elsewhere; or torch's distributed
@@ -43,7 +47,7 @@ def find_weight_files(directory: Path) -> list[Path]:
                 fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
                 "dcp_to_torch DIRECTORY FILE.pt, and merge FILE.pt",
             )
-    indices = sorted(directory.glob(f"*{_INDEX}"))
+    indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) > 1:
         raise CheckpointError(directory, None, f"several indices: {', '.join(index.name for index in indices)}")
     if not indices:
@@ -51,9 +55,24 @@ def find_weight_files(directory: Path) -> list[Path]:
         if not found:
             raise CheckpointError(directory, None, "neither a checkpoint, nor safetensors files")
         return found
-    index = indices[0]
+    places = read_index(indices[0])
+    files = [directory / name for name in sorted(set(places.values()))]
+    held = {name: file.name for file in files for name in read_header(file)}
+    for name, file_name in places.items():
+        if held.get(name) != file_name:
+            raise CheckpointError(directory / file_name, name, f"{indices[0].name} says it is here, and it is not")
+    return files
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file that holds each weight, beside ``index``; each is there.
+
+    Raises:
+        CheckpointError: it is no index of weights, or names a file that is missing or elsewhere.
+    """
     try:
-        places = load_json(index, read_file(index, _MOST))["weight_map"]
+        content = load_json(index, read_file(index, _MOST))
+        places: dict[str, str] = content.get("weight_map", content)
         names = sorted(set(places.values()))
         if not all(
             isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..") for name in names
@@ -63,15 +82,10 @@ def find_weight_files(directory: Path) -> list[Path]:
         raise CheckpointError(index, None, f"it cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(index, "weight_map", "this is no index of weights") from error
-    files = [directory / name for name in names]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(file, None, f"{index.name} names it, and it is not there")
-    held = {name: file.name for file in files for name in read_header(file)}
-    for name, file_name in places.items():
-        if held.get(name) != file_name:
-            raise CheckpointError(directory / file_name, name, f"{index.name} says it is here, and it is not")
-    return files
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise CheckpointError(index.parent / name, None, f"{index.name} names it, and it is not there")
+    return places
 
 
 def read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
-from trainer_kit.checkpoint.files import read_header, read_tensors
+from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_weight_files
-from trainer_kit.checkpoint.layout import read_layout
-from trainer_kit.checkpoint.manifest import DOCUMENT, is_sharded, read_manifest, shards_of
-from trainer_kit.checkpoint.read import read_checkpoint, read_trees
+from trainer_kit.checkpoint.layout import Chunk, TensorLayout, read_layout, tensors_in
+from trainer_kit.checkpoint.manifest import DOCUMENT, check_content, check_files, is_sharded, read_manifest, shards_of
+from trainer_kit.checkpoint.read import descriptions, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, locate
 
-__all__ = ["read_module", "read_weights", "weight_shapes"]
+__all__ = ["map_weights", "read_module", "read_weights", "weight_layout", "weight_shapes"]
 
 _ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
 _UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
@@ -83,24 +83,72 @@ def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         ...     weight_shapes(write_checkpoint(f"{directory}/step-3", {"model": {"w": torch.ones(2, 3)}}))
         {'w': tensor(..., device='meta', size=(2, 3))}
     """
+    return {
+        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weight_layout(path)[1].items()
+    }
+
+
+def weight_layout(
+    path: str | os.PathLike[str], *, index: Path | None = None, verify: bool = False
+) -> tuple[Path, dict[str, TensorLayout]]:
+    """Where each tensor of a module lies, for reading one at a time: a directory, and chunks of its files.
+
+    Args:
+        path: as for `weight_shapes`.
+        index: the index of safetensors files, where there are several.
+        verify: compare the checksums of a checkpoint of ours; other files have none.
+
+    Raises:
+        CheckpointError: as for `weight_shapes`; a file is damaged, or two hold the same name.
+    """
     file = locate(path)
     if isinstance(file, RemotePath):
         raise CheckpointError(file, None, "headers are read on this machine", fix="copy it here first")
     if holds_weight_files(file):
-        return {name: tensor for one in find_weight_files(file) for name, tensor in read_header(one).items()}
+        whole: dict[str, TensorLayout] = {}
+        for one in find_weight_files(file, index):
+            found = tensors_in(one)
+            if twice := whole.keys() & found:
+                raise CheckpointError(one, min(twice), "another file of this directory holds it too")
+            whole |= found
+        return file, whole
     if not file.is_dir():
-        return read_header(file)
+        return file.parent, tensors_in(file)
     manifest = read_manifest(file)
     if "model" not in manifest["parts"]:
         raise CheckpointError(file, "model", "this checkpoint holds no weights")
+    names = shards_of(manifest, "model")
+    if verify:
+        check_files(file, manifest)
+        check_content(file, manifest, [*descriptions(manifest), *names])
     if is_sharded(manifest):
-        layout = read_layout(file, manifest)["model"]
-        held = {name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in layout.items()}
+        layout = dict(read_layout(file, manifest)["model"])
     else:
-        files = [file / name for name in shards_of(manifest, "model")]
-        held = {name: tensor for one in files for name, tensor in read_header(one).items()}
-    tree = read_trees(file, ["model"])["model"]  # it knows the dtypes that safetensors does not hold
-    return _tensors(file, decode(tree, held, at="model", file=file / DOCUMENT))
+        layout = {key: one for name in names for key, one in tensors_in(file / name).items()}
+    held = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in layout.items()}
+    keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
+    tree = read_trees(file, ["model"])["model"]  # it knows the names, and dtypes that safetensors does not hold
+    weights = {}
+    for name, tensor in _tensors(file, decode(tree, held, at="model", file=file / DOCUMENT)).items():
+        key = keys[tensor.untyped_storage()._cdata]
+        weights[name] = layout[key] if tensor.dtype == held[key].dtype else _carried(layout[key], tensor)
+    return file, weights
+
+
+def _carried(stored: TensorLayout, tensor: Tensor) -> TensorLayout:
+    """A tensor that is stored flat in another dtype."""
+    shape = tuple(tensor.shape)
+    chunks = [Chunk((0,) * len(shape), shape, chunk.file, chunk.key) for chunk in stored.chunks]
+    return TensorLayout(tensor.dtype, shape, tuple(chunks))
+
+
+def map_weights(file: Path) -> dict[str, Tensor]:
+    """The state_dict of a ``torch.save`` file, of which nothing is read before it is used.
+
+    Raises:
+        CheckpointError: as for `read_weights`. Files of torch before 1.6 are read whole.
+    """
+    return _tensors(file, _state_dict(_torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))), file.stat().st_size)
 
 
 def _start(file: Path) -> bytes:
@@ -113,13 +161,13 @@ def _start(file: Path) -> bytes:
         raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
 
 
-def _torch_load(file: Path, device: torch.device | str) -> Any:
+def _torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> Any:
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("it is compressed, as torch.save never writes it")
-        content = torch.load(file, map_location=device, weights_only=True)
+        content = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:  # whatever a hostile file provokes
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainer_kit.data.order import EMPTY
 
-__all__ = ["Ahead", "move_to_device"]
+__all__ = ["Ahead", "map_movable", "move_to_device"]
 
 # Copies to these are finished when the call returns, whatever one asks for; asking has led to wrong values on mps.
 _BLOCKING = ("cpu", "mps")
@@ -45,26 +45,27 @@ def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = 
         # A `to` that works in place and returns nothing.
         return leaf if moved is None else moved
 
-    return _mapped(batch, move)
+    return map_movable(batch, move)
 
 
-def _mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
+def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
     """``leaf`` of everything that has a ``to``; a container in which nothing changed is returned as it is."""
     if isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None))):
         return leaf(node)
     if isinstance(node, (str, bytes, int, float)) or node is None:
         return node
     if isinstance(node, Mapping):
-        items = {key: _mapped(child, leaf) for key, child in node.items()}
+        items = {key: map_movable(child, leaf) for key, child in node.items()}
         if all(items[key] is child for key, child in node.items()):
             return node
         if type(node) is dict or not isinstance(node, MutableMapping):
             return items
         mapping: Any = copy.copy(node)
-        mapping.update(items)
+        for key, value in items.items():
+            mapping[key] = value  # outputs of transformers have an ``update`` that raises
         return mapping
     if isinstance(node, (tuple, MutableSequence)):
-        parts = [_mapped(child, leaf) for child in node]
+        parts = [map_movable(child, leaf) for child in node]
         if all(new is old for new, old in zip(parts, node, strict=True)):
             return node
         if isinstance(node, tuple):
@@ -76,7 +77,7 @@ def _mapped(node: Any, leaf: Callable[[Any], Any]) -> Any:
         return sequence
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-        changed = {name: new for name, old in fields.items() if (new := _mapped(old, leaf)) is not old}
+        changed = {name: new for name, old in fields.items() if (new := map_movable(old, leaf)) is not old}
         if not changed:
             return node
         clone = copy.copy(node)
@@ -96,7 +97,7 @@ def _pinned(batch: Any) -> Any:
             return leaf.pin_memory() if host else leaf
         return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
 
-    return _mapped(batch, pin)
+    return map_movable(batch, pin)
 
 
 @final

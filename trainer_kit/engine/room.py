@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,16 +9,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer_kit.core.costs import in_words
+from trainer_kit.core.memory import device_memory
 from trainer_kit.precision.where import engine_of
 
-__all__ = ["build_module", "device_memory", "training_bytes", "weigh"]
+__all__ = ["build_module", "training_bytes", "weigh"]
 
 _SHARE: Final = 0.8
 """Of a device's memory; the rest is for activations."""
 _MOMENTS: Final = 2
 """Adam's. The optimizer is not known before the module is wrapped."""
 _WIDTHS: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
-_LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def build_module(trainer: Any, module: Any, stage: str) -> None:
@@ -78,20 +76,3 @@ def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
     copies = 1 + _MOMENTS if trains else 0
     width = _WIDTHS.get(precision, 0)
     return sum(p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known)
-
-
-def device_memory(device: torch.device, ranks: int) -> int | None:
-    """Bytes for one rank: an accelerator's own, or its share of the host's; None where nobody says.
-
-    Args:
-        device: where it computes.
-        ranks: on this machine.
-    """
-    if device.type != "cpu":
-        ask = getattr(torch.get_device_module(device), "mem_get_info", None)
-        return None if ask is None else int(ask(device)[1])
-    if not hasattr(os, "sysconf"):
-        return None
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    told = [Path(name).read_text().strip() for name in _LIMITS if os.access(name, os.R_OK)]  # a container's
-    return min([whole, *(int(limit) for limit in told if limit.isdigit())]) // ranks

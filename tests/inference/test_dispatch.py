@@ -1,0 +1,259 @@
+"""Spread models compute what the plain ones do, give their weights back, and refuse in words what cannot work."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trainer_kit as tk
+from tests.inference.nets import Hard, tokens
+from trainer_kit.checkpoint import export, write_checkpoint
+from trainer_kit.core.errors import CheckpointError, StrategyError
+
+MIXED = {
+    "embed": "cpu",
+    "blocks.0": "disk",
+    "blocks.1.attention": "disk",
+    "blocks.1.norm": "cpu",
+    "blocks.1.scale": "disk",
+    "blocks.1.shift": "cpu",
+    "blocks.1.mask": "cpu",
+    "recurrent": "disk",
+    "lookup": "disk",
+    "norm": "disk",
+    "head": "disk",
+}
+PRELOAD = ["Lookup"]
+
+
+def made(train: bool = False) -> Hard:
+    torch.manual_seed(0)
+    return Hard().train(train)
+
+
+def outputs(model: nn.Module) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = model(tokens())
+    return found
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, MIXED], ids=["disk", "mixed"])
+@pytest.mark.parametrize("offload_buffers", [False, True])
+def test_the_outputs_are_those_of_the_plain_model(device_map: Any, offload_buffers: bool, tmp_path: Path) -> None:
+    plain, model = made(), made()
+    options = {"offload_buffers": offload_buffers, "preload_module_classes": PRELOAD}
+    assert tk.dispatch_model(model, device_map, offload_dir=tmp_path, **options) is model
+    assert model.hf_device_map == device_map
+    for _ in range(2):
+        with torch.no_grad():
+            assert same(outputs(model), outputs(plain))
+    assert model.blocks[0].scale.device.type == "meta"
+    assert model.head.weight is model.embed.weight
+    assert (model.head.weight.device.type == "meta") is (device_map == {"": "disk"})
+    assert (model.blocks[0].shift.device.type == "meta") is offload_buffers
+    assert model.blocks[0].mask.device.type == "cpu"  # in no state_dict: it has nowhere else to be
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_running_statistics_are_kept_in_training_mode(tmp_path: Path) -> None:
+    plain, model = made(train=True), made(train=True)
+    tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    with torch.no_grad():
+        assert same(outputs(model), outputs(plain))
+    assert torch.equal(model.norm.running_mean, plain.norm.running_mean)
+
+
+def test_weights_come_back_whole_and_the_file_goes(tmp_path: Path) -> None:
+    plain, model = made(), made()
+    tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    state = model.state_dict()
+    assert same(dict(state), dict(plain.state_dict()))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        assert same(outputs(twin), outputs(plain))
+    assert twin.blocks[0].norm.weight is not model.blocks[0].norm.weight
+    tk.dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    tk.dispatch_model(model, {"": "cpu"})
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    loss = outputs(model)["logits"].sum()
+    loss.backward()  # nothing is elsewhere any more
+    assert model.embed.weight.grad is not None
+    model.to(torch.float64)
+    del state, twin, model, loss
+    gc.collect()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_training_is_refused_in_words_unless_what_is_offloaded_was_frozen(tmp_path: Path) -> None:
+    model = made()
+    tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
+    found = outputs(model)
+    assert found["logits"].requires_grad
+    with pytest.raises(StrategyError, match=r"weights that are offloaded are not trained\n.*on disk"):
+        found["logits"].sum().backward()
+    with torch.no_grad():
+        assert not outputs(model)["logits"].requires_grad
+
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 1).requires_grad_(False))
+    plain = copy.deepcopy(base)
+    tk.dispatch_model(base, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
+    for net in (base, plain):
+        net(torch.ones(2, 4)).sum().backward()
+    assert torch.equal(base[1].weight.grad, plain[1].weight.grad)
+
+
+def test_moving_casting_and_loading_are_answered_in_words(tmp_path: Path) -> None:
+    model = made()
+    state = model.state_dict()
+    holder = nn.ModuleList([model])
+    tk.dispatch_model(model, MIXED, offload_dir=tmp_path)
+    for act in (
+        lambda: model.to("cpu"),
+        model.half,
+        lambda: holder.to("cpu"),
+        model.blocks[0].norm.double,
+        lambda: tk.Accelerator(cpu=True).prepare(model),
+    ):
+        with pytest.raises(StrategyError, match=r"spread over devices is not moved or cast.*\n.*on disk"):
+            act()
+    with pytest.raises(StrategyError, match="load_state_dict cannot reach weights that are on disk"):
+        model.load_state_dict(state)
+
+
+def test_errors_before_anything_is_moved(tmp_path: Path) -> None:
+    model = made()
+    with pytest.raises(
+        StrategyError, match=r"no device for head.weight, norm.bias, norm.num_batches_tracked and 3 more"
+    ):
+        tk.dispatch_model(model, {key: value for key, value in MIXED.items() if key not in ("head", "norm")})
+    with pytest.raises(StrategyError, match=r"(?s)no device for .*'haed' is no module: did you mean 'head'"):
+        tk.dispatch_model(model, {"haed" if key == "head" else key: value for key, value in MIXED.items()})
+    with pytest.warns(UserWarning, match="names what the model does not have: extra"):
+        tk.dispatch_model(model, {"": "cpu", "extra": "cpu"})
+    with pytest.raises(StrategyError, match=r"go to disk, and there is no directory.*\n  fix:   pass offload_dir"):
+        tk.dispatch_model(model, MIXED)
+    with pytest.raises(StrategyError, match="'gpu' is no device"):
+        tk.dispatch_model(model, {"": "gpu"})
+    if not torch.accelerator.is_available():
+        with pytest.raises(StrategyError, match=r"there is no device 0 on this machine\n  found: no accelerator"):
+            tk.dispatch_model(model, {**MIXED, "norm": 0}, offload_dir=tmp_path)
+    with tk.init_empty_weights():
+        empty = made()
+    with pytest.raises(
+        StrategyError, match=r"blocks.0.attention.in_proj_bias, .* have no values: they are on the meta"
+    ):
+        tk.dispatch_model(empty, {"": "cpu"})
+    assert not list(tmp_path.iterdir())
+    assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
+    assert not model._forward_pre_hooks
+    with torch.no_grad():
+        assert same(outputs(model), outputs(made()))
+
+
+def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> None:
+    plain = made()
+    weights = dict(plain.state_dict())
+    hub = export(weights, tmp_path / "hub", max_shard_size=500)
+    ours = write_checkpoint(tmp_path / "step-3", {"model": weights})
+    for directory in (hub, ours):
+        before = sorted(directory.iterdir())
+        with tk.init_empty_weights():
+            model = made()
+        model.load_state_dict({k: v for k, v in weights.items() if "norm.running" in k}, strict=False, assign=True)
+        for name, buffer in plain.named_buffers():
+            model.get_buffer(name).copy_(buffer)
+        tk.disk_offload(model, directory, preload_module_classes=PRELOAD)
+        with torch.no_grad():
+            assert same(outputs(model), outputs(plain))
+        assert sorted(directory.iterdir()) == before
+    with tk.init_empty_weights():
+        model = made()
+    files = json.loads((hub / "model.safetensors.index.json").read_text())["weight_map"]
+    index = {name: {"safetensors_file": str(hub / file), "weight_name": name} for name, file in files.items()}
+    tk.dispatch_model(model, {"": "disk"}, offload_index=index, preload_module_classes=PRELOAD)
+    with torch.no_grad():
+        assert same(outputs(model), outputs(plain))
+    (hub / files["recurrent.bias_hh_l0"]).write_bytes(b"gone")
+    with pytest.raises(CheckpointError, match="it cannot be read"), torch.no_grad():
+        outputs(model)
+    with tk.init_empty_weights():
+        other = Hard(width=6)
+    with pytest.raises(StrategyError, match="stored with another shape"):
+        tk.disk_offload(other, ours)
+
+
+def test_an_accelerator_is_visited_and_left_again() -> None:
+    """The meta device stands in for it: what is computed has no values, but where it is can be seen."""
+    model, seen = made(), []
+    x = torch.ones(2, 8)
+    layer = tk.cpu_offload(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "meta")
+    before = [p.detach().clone() for p in layer.parameters()]
+    layer[0].register_forward_pre_hook(lambda m, args: seen.append((m.weight.device.type, args[0].device.type)))
+    assert layer(x.to("meta")).device.type == "meta"
+    assert seen == [("meta", "meta")]
+    assert layer[1].running_mean.device.type == "meta"  # buffers stay where it computes
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
+    spread = {"embed": "meta", "head": "meta", "blocks": "cpu", "recurrent": "cpu", "lookup": "cpu", "norm": "cpu"}
+    tk.dispatch_model(model, spread, preload_module_classes=PRELOAD)
+    assert model.blocks[0].norm.weight.device.type == "cpu"
+    assert model(tokens().to("meta"))["logits"].device.type == "meta"
+    cache: dict[str, Tensor] = {}
+    tk.dispatch_model(made(), spread, skip_keys="cache", preload_module_classes=PRELOAD)(
+        tokens().to("meta"), cache=cache
+    )
+    assert cache["h"].device.type == "meta"
+
+
+def test_weights_leave_after_an_error_and_inputs_without_values_are_named(tmp_path: Path) -> None:
+    model = tk.disk_offload(nn.Sequential(nn.Linear(4, 4), nn.Linear(3, 1)), tmp_path)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, 4))
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    with pytest.raises(
+        StrategyError, match=r"an input of 'the model' has no values\n.*\n  fix:   make inputs on 'cpu'"
+    ):
+        model(torch.ones(2, 4, device="meta"))
+
+
+def test_two_threads_share_what_is_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
+    x = torch.randn(4, 64)
+    with torch.no_grad():
+        expected = model(x)
+    tk.disk_offload(model, tmp_path)
+    found: list[bool] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            found.extend(torch.equal(model(x), expected) for _ in range(20))
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [True] * 60
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_whole_models_come_and_go() -> None:
+    first, one = tk.cpu_offload_with_hook(nn.Linear(2, 3), "meta")
+    second, other = tk.cpu_offload_with_hook(nn.Linear(3, 1), "cpu", prev_module_hook=one)
+    one.remove()
+    assert second(first(torch.ones(1, 2))).shape == (1, 1)
+    assert first.weight.device.type == "cpu"
+    other.offload()
+    assert second.weight.device.type == "cpu"

@@ -1,0 +1,317 @@
+"""Weights from a checkpoint into a model that may be larger than memory, one tensor at a time."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
+from trainer_kit.inference.budget import Device, resolve_device
+from trainer_kit.inference.checkpoints import OnDisk, open_weights, write_weights
+from trainer_kit.inference.device_map import resolve_device_map
+from trainer_kit.inference.dispatch import dispatch_model
+from trainer_kit.inference.places import Places, Tied, check_device_map, find_tied, first_names
+from trainer_kit.inference.sizes import resolve_dtype
+from trainer_kit.inference.spread import like, note_sources
+from trainer_kit.inference.visits import is_meta, put
+
+__all__ = ["Entry", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "match_weights", "pick_dtype"]
+
+_DtypeOf: TypeAlias = "Callable[[str, Tensor], torch.dtype]"
+"""From the name of a tensor, and the model's tensor: the dtype in which it is loaded."""
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a model, and its name in a checkpoint.
+
+    Attributes:
+        tied: of the model.
+        name: in the checkpoint.
+    """
+
+    tied: Tied
+    name: str
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Collection[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint, each tensor straight to where the device map has it.
+
+    Memory never holds more than what stays there and one tensor. What the map has on disk stays on disk: where the
+    checkpoint is safetensors or one of ours it is read in place later, nothing is copied. A model that is on several
+    devices then needs `dispatch_model` to run; `load_checkpoint_and_dispatch` does both.
+
+    Args:
+        model: real, or on the ``meta`` device. Weights that it shares are looked for under each of their names.
+        checkpoint: one of ours; safetensors, a file or a directory, or its index; a ``torch.save`` file of a
+            state_dict, which is read with ``weights_only=True``, or an index of such files.
+        device_map: by name of a module: a device. None: everything where it is, or on the CPU.
+        offload_folder: for what goes to disk and is in no safetensors file.
+        dtype: of everything that is a number of floating point; None: as the model has it.
+        offload_state_dict: without effect: no second copy is ever made.
+        offload_buffers: buffers of layers on disk stay on disk.
+        keep_in_fp32_modules: names of modules whose weights are loaded as float32, whatever ``dtype`` says.
+        offload_8bit_bnb: for `load_and_quantize_model`, which does it.
+        strict: refuse weights that are missing in the checkpoint, or not in the model.
+        full_state_dict: as for a model whose tensors are whole, which it has to be.
+        broadcast_from_rank0: not here.
+
+    Raises:
+        CheckpointError: before anything is loaded: the checkpoint is damaged, or of other shapes; it lacks what the
+            model has no values for; or, with ``strict``, names differ at all.
+        StrategyError: as from `dispatch_model`.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit import init_empty_weights
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     torch.save(nn.Linear(2, 3).state_dict(), f"{directory}/weights.bin")
+        ...     with init_empty_weights():
+        ...         layer = nn.Linear(2, 3)
+        ...     load_checkpoint_in_model(layer, f"{directory}/weights.bin", dtype="float16")
+        >>> layer.weight.dtype, layer.weight.device.type
+        (torch.float16, 'cpu')
+    """
+    _refuse(full_state_dict, broadcast_from_rank0, offload_8bit_bnb)
+    places = None if device_map is None else Places(check_device_map(model, device_map), None)
+    weights = open_weights(checkpoint)
+    entries = match_weights(model, weights, checkpoint, strict)
+    dtype_of = pick_dtype(dtype, keep_in_fp32_modules)
+    later = [entry for entry in entries if places and _stays_on_disk(entry.tied, places, offload_buffers)]
+    kept = [entry for entry in entries if entry not in later]
+    if later and not isinstance(weights, OnDisk) and offload_folder is None:
+        raise ConfigurationError(
+            f"{first_names([entry.name for entry in later])} go to disk, and the checkpoint is no safetensors file",
+            found=str(checkpoint),
+            fix="pass offload_folder, a directory for them; or export the checkpoint: trainer-kit merge-weights",
+        )
+    for entry in kept:
+        _load(entry, weights, places, dtype_of)
+    if later:
+        source: Any = weights
+        if not isinstance(weights, OnDisk):
+            source = write_weights(str(offload_folder), {entry.name: weights[entry.name] for entry in later})
+        _leave(model, later, source, dtype_of)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[Device, int | str] | None = None,
+    no_split_module_classes: Collection[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Collection[str] | None = None,
+    preload_module_classes: Collection[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model that may be larger than memory, and make it run.
+
+    Args:
+        model: most often from `init_empty_weights`.
+        checkpoint: as for `load_checkpoint_in_model`.
+        device_map: by name of a module: a device; or ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or
+            ``"sequential"``. None: everything where it is, or on the CPU.
+        max_memory: as for `infer_auto_device_map`.
+        no_split_module_classes: as for `infer_auto_device_map`.
+        offload_folder: for what goes to disk and is in no safetensors file.
+        offload_buffers: as for `dispatch_model`.
+        dtype: of everything that is a number of floating point; None: as the model has it.
+        offload_state_dict: without effect: no second copy is ever made.
+        skip_keys: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+        force_hooks: as for `dispatch_model`.
+        strict: refuse weights that are missing in the checkpoint, or not in the model.
+        full_state_dict: as for a model whose tensors are whole, which it has to be.
+        broadcast_from_rank0: not here.
+
+    Returns:
+        ``model``; its ``hf_device_map`` says what is where.
+
+    Raises:
+        CheckpointError: as from `load_checkpoint_in_model`.
+        StrategyError: as from `infer_auto_device_map` and `dispatch_model`.
+
+    Example:
+        >>> import tempfile
+        >>> from safetensors.torch import save_file
+        >>> from trainer_kit import init_empty_weights
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     save_file(nn.Linear(2, 3).state_dict(), f"{directory}/model.safetensors")
+        ...     with init_empty_weights():
+        ...         layer = nn.Linear(2, 3)
+        ...     _ = load_checkpoint_and_dispatch(layer, directory, device_map={"": "disk"})
+        ...     layer(torch.ones(1, 2)).shape
+        torch.Size([1, 3])
+    """
+    if device_map is None:
+        load_checkpoint_in_model(
+            model,
+            checkpoint,
+            dtype=dtype,
+            strict=strict,
+            full_state_dict=full_state_dict,
+            broadcast_from_rank0=broadcast_from_rank0,
+        )
+        return model
+    devices = resolve_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        devices,
+        offload_folder,
+        dtype,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    return dispatch_model(
+        model,
+        devices,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _refuse(full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb: bool) -> None:
+    for name, given, fix in (
+        ("full_state_dict=False", not full_state_dict, "load a sharded model through an Accelerator or a Trainer"),
+        ("broadcast_from_rank0=True", broadcast_from_rank0, "load on every rank: files in the page cache are shared"),
+        ("offload_8bit_bnb=True", offload_8bit_bnb, "use load_and_quantize_model"),
+    ):
+        if given:
+            raise ConfigurationError(f"load_checkpoint_in_model has no {name}", fix=fix)
+
+
+def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection[str] | None = None) -> _DtypeOf:
+    """In what each tensor is loaded.
+
+    Example:
+        >>> pick = pick_dtype("bfloat16", ["norm"])
+        >>> x = torch.zeros(1)
+        >>> pick("norm.weight", x), pick("head.weight", x), pick("count", torch.tensor(1))
+        (torch.float32, torch.bfloat16, torch.int64)
+    """
+    wanted = None if dtype is None else resolve_dtype(dtype)
+    exact = set(keep_in_fp32_modules or ())
+
+    def pick(name: str, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        if exact.intersection(name.split(".")[:-1]):
+            return torch.float32
+        return wanted or tensor.dtype
+
+    return pick
+
+
+def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: object, strict: bool) -> list[Entry]:
+    """What of a model is in a checkpoint, in the model's order.
+
+    Raises:
+        CheckpointError: shapes differ; something is missing that the model has no values for; with ``strict``, names
+            differ at all; or not one agrees.
+    """
+    found = find_tied(model)
+    entries, missing = [], []
+    for tied in found:
+        name = next((slot.name for slot in tied.slots if slot.name in weights), None)
+        if name is not None:
+            entries.append(Entry(tied, name))
+        elif tied.persistent:
+            missing.append(tied)
+    used = {slot.name for tied in found for slot in tied.slots}
+    unexpected = [name for name in weights if name not in used and not name.endswith("_extra_state")]
+    for entry in entries:
+        held, wanted = _shape(weights, entry.name), list(entry.tied.tensor.shape)
+        if held != wanted:
+            reason = f"{held} in the checkpoint, and the model has {wanted}"
+            raise CheckpointError(checkpoint, entry.name, reason, fix="build the model as it was when it was saved")
+    lost = missing if strict or not entries else [tied for tied in missing if is_meta(tied.tensor)]
+    if lost or (strict and unexpected):
+        names = [tied.slots[0].name for tied in lost]
+        tell = [f"lacks {first_names(names)}"] if names else []
+        tell += [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+        near = f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})" if names and unexpected else ""
+        raise CheckpointError(
+            checkpoint,
+            names[0] if names else unexpected[0],
+            f"the checkpoint {', and '.join(tell)}",
+            fix="build the model as it was when it was saved; if it shares weights, tie them first: "
+            f"model.tie_weights(){near}",
+        )
+    tell = [f"lacks {first_names([tied.slots[0].name for tied in missing])}"] if missing else []
+    tell += [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+    if tell:
+        warnings.warn(f"{checkpoint} {', and '.join(tell)}; strict=True makes this an error", stacklevel=3)
+    return entries
+
+
+def _shape(weights: Mapping[str, Tensor], name: str) -> list[int]:
+    return list((weights.like(name) if isinstance(weights, OnDisk) else weights[name]).shape)
+
+
+def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
+    stays = tied.is_buffer and not (offload_buffers and tied.persistent)
+    return not stays and all(places.of(slot.name) == "disk" for slot in tied.slots)
+
+
+def _load(entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dtype_of: _DtypeOf) -> None:
+    tied = entry.tied
+    dtype = dtype_of(tied.slots[0].name, tied.tensor)
+    device = tied.tensor.device if not is_meta(tied.tensor) else torch.device("cpu")
+    if places is not None:
+        # Of several places the dispatch makes several copies; one that is in memory comes first.
+        device = resolve_device(next((d for d in map(places.of, (s.name for s in tied.slots)) if d != "disk"), "cpu"))
+    read = weights.read([entry.name], device)[entry.name] if isinstance(weights, OnDisk) else weights[entry.name]
+    # A tensor of a mapped file must not outlive it: copied, whatever its device and dtype.
+    content = read.to(device, dtype, copy=not isinstance(weights, OnDisk))
+    if is_meta(tied.tensor) == is_meta(content) and tied.tensor.dtype == content.dtype:
+        tied.tensor.data = content
+        return
+    made = like(tied.tensor, content)
+    for slot in tied.slots:
+        put(slot.module, slot.key, made)
+
+
+def _leave(model: nn.Module, entries: list[Entry], source: OnDisk, dtype_of: _DtypeOf) -> None:
+    """Tensors stay on disk: the model has them without content, and remembers where they are."""
+    noted: dict[str, tuple[Mapping[str, Tensor], str]] = {}
+    for entry in entries:
+        tied = entry.tied
+        dtype = dtype_of(tied.slots[0].name, tied.tensor)
+        made = like(tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta"))
+        for slot in tied.slots:
+            put(slot.module, slot.key, made)
+            noted[slot.name] = source, entry.name
+    note_sources(model, noted)

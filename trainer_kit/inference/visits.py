@@ -1,0 +1,258 @@
+"""Weights that come to the device that computes when their layer runs, and go again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.data.transfer import map_movable, move_to_device
+from trainer_kit.inference.checkpoints import OnDisk
+
+__all__ = ["Lock", "OffloadedTensor", "Root", "Visit", "is_meta", "put"]
+
+_TRAINING: Final = "weights that are offloaded are not trained"
+
+
+@final
+class Lock(AbstractContextManager[None]):
+    """A lock in an object that is copied with its model; the copy has one of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
+
+
+@final
+class OffloadedTensor:
+    """A parameter or buffer that is elsewhere while its layers do not run.
+
+    Args:
+        rest: what modules have in its place meanwhile: the tensor itself in the host's memory, or one without content.
+        source: the files to read it from; None: ``rest`` has its content.
+        name: there.
+        needs_gradient: whether it was to be trained.
+    """
+
+    def __init__(self, rest: Tensor, source: OnDisk | None, name: str, needs_gradient: bool) -> None:
+        self.rest, self.source, self.name, self.needs_gradient = rest, source, name, needs_gradient
+        self._lent: dict[torch.device, tuple[Tensor, int]] = {}
+
+    def borrow(self, device: torch.device, read: dict[str, Tensor]) -> Tensor:
+        """The tensor on a device; the same one for everybody who has it there at a time.
+
+        Args:
+            device: that computes.
+            read: what was read of its source already.
+        """
+        tensor, count = self._lent.get(device, (None, 0))
+        if tensor is None:
+            content = self.content(device, read)
+            kind: Any = type(self.rest) if isinstance(self.rest, nn.Parameter) else None
+            # Kernels are chosen by this flag too, also where no gradient is made; a graph would keep the weights.
+            flag = self.needs_gradient and not torch.is_grad_enabled()
+            tensor = content if kind is None else kind(content, requires_grad=flag)
+        self._lent[device] = tensor, count + 1
+        return tensor
+
+    def give_back(self, device: torch.device) -> None:
+        """Let go of what was borrowed."""
+        tensor, count = self._lent.pop(device)
+        if count > 1:
+            self._lent[device] = tensor, count - 1
+
+    def content(self, device: torch.device, read: dict[str, Tensor] | None = None) -> Tensor:
+        """Its values, on a device and in the dtype in which it is used."""
+        if self.source is None:
+            return self.rest.detach().to(device)
+        if read is None or self.name not in read:
+            read = self.source.read([self.name], device)
+        return read[self.name].to(self.rest.dtype)
+
+    def is_lent(self, device: torch.device) -> bool:
+        """Whether it is on that device now."""
+        return device in self._lent
+
+
+def put(module: nn.Module, key: str, tensor: Tensor) -> None:
+    """Make ``tensor`` the module's parameter or buffer of this name."""
+    if key in module._buffers:
+        module._buffers[key] = tensor
+    else:
+        setattr(module, key, tensor)  # recurrent layers keep a list beside their parameters, and see this
+
+
+def is_meta(tensor: Tensor) -> bool:
+    """Whether a tensor has no content."""
+    return tensor.device.type == "meta"
+
+
+@final
+class Visit:
+    """What happens around the forward of one module: inputs and weights come to its device, and weights go again.
+
+    Args:
+        name: of the module, for messages.
+        device: that computes.
+        slots: modules, names of their parameters or buffers, and what is to be there during the forward.
+        skip: names of arguments that are not moved.
+        lock: of the model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        slots: Sequence[tuple[nn.Module, str, OffloadedTensor]],
+        skip: Collection[str],
+        lock: Lock,
+    ) -> None:
+        self.name, self.device, self.slots, self.skip, self.lock = name, device, list(slots), frozenset(skip), lock
+        self._depth = 0
+        self._taken: list[tuple[nn.Module, str, OffloadedTensor]] = []
+
+    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Before the forward."""
+        if self.slots:
+            with self.lock:
+                self._depth += 1
+                if self._depth == 1:
+                    self._bring()
+        moved = {key: value if key in self.skip else self._move(value) for key, value in kwargs.items()}
+        return tuple(self._move(value) for value in args), moved
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After the forward, also one that failed."""
+        if self.slots:
+            with self.lock:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._take_away()
+
+    def _move(self, value: Any) -> Any:
+        if self.device.type != "meta" and isinstance(value, Tensor) and is_meta(value):
+            raise StrategyError(
+                f"an input of {self.name or 'the model'!r} has no values",
+                found=f"a tensor of {list(value.shape)} on the meta device",
+                fix=f"make inputs on {str(self.device)!r}: parameters that are on disk say nothing of where to",
+            )
+        return move_to_device(value, self.device)
+
+    def _bring(self) -> None:
+        missing: dict[int, tuple[OnDisk, list[str]]] = {}
+        for _, _, tensor in self.slots:
+            if tensor.source is not None and not tensor.is_lent(self.device):
+                missing.setdefault(id(tensor.source), (tensor.source, []))[1].append(tensor.name)
+        read = {key: source.read(names, self.device) for key, (source, names) in missing.items()}
+        for module, key, tensor in self.slots:
+            borrowed = tensor.borrow(self.device, read.get(id(tensor.source), {}))
+            self._taken.append((module, key, tensor))
+            put(module, key, borrowed)
+
+    def _take_away(self) -> None:
+        for module, key, tensor in self._taken:
+            put(module, key, tensor.rest)
+            tensor.give_back(self.device)
+        self._taken.clear()
+
+
+@final
+class Root:
+    """What happens around the forward of the whole model, and what cannot be done with one that is spread.
+
+    Args:
+        offloaded: its tensors that are elsewhere.
+        where: in words, for messages.
+        skip: names of outputs that are not moved.
+    """
+
+    def __init__(self, offloaded: Iterable[OffloadedTensor], where: str, skip: Collection[str]) -> None:
+        self.where, self.skip = where, frozenset(skip)
+        self.trains = any(tensor.needs_gradient for tensor in offloaded)
+        self._came_from: list[torch.device | None] = []
+
+    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Remember where the inputs are."""
+        self._came_from.append(_first_device((args, kwargs)))
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Bring the outputs there."""
+        device = self._came_from.pop()
+        if output is None:
+            return None
+        if device is not None:
+            if self.skip and isinstance(output, dict):
+                for key in output.keys() - self.skip:
+                    output[key] = move_to_device(output[key], device)
+            else:
+                output = move_to_device(output, device)
+        if self.trains and torch.is_grad_enabled():
+            output = map_movable(output, self._mark)
+        return output
+
+    def _mark(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            return leaf
+        refused: Any = _Refuse.apply
+        return refused(leaf if leaf.requires_grad else leaf.detach().requires_grad_(), self)
+
+    def refuse_training(self) -> StrategyError:
+        """The error of a backward."""
+        return StrategyError(
+            _TRAINING,
+            found=self.where,
+            fix="put every layer that is trained on a device with room for it, or freeze what is offloaded: "
+            "requires_grad_(False) before the model is spread",
+        )
+
+    def refuse_move(self, *args: Any, **kwargs: Any) -> Any:
+        """In place of a module's ``_apply``, through which all of ``to``, ``cuda``, ``half`` and their like go."""
+        raise StrategyError(
+            "a model that is spread over devices is not moved or cast as a whole",
+            found=self.where,
+            fix='call dispatch_model with another device map, such as {"": "cpu"}; or load it with dtype=',
+        )
+
+    def refuse_loading(self, *args: Any, **kwargs: Any) -> None:
+        """In place of loading what would go nowhere."""
+        raise StrategyError(
+            "load_state_dict cannot reach weights that are on disk",
+            found=self.where,
+            fix="use load_checkpoint_and_dispatch with the other checkpoint, on a new model",
+        )
+
+
+class _Refuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, root: Root) -> Tensor:
+        ctx.root = root
+        return tensor.clone()  # a view of this could not be changed in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise ctx.root.refuse_training()
+
+
+def _first_device(values: Any) -> torch.device | None:
+    found: list[torch.device] = []
+
+    def look(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            found.append(leaf.device)
+        return leaf
+
+    map_movable(values, look)
+    return found[0] if found else None
