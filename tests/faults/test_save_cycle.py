@@ -149,7 +149,7 @@ def check(server, ended, case):
     again = server.run(5)
     assert again["ended"] == SAVED, f"{case}: {again['said']}"
     names = sorted(os.listdir(server.directory))
-    if case.startswith(("EIO at open", "EIO at listdir")):  # a checkpoint that could not be read may have been set aside
+    if case.startswith(("EIO at open", "EIO at listdir")):  # what could not be read may have been set aside
         names = [name for name in names if not name.endswith(".damaged")]
     assert names == ["index.json", "step-00000004", "step-00000005"], case
     verify_checkpoint(server.directory / "step-00000005")

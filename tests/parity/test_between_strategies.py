@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import os
 from functools import partial
 from pathlib import Path
@@ -15,7 +17,7 @@ import trainer_kit as tk
 from tests.strategies.pipelines import stages
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
+from trainer_kit.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
 from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import Classifier, assert_same, continues, whole
 
@@ -32,6 +34,34 @@ def four_ranks(directory: str, found: list[str]) -> None:
 def two_ranks(directory: str, found: list[str]) -> None:
     made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages, "tp2": TENSOR}
     continues(made, directory, found)
+
+
+def staged(stage: int) -> DeepSpeedStrategy:
+    gc.freeze()  # the engine collects garbage when it is made: seconds, for all that was imported
+    return DeepSpeedStrategy(stage=stage)
+
+
+def deepspeed_on_four(directory: str, found: list[str]) -> None:
+    made: dict[str, Any] = {"deepspeed2 of 4": partial(staged, 2), "deepspeed3 of 4": partial(staged, 3)}
+    if found:
+        made |= {"fsdp4": FSDPStrategy, "hsdp": HYBRID}
+    continues(made, directory, found, "32-true", about="deepspeed")
+
+
+def deepspeed_on_two(directory: str, found: list[str]) -> None:
+    made: dict[str, Any] = {f"deepspeed{stage}": partial(staged, stage) for stage in (1, 2, 3)}
+    made |= {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages, "tp2": TENSOR}
+    continues(made, directory, found, "32-true", about="deepspeed")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+def test_deepspeed_into_any_other(tmp_path: Path) -> None:
+    run_distributed(deepspeed_on_four, 4, str(tmp_path), [], timeout=120)
+    run_distributed(deepspeed_on_two, 2, str(tmp_path), ["deepspeed2 of 4", "deepspeed3 of 4"], timeout=120)
+    names = [f"deepspeed{stage}" for stage in (1, 2, 3)]
+    run_distributed(deepspeed_on_four, 4, str(tmp_path), [*names, "pp2", "tp2"], timeout=120)
 
 
 @pytest.mark.slow

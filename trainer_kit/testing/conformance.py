@@ -235,7 +235,11 @@ def fit(
 
 
 def continues(
-    strategies: Mapping[str, Any], directory: str, found: Iterable[str] = (), precision: str = "64-true"
+    strategies: Mapping[str, Any],
+    directory: str,
+    found: Iterable[str] = (),
+    precision: str = "64-true",
+    about: str = "",
 ) -> None:
     """Half of a training saved by each strategy, and gone on with by each other one, as if it were one training.
 
@@ -244,6 +248,7 @@ def continues(
         directory: on storage that all ranks see.
         found: names of checkpoints that are there already, from other numbers of ranks.
         precision: of the Trainers.
+        about: leave out pairs of which neither's name begins so.
     """
     world = torch.distributed.get_world_size()
     options: dict[str, Any] = {"max_steps": 3, "max_epochs": 1, "global_batch_size": 12, "precision": precision}
@@ -255,7 +260,7 @@ def continues(
     _, expected = fit("auto", _Adaptive, 72, 12, 1, **{**options, "max_steps": 6})
     for reader, strategy in strategies.items():
         for writer in [*strategies, *found]:
-            if reader == writer == "one":
+            if reader == writer == "one" or not (reader.startswith(about) or writer.startswith(about)):
                 continue
             path, devices = f"{directory}/{writer}", 1 if reader == "one" else world
             try:
