@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import csv
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from trainer_kit.core.errors import ConfigurationError, LogError
+from trainer_kit.core.hidden import hidden_path
 from trainer_kit.loggers import CSVLogger
 
 
@@ -134,20 +132,26 @@ def test_what_could_not_be_written_is_written_later(tmp_path):
     assert text(logger) == "step,a,b\n0,1.0,2.0\n"
 
 
-def test_what_a_killed_process_left_is_removed_by_who_goes_on(tmp_path):
+def test_what_a_killed_process_left_is_removed_by_who_goes_on(tmp_path, programs):
     def files():
         return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
 
-    died = subprocess.Popen([sys.executable, "-c", ""])
-    died.wait()
-    living = f".metrics.csv.{os.getppid()}.tmp"
-    (tmp_path / "x" / "1").mkdir(parents=True)
-    for name in (f".metrics.csv.{died.pid}.tmp", f".hparams.json.{died.pid}.tmp", living, ".metrics.csv.mine.tmp"):
-        (tmp_path / "x" / "1" / name).write_text("half")
+    directory = tmp_path / "x" / "1"
+    directory.mkdir(parents=True)
+    half = "; ".join(f"hidden_path(Path({name!r}), 'tmp').touch()" for name in ("metrics.csv", "hparams.json"))
+    died = programs.run_code(
+        f"import os; from pathlib import Path; os.chdir({str(directory)!r});"
+        f"from trainer_kit.core.hidden import hidden_path; {half}"
+    )
+    assert died.returncode == 0
+    assert len(files()) == 2
+    living = hidden_path(directory / "metrics.csv", "tmp")
+    for path in (living, directory / ".metrics.csv.mine.tmp"):
+        path.touch()
     logger = CSVLogger(tmp_path, "x", "1")
     logger.log_hyperparams({"lr": 1})
     logger.finalize("success")  # nothing was logged: a run that had finished
-    assert files() == sorted(["hparams.json", living, ".metrics.csv.mine.tmp"])
+    assert files() == sorted(["hparams.json", living.name, ".metrics.csv.mine.tmp"])
 
 
 def test_names_and_values_of_every_kind_survive(tmp_path):

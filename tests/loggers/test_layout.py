@@ -19,9 +19,9 @@ import torch
 import trainer_kit
 from trainer_kit import loggers
 from trainer_kit.core.errors import ConfigurationError, LogError
+from trainer_kit.core.hidden import replace_file
 from trainer_kit.core.protocols import Logger
 from trainer_kit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
-from trainer_kit.loggers.layout import write_atomically
 from trainer_kit.loggers.params import flatten, numbers, params_dict, plain
 
 FILE_LOGGERS = [loggers.CSVLogger, loggers.JSONLLogger, loggers.TensorBoardLogger]
@@ -204,14 +204,14 @@ def test_plain_is_strict_json():
 
 def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "file"
-    write_atomically(path, b"old")
+    replace_file(path, b"old")
 
     def fail(*_):
         raise OSError("the disk is full")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="the disk is full"):
-        write_atomically(path, b"new")
+        replace_file(path, b"new")
     assert path.read_bytes() == b"old"
     assert files(tmp_path) == {"file"}
 

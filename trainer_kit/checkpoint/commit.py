@@ -19,8 +19,7 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.codec import encode
-from trainer_kit.checkpoint.files import in_units, safetensors_bytes, sync_directory, write_file
-from trainer_kit.checkpoint.hidden import Hidden, hidden_path
+from trainer_kit.checkpoint.files import in_units, safetensors_bytes, write_file
 from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
@@ -35,6 +34,7 @@ from trainer_kit.checkpoint.manifest import (
 )
 from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, upload_directory
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import Hidden, hidden_path, sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [

@@ -13,10 +13,10 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_bytes, safetensors_bytes, sync_directory, write_file
-from trainer_kit.checkpoint.hidden import hidden_path
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_bytes, safetensors_bytes, write_file
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.hidden import hidden_path, sync_directory
 from trainer_kit.core.location import RemotePath, absolute
 
 __all__ = ["ExportFormat", "export"]

@@ -17,7 +17,6 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_kit.checkpoint.hidden import hidden_path
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 
@@ -30,9 +29,7 @@ __all__ = [
     "read_file",
     "read_header",
     "read_tensors",
-    "replace_file",
     "safetensors_bytes",
-    "sync_directory",
     "write_file",
 ]
 
@@ -166,25 +163,6 @@ def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dic
     return {"size": size, "xxh3_64": digest.hexdigest()}
 
 
-def replace_file(path: Location, data: bytes, mode: int = 0o666) -> None:
-    """Put ``data`` in the place of a file, durably: whenever this ends, the old content or the new is there.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    if isinstance(path, RemotePath):
-        path.write_bytes(data)
-        return
-    work = hidden_path(path, "tmp")
-    try:
-        write_file(work, [data], mode)
-        os.replace(work, path)
-        sync_directory(path.parent)
-    except BaseException:
-        work.unlink(missing_ok=True)
-        raise
-
-
 def checksum(path: Location) -> str:
     """The xxh3-64 of a file's bytes, in hex."""
     digest = xxhash.xxh3_64()
@@ -258,14 +236,3 @@ def read_header(file: Path) -> dict[str, Tensor]:
         if word not in _DTYPES:
             raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
     return {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Windows has no such call and needs none."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,9 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Final, final
 
-from trainer_kit.checkpoint.files import read_file, sync_directory, write_file
-from trainer_kit.checkpoint.hidden import Process, hidden_path
+from trainer_kit.checkpoint.files import read_file, write_file
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import Process, hidden_path, sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]

@@ -16,6 +16,7 @@ from trainer_kit.core.location import Location, RemotePath
 
 __all__ = [
     "AGAIN",
+    "DAMAGED",
     "DOCUMENT",
     "DOCUMENT_MOST",
     "FILE_NAME",
@@ -47,6 +48,8 @@ FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
 """Names a manifest may list: nothing hidden, nothing with a separator."""
 AGAIN: Final = re.compile(r"again-[0-9a-f]{8}")
 """Directories within a checkpoint at a URL that was written more than once: one of them holds its files."""
+DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
+"""Names of checkpoints that were found damaged and set aside."""
 
 _MOST: Final = 64 << 20  # bytes of a manifest
 _FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # a name on disk; written whole it would read as an import

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
-from trainer_kit.checkpoint.files import sync_directory
-from trainer_kit.checkpoint.hidden import DAMAGED
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest, was_checkpoint
+from trainer_kit.checkpoint.manifest import DAMAGED, MANIFEST, read_manifest, was_checkpoint
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
 from trainer_kit.checkpoint.remote import move
 from trainer_kit.checkpoint.store import entries, mark, read_index
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["Repair", "candidates", "newest_verified", "repair", "set_aside"]

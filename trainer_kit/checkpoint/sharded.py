@@ -31,11 +31,12 @@ from trainer_kit.checkpoint.commit import (
     work_directory,
 )
 from trainer_kit.checkpoint.dtypes import CARRIERS
-from trainer_kit.checkpoint.files import flatten, safetensors_bytes, sync_directory, write_file
+from trainer_kit.checkpoint.files import flatten, safetensors_bytes, write_file
 from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover, dtype_name, dump_layout, named_dtype
 from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, SHARD, dump_manifest, new_manifest
 from trainer_kit.checkpoint.trees import merge
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import sync_directory
 from trainer_kit.core.location import Location, absolute, locate
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from datetime import datetime, timezone
 from pathlib import PurePosixPath
 from typing import Any, Final, final
 
-from trainer_kit.checkpoint.files import read_file, replace_file
-from trainer_kit.checkpoint.hidden import DAMAGED
-from trainer_kit.checkpoint.manifest import MANIFEST, digest, load_json
+from trainer_kit.checkpoint.files import read_file
+from trainer_kit.checkpoint.manifest import DAMAGED, MANIFEST, digest, load_json
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import replace_file
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["CheckpointRecord", "checkpoints", "entries", "lookup", "mark", "read_index"]

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, final
 
-from trainer_kit.checkpoint.files import read_file, replace_file
-from trainer_kit.checkpoint.hidden import Hidden
+from trainer_kit.checkpoint.files import read_file
 from trainer_kit.checkpoint.manifest import load_json
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import replace_file
 
-__all__ = ["RUN", "RunRecord", "discard_torn", "read_records", "write_record"]
+__all__ = ["RUN", "RunRecord", "read_records", "write_record"]
 
 RUN: Final = "run.json"
 _FORMAT: Final = "trainer_kit.runs"
@@ -133,15 +133,6 @@ def write_record(record: RunRecord) -> bool:
         fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
         raise CheckpointError(file, None, f"could not be written: {error.strerror or error}", fix=fix) from error
     return True
-
-
-def discard_torn(directory: Path) -> None:
-    """Remove what runs that were killed while they wrote their record left there."""
-    with suppress(OSError):
-        for entry in directory.glob(f".{RUN}.*"):
-            hidden = Hidden.parse(entry.name)
-            if hidden is not None and hidden.target == RUN and hidden.stale:
-                entry.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from typing import Any, Final, final
 
 from trainer_kit.checkpoint.commit import versions as library_versions
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.hidden import discard_torn
 from trainer_kit.core.location import Location, absolute
-from trainer_kit.engine.records import RUN, RunRecord, discard_torn, read_records, write_record
+from trainer_kit.engine.records import RUN, RunRecord, read_records, write_record
 from trainer_kit.launch.identity import HANDED_OVER, arguments, handed_over, launches, script
 
 __all__ = ["begin_run", "choose_run", "count_fit", "hand_over"]
@@ -132,7 +133,7 @@ def begin_run(trainer: Any, directories: list[Location], cleanup: list[Callable[
         checkpoints=[str(directory) for directory in directories],
     )
     _EXECUTION.chosen = _EXECUTION.chosen or trainer.taken is not None or trainer.resume == "auto"
-    discard_torn(trainer.run_dir)
+    discard_torn(trainer.run_dir / RUN)
     if not write_record(record):
         trainer.print(f'{trainer.run_dir / RUN} is not ours: resume="auto" will not know of this run')
         return

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, final
 
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, remove_unfinished, write_atomically
+from trainer_kit.core.hidden import discard_torn, replace_file
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
 from trainer_kit.loggers.params import numbers
 
 __all__ = ["CSVLogger"]
@@ -119,7 +120,7 @@ class CSVLogger(DirectoryLogger):
         self.save()
         self._table = None
         if self._version is not None:
-            remove_unfinished(self.path)
+            discard_torn(self.path)
 
 
 class _Table:
@@ -167,7 +168,7 @@ class _Table:
         self._columns = columns
         lines = [self._line({"step": step, **merged[step]}) for step in sorted(merged)]
         header = self._line({name: name for name in columns})
-        write_atomically(self._path, b"".join((header, *lines)))
+        replace_file(self._path, b"".join((header, *lines)))
         last = max(merged)
         self._last = {"step": last, **merged[last]}
         self._start = len(header) + sum(map(len, lines[:-1]))

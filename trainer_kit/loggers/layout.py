@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hidden import discard_torn, replace_file
 from trainer_kit.loggers.params import params_dict, plain
 
-__all__ = ["DEFAULT_NAME", "DirectoryLogger", "remove_unfinished", "write_atomically"]
+__all__ = ["DEFAULT_NAME", "DirectoryLogger"]
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
 
@@ -113,41 +113,6 @@ class DirectoryLogger(ABC):
         if new:
             text = json.dumps(plain(self.hparams), indent=2, ensure_ascii=False, allow_nan=False)
             path = self._directory() / "hparams.json"
-            remove_unfinished(path)
-            write_atomically(path, f"{text}\n".encode(), mode=0o600)
+            discard_torn(path)
+            replace_file(path, f"{text}\n".encode(), mode=0o600)
         return new
-
-
-def write_atomically(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replace ``path`` by ``data``, or leave it as it is.
-
-    Args:
-        path: the file.
-        data: all of its new content.
-        mode: permissions, of which the umask takes its part.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise
-
-
-def remove_unfinished(path: Path) -> None:
-    """Remove what processes that were killed in `write_atomically` left beside ``path``."""
-    for left in path.parent.glob(f".{path.name}.*.tmp"):
-        try:
-            os.kill(int(left.name.split(".")[-2]), 0)
-        except ProcessLookupError:
-            left.unlink(missing_ok=True)
-        except (ValueError, OSError):
-            continue  # not one of ours, or somebody else's who lives

@@ -1,7 +1,7 @@
-"""Names of work in progress beside a checkpoint, and whose work it is.
+"""Work in progress beside a file or a checkpoint: its names, and whose work it is.
 
-``.<name>.<pid>-<host><start><random>.tmp`` holds a checkpoint being written or deleted; ``.old`` one that is being
-replaced. Host and start of the process are six hex digits each, so a name says by itself whether its writer lives.
+``.<name>.<pid>-<host><start><random>.tmp`` holds what is being written or deleted; ``.old`` what is being replaced.
+Host and start of the process are six hex digits each, so a name says by itself whether its writer lives.
 """
 
 from __future__ import annotations
@@ -11,16 +11,15 @@ import os
 import re
 import secrets
 import socket
+from contextlib import suppress
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import Final, TypeVar, final
 
 from trainer_kit.core.location import RemotePath
 
-__all__ = ["DAMAGED", "Hidden", "Process", "hidden_path"]
-
-DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
-"""Names of checkpoints that were found damaged and set aside."""
+__all__ = ["Hidden", "Process", "discard_torn", "hidden_path", "replace_file", "sync_directory"]
 
 _PATTERN: Final = re.compile(r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL)
 
@@ -41,7 +40,7 @@ class Hidden:
     """What the name of a hidden sibling says.
 
     Attributes:
-        target: the name of the checkpoint it stands beside.
+        target: the name of what it stands beside.
         suffix: tmp or old.
         here: its writer runs, or ran, on this host. Other hosts' processes cannot be seen.
         stale: its writer ran on this host and is dead.
@@ -87,6 +86,54 @@ class Process:
     def dead(self) -> bool:
         """It ran on this host and is gone. Other hosts' processes cannot be seen: theirs is never dead."""
         return self.host == socket.gethostname() and not _lives(self.pid, _short(self.start))
+
+
+def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> None:
+    """Put ``data`` in the place of a file, durably: whenever this ends, the old content or the new is there.
+
+    Args:
+        path: the file.
+        data: all of its new content.
+        mode: permissions on this machine, of which the umask takes its part.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
+    work = hidden_path(path, "tmp")
+    try:
+        with open(work, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(work, path)
+        sync_directory(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            work.unlink()
+        raise
+
+
+def discard_torn(path: Path) -> None:
+    """Remove what processes that were killed in `replace_file` left beside ``path``."""
+    with suppress(OSError):
+        for entry in path.parent.glob(f".{escape(path.name)}.*"):
+            hidden = Hidden.parse(entry.name)
+            if hidden is not None and hidden.target == path.name and hidden.stale:
+                entry.unlink(missing_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable. Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _short(text: str) -> str:
