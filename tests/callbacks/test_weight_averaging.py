@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net
-from trainer_kit.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from trainer_kit.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing.conformance import assert_same
@@ -224,7 +224,72 @@ def test_weights_alone_are_the_averages(tmp_path: Path) -> None:
     assert_same(state["model"], copied(module), 0.0)
 
 
+class Stepped(Norms):
+    """A scheduler that counts steps, and the learning rate of each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.rates.append(self.optimizers().param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        by_step = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        return [optimizer], [{"scheduler": by_step, "interval": "step"}]
+
+
+@pytest.mark.slow
+def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp_path: Path) -> None:
+    def callbacks(path: Path, **options: Any) -> list[Any]:
+        keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1, save_last=True)
+        return [StochasticWeightAveraging(**{"swa_lrs": 0.01, "annealing_epochs": 2, **options}), keeper]
+
+    warnings.filterwarnings("ignore", message="ModelCheckpoint now writes to")
+    options: dict[str, Any] = {"max_epochs": 5, "accumulate_grad_batches": 7, "default_root_dir": tmp_path}
+    for number, start in enumerate((3, 0.4)):  # the third of five epochs
+        swa, keeper = callbacks(tmp_path / str(number), swa_epoch_start=start)
+        module = Stepped()
+        beside = Beside(module, (), ())
+        train(module, [swa, keeper, beside], **options)
+        assert swa.n_averaged == 3
+        for name, value in module.state_dict().items():
+            if value.is_floating_point():
+                mean = torch.stack([own[name] for own in beside.own[2:]]).mean(0)
+                torch.testing.assert_close(value, mean, rtol=1e-6, atol=1e-7)
+        # Annealed from what the scheduler had left, which then no longer counts.
+        assert module.rates[::7] == pytest.approx([0.1, 0.1, 0.1, 0.055, 0.01])
+    expected = read_checkpoint(keeper.last_model_path)
+    for step in (1, 2, 3, 4):
+        again = Stepped()
+        resumed = callbacks(tmp_path / "again", swa_epoch_start=start)
+        train(again, resumed, ckpt_path=str(tmp_path / "1" / f"step-{step:08d}"), **options)
+        found = read_checkpoint(resumed[1].last_model_path)
+        for part in ("model", "current_model_state"):
+            assert_same(found[part], expected[part], 0.0)
+        assert again.rates == module.rates[7 * step :]
+        assert found["lr_schedulers"] == expected["lr_schedulers"]
+    at_once = Stepped()
+    train(at_once, callbacks(tmp_path / "at-once", annealing_epochs=0, swa_epoch_start=2), **options)
+    assert at_once.rates[::7] == [0.1, 0.01, 0.01, 0.01, 0.01]
+    again = Stepped()
+    resumed = callbacks(tmp_path / "again-at-once", annealing_epochs=0, swa_epoch_start=2)
+    train(again, resumed, ckpt_path=str(tmp_path / "at-once" / "step-00000003"), **options)
+    assert again.rates == [0.01] * 14
+    assert_same(copied(again), copied(at_once), 0.0)
+
+
 def test_arguments() -> None:
+    for wrong in ({"swa_lrs": 0}, {"swa_lrs": 0.1, "swa_epoch_start": 0}, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}):
+        with pytest.raises(ConfigurationError, match="positive learning rates"):
+            StochasticWeightAveraging(**wrong)
+    quiet: dict[str, Any] = {"enable_checkpointing": False}
+    with pytest.raises(ConfigurationError, match=r"1 optimizers with \[1\] parameter groups, 2 learning rates"):
+        train(Norms(), StochasticWeightAveraging([0.1, 0.2]), **quiet)
+    with pytest.raises(ConfigurationError, match="a fraction of nobody knows"):
+        train(Norms(), StochasticWeightAveraging(0.1), max_epochs=-1, max_steps=2, **quiet)
     with pytest.raises(ConfigurationError, match="in one way"):
         WeightAveraging(avg_fn=get_ema_avg_fn(), multi_avg_fn=get_ema_multi_avg_fn())
     with pytest.raises(ConfigurationError, match=r"decay=1\.5"):

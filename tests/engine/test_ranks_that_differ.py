@@ -170,3 +170,43 @@ def test_epoch_values_of_a_resumed_rank_that_has_no_batch_left(tmp_path):
     for name in ("mean", "sum"):
         assert resumed.callback_metrics[name].item() == pytest.approx(whole.callback_metrics[name].item())
     assert resumed.callback_metrics["sum"].item() == pytest.approx(loader(9).dataset.sum().item(), abs=1e-4)
+
+
+class Leaves(TinyModule):
+    """The ranks that are named leave the epoch at its second batch."""
+
+    def __init__(self, ranks):
+        super().__init__()
+        self.ranks = ranks
+
+    def on_train_batch_start(self, batch, batch_idx):
+        return -1 if batch_idx == 1 and rank() in self.ranks else None
+
+
+class Watches(TinyModule):
+    """A scheduler that watches what each rank has logged of its own batch, at steps at which nothing is reduced."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("own", float(batch_idx if rank() == 0 else -batch_idx), on_step=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return [optimizer], [{"scheduler": plateau, "interval": "step", "monitor": "own"}]
+
+
+@pytest.mark.world_size(2)
+def test_what_one_rank_alone_decides():
+    for ranks, samples, steps in (((0, 1), 8, 1), ((0,), 5, 1), ((), 8, 2)):  # of 5, rank 1 has no second batch
+        trainer = Trainer(**QUIET)
+        trainer.fit(Leaves(ranks), loader(samples))
+        assert (ranks, trainer.global_step) == (ranks, steps)
+    for ranks in ((0,), (1,)):
+        with pytest.raises(RankError, match=f"(?s)returned -1 on some ranks only.*on rank {ranks[0]}, and not on rank"):
+            Trainer(**QUIET).fit(Leaves(ranks), loader(8))
+    trainer, module = Trainer(**QUIET), Watches()
+    trainer.fit(module, loader(24))
+    rates = trainer.strategy.world.agree([trainer.optimizers[0].param_groups[0]["lr"]])
+    assert rates[0] == rates[1] == [pytest.approx(0.1 * 0.5**5)]

@@ -338,15 +338,29 @@ def check_thawed_parameters() -> None:
             if self.current_epoch == 1:
                 thaw(self.net, self.optimizers())
 
-    net, mine = double(), double()
+    class ByHand(Thaws):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    net = double()
     optimizer = made(net)
     plain_loop(net, [whole(19, 6)], optimizer)
     thaw(net, optimizer)
     plain_loop(net, [whole(19, 6)], optimizer)
-    made(mine)
-    ddp(Thaws(mine, made), loader(19), max_epochs=2)
-    assert_close(mine, net)
-    assert not torch.equal(mine[0].weight, double()[0].weight)
+    for kind in (Thaws, ByHand):
+        with case(kind=kind.__name__):
+            mine = double()
+            made(mine)
+            ddp(kind(mine, made), loader(19), max_epochs=2)
+            assert_close(mine, net)
+            assert not torch.equal(mine[0].weight, double()[0].weight)
 
 
 # -- losses that are missing, several, or not finite -----------------------------------------------------------------

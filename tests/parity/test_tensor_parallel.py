@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 import tempfile
 from functools import partial
@@ -108,6 +109,10 @@ def check_dropout() -> None:
         def on_train_epoch_end(self) -> None:
             if dist.get_rank() == 0:
                 torch.rand(())
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if dist.get_rank() == 0 and batch_idx in (2, 3):
+                random.random(), torch.rand(())
 
     torch.manual_seed(100 + dist.get_rank())
     module = DrawsOnOne(make_language(dropout=0.5), ParallelPlan(tensor="llama"))

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.progress_bar import TQDMProgressBar
+    from trainer_kit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
 
@@ -27,6 +28,7 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Timer",
     "WeightAveraging",
@@ -42,6 +44,7 @@ _HOME = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "StochasticWeightAveraging": "stochastic_weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",

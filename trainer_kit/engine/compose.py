@@ -21,6 +21,7 @@ from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
 from trainer_kit.engine.ghosts import Ghosts
+from trainer_kit.engine.leaving import left_together
 from trainer_kit.engine.loaders import (
     NAMES,
     agreed_limits,
@@ -233,6 +234,7 @@ def _micro(trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, s
     several, precision = stepper.several, trainer.precision_plugin
     micro = Micro(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
+    micro.together = left_together(bus, trainer.strategy.world)
     stepper.window = micro
     return micro
 

@@ -55,6 +55,7 @@ class Micro:
         fresh: whether the gradients of the window before are still there.
         earlier: the last batch before those that this rank does not have.
         absent: is called for a micro-batch that this rank does not have; returns what backward is called on, or None.
+        together: agrees with the other ranks on leaving the epoch; None where nobody leaves one.
         zero: drops them; where that is all there is to it, they are ``drops``.
     """
 
@@ -92,6 +93,7 @@ class Micro:
         "sizes",
         "skipped",
         "started",
+        "together",
         "tokens",
         "uneven",
         "unusual",
@@ -119,6 +121,7 @@ class Micro:
         self.move: Callable[[Any], Any] | None = None
         self.zero: Callable[[], None] = _nothing
         self.absent: Callable[[], Any] = _nothing
+        self.together: Callable[[bool, bool], bool] | None = None
         self.batches: list[Any] = []
         self.factors: list[float] | None = None
         self.weights: Sequence[float] = [1.0]
@@ -150,6 +153,8 @@ class Micro:
         if batch is None:  # another rank's data ends later
             self.earlier = self.earlier if self.batch is None else self.batch
             self.batch = self.outputs = None
+            if self.together is not None and self.together(False, False):
+                raise EndOfEpoch
             return
         if self.move is not None:
             batch = self.move(batch)
@@ -159,6 +164,8 @@ class Micro:
         for hook in self._bus.on_train_batch_start:
             if hook(batch, self.index) == -1:
                 leaves = True  # the others hear of the batch all the same
+        if self.together is not None:
+            leaves = self.together(leaves, True)
         if leaves:
             raise EndOfEpoch
 

@@ -195,7 +195,6 @@ class Stepper:
         self._own_clip = is_overridden("configure_gradient_clipping", module, TrainModule)
         self._own_step = is_overridden("optimizer_step", module, TrainModule)
         self._own_schedule = is_overridden("lr_scheduler_step", module, TrainModule)
-        self._by_step = [c for c in made.schedulers if c.interval == "step"]
         self._all: list[nn.Parameter] = []
         self.several: dict[str, list[nn.Parameter]] | None = None if made.names is None else {}
         self.read_groups()
@@ -289,11 +288,10 @@ class Stepper:
                 skipped.append(optimizer)
         if scales:
             self.precision.end_step()
-        if self._by_step:
-            progress = window.progress
-            for config in self._by_step:
-                if (progress.step + 1) % config.frequency == 0 and not (skipped and config.optimizer in skipped):
-                    self.advance(config)
+        for config in self.made.schedulers:  # callbacks may put others in their place
+            due = config.interval == "step" and (window.progress.step + 1) % config.frequency == 0
+            if due and not (skipped and config.optimizer in skipped):
+                self.advance(config)
 
     def end_epoch(self, completed: int) -> None:
         """Advance the schedulers that count epochs; ``completed`` epochs are over."""
@@ -306,7 +304,11 @@ class Stepper:
         metric = None
         if config.monitor is not None and config.reduce_on_plateau:
             known = self.metrics()
-            if config.monitor not in known:
+            metric = known.get(config.monitor)
+            if self.strategy.world.size > 1:
+                # Between flushes values are each rank's own, and those of tensor ranks may differ in their last bit.
+                metric = self.strategy.world.broadcast(None if metric is None else float(metric))  # sync point: decides
+            if metric is None:
                 if not config.strict:
                     return
                 raise ConfigurationError(
@@ -314,7 +316,6 @@ class Stepper:
                     found=f"logged so far: {', '.join(sorted(known)) or 'nothing'}",
                     fix="log it before the scheduler advances, or pass strict=False",
                 )
-            metric = known[config.monitor]
         if self._own_schedule:
             self.module.lr_scheduler_step(config.scheduler, metric)
         elif metric is None:

@@ -203,8 +203,20 @@ class DDPStrategy:
         return method
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The user's own, or autograd's."""
-        return backward
+        """The user's own, or autograd's; after each of manual optimization gradients are complete."""
+        if backward is None or self._backward != "manual" or not self._frozen:
+            return backward
+
+        def run(*arguments: Any, **options: Any) -> None:
+            backward(*arguments, **options)
+            self._average_thawed()
+
+        return run
+
+    def _average_thawed(self) -> None:
+        thawed = [p for p in self._frozen if p.requires_grad]
+        if thawed:
+            average_gradients(thawed, self.world)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step."""
@@ -231,10 +243,8 @@ class DDPStrategy:
                 _without_exchange(micro, index)
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
-            if index == last and self._frozen:
-                thawed = [p for p in self._frozen if p.requires_grad]
-                if thawed:
-                    average_gradients(thawed, self.world)
+            if index == last and self._frozen and self._backward != "manual":
+                self._average_thawed()
             micro.end(index)
         if local and not micro.contributed:
             fill_absent(self._step.reached or self._step.parameters())

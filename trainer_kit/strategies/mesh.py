@@ -19,13 +19,13 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
-from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.strategies.axes import AXES, check_options, data_mesh, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local
 from trainer_kit.strategies.holding import mesh_in_words
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
+from trainer_kit.strategies.noise import agree_on_noise, drawing_alike
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
@@ -250,7 +250,7 @@ class MeshStrategy:
             known = self._summed if self._by_hand else []
             mine = (p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements)
             self._summed = [*known, *mine]
-        self._agree_on_noise()
+        agree_on_noise(self._same, self.device)
 
     def _fully_sharded(self) -> FSDPStrategy:
         made = FSDPStrategy(self.device, device_mesh=data_mesh(self.mesh), **self._fsdp)
@@ -263,11 +263,6 @@ class MeshStrategy:
             return self.plan
         configure = getattr(module, "configure_parallel", None)
         return (None if configure is None else configure(self.mesh)) or ParallelPlan()
-
-    def _agree_on_noise(self) -> None:
-        """Ranks that get the same batch draw the same: whole activations must be the same on all of them."""
-        for group in self._same:
-            restore_rng(group.broadcast(rng_state(self.device)), self.device)
 
     @property
     def shard_batch(self) -> Callable[[Any], Any] | None:
@@ -290,7 +285,9 @@ class MeshStrategy:
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """As the data axes have it; a loss that is divided becomes one number."""
-        return self._data_axes.bind(whole_outputs(method) if self._splits_loss else method, several)
+        call = self._data_axes.bind(whole_outputs(method) if self._splits_loss else method, several)
+        # Stages have draws of their own.
+        return call if self.pipeline is not None or not self._same else drawing_alike(call, self._same, self.device)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """The same. ``whole``: batches are not divided along the sequence."""
@@ -311,8 +308,9 @@ class MeshStrategy:
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """As the data axes have it; the gradients of a first window are compared over the tensor axis."""
-        if not self._seen or micro.first == 0:  # something may have drawn on one rank alone since
-            self._agree_on_noise()
+        if self.pipeline is not None:  # hooks may have drawn on one rank alone
+            begins = not self._seen or micro.first == 0
+            agree_on_noise(self._same if begins else self._same[:-1], self.device)
         with self._computing(first=not self._seen):
             self._data_axes.forward_backward(micro)
         self._complete()
