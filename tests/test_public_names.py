@@ -18,6 +18,7 @@ NAMES = [
     "ContextPlan",
     "DataLoaderConfiguration",
     "DataModule",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "Duration",

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from trainer_kit.inference.pipeline import prepare_pippy
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.raw.batch_size import find_executable_batch_size
+    from trainer_kit.raw.deepspeed import DeepSpeedPlugin
     from trainer_kit.raw.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from trainer_kit.raw.generators import set_seed
     from trainer_kit.raw.launchers import debug_launcher, notebook_launcher
@@ -79,6 +80,7 @@ __all__ = [
     "ContextPlan",
     "DataLoaderConfiguration",
     "DataModule",
+    "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "Duration",
@@ -156,6 +158,7 @@ _HOME = {
     "ContextPlan": "core.parallel:ContextPlan",
     "DataLoaderConfiguration": "raw.options:DataLoaderConfiguration",
     "DataModule": "core.datamodule:DataModule",
+    "DeepSpeedPlugin": "raw.deepspeed:DeepSpeedPlugin",
     "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
     "DistributedType": "raw.process:DistributedType",
     "Duration": "core.duration:Duration",
@@ -220,7 +223,6 @@ _HOME = {
 }
 _NOT_YET = {
     "BnbQuantizationConfig": "quantisation by a plugin (precision='nf4' and other words do it)",
-    "DeepSpeedPlugin": "DeepSpeed under an Accelerator (a Trainer has it: DeepSpeedStrategy)",
 }
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 

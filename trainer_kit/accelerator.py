@@ -21,7 +21,8 @@ from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy
 from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
-from trainer_kit.raw.engines import chosen_sizes, chosen_strategy, plugins
+from trainer_kit.raw.deepspeed import named_plugins
+from trainer_kit.raw.engines import asked_engine, chosen_sizes, chosen_strategy, engine_says, plugins
 from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe
 from trainer_kit.raw.generators import synchronize
 from trainer_kit.raw.options import (
@@ -119,6 +120,8 @@ class Accelerator(Answers):
         megatron_lm_plugin: train under Megatron, likewise.
         parallelism_config: divide the work along several axes; by default what the launcher says.
         torch_tp_plugin: divide layers alone.
+        deepspeed_plugin: train under DeepSpeed; likewise.
+        deepspeed_plugins: several by name, of which the first is used until `select_deepspeed_plugin`.
         debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.
 
     Raises:
@@ -156,9 +159,11 @@ class Accelerator(Answers):
         debug: bool | None = None,
         **engines: Any,
     ) -> None:
-        options = {**plugins(engines), **by_kind(kwargs_handlers)}
+        self.deepspeed_plugins = named_plugins(engines)
+        options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
         self.environment = Environment.detect()
-        self.origins = _origins(cpu, mixed_precision, gradient_accumulation_steps, gradient_accumulation_plugin, debug)
+        told = engine_says(asked_engine(options), mixed_precision, gradient_accumulation_steps)
+        self.origins = _origins(cpu, *told, gradient_accumulation_plugin, debug)
         on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
         self.origins |= chosen_sizes(options)
         self.strategy = _started(options, bool(on_cpu), self.environment)
@@ -166,7 +171,7 @@ class Accelerator(Answers):
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
-        self.window = _window(self.strategy, self.accumulation)
+        self.window = _window(self.strategy, self.accumulation, self.precision.name)
         self.waiting = Waiting(self.process_index, self.num_processes, self._tell) if self.use_distributed else None
         self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -181,7 +186,6 @@ class Accelerator(Answers):
             options.get(DistributedDataParallelKwargs),
             options.get(InitProcessGroupKwargs),
         )
-        self.rng_types = rng_types
         given = next((s for s in (seed, self.dataloader_config.data_seed, last_seed()) if s is not None), None)
         drawn = int.from_bytes(os.urandom(4), "little") if given is None else given
         self.data_seed = int(self.world.broadcast(drawn))
@@ -191,7 +195,7 @@ class Accelerator(Answers):
         self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
         self._before_save, self._before_load = OrderedDict(), OrderedDict()
         self._triggered, self.flag_tensor, self._own_backward = False, None, None
-        self.debug = debugging
+        self.rng_types, self.debug = rng_types, debugging
 
     @property
     def state(self) -> Accelerator:
@@ -261,7 +265,9 @@ def _origins(
     }
 
 
-def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin) -> Window:
+def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin, precision: str) -> Window:
+    if hasattr(strategy, "configure"):  # an engine with a configuration of its own: contradictions are told now
+        strategy.configure(precision=precision, accumulation=accumulation.num_steps)
     quiet = without_exchange if strategy.world.size > 1 and not accumulation.sync_each_batch else None
     complete = getattr(strategy, "complete_gradients", None)
     groups = strategy.data, strategy.losses

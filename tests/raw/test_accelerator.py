@@ -553,7 +553,7 @@ def test_collectives():
 
 
 def test_what_is_not_here_is_said():
-    with pytest.raises(ConfigurationError, match="an Accelerator has no DeepSpeed yet"):
+    with pytest.raises(ConfigurationError, match="this is no DeepSpeedPlugin"):
         Accelerator(cpu=True, deepspeed_plugin=object())
     with pytest.raises(TypeError, match="unexpected argument 'mixed'"):
         Accelerator(cpu=True, mixed="fp16")

@@ -119,8 +119,9 @@ class Strategy(Protocol):
 
     Optional, for loops of the user's own: ``complete_gradients(optimizer) -> list[Tensor]``, called on every rank
     after the last backward of a window: exchanges what is not exchanged in a backward, and returns the gradients, where
-    the engine keeps them. ``keeps_gradients``: that is not ``.grad``. ``end_batch()``: the loop is done with a batch,
-    and no window is under way.
+    the engine keeps them. ``keeps_gradients``: that is not ``.grad``. ``owns_step``: the engine puts parameters of its
+    own into an optimizer, and a module's weights are whole only in `module_state`. ``end_batch()``: the loop is done
+    with a batch, and no window is under way.
     """
 
     name: str

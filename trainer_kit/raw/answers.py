@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.raw.deepspeed import DeepSpeedPlugin
 from trainer_kit.raw.loader import PreparedLoader
 from trainer_kit.raw.parallelism import ParallelismConfig
 from trainer_kit.raw.tracking import Tracking
@@ -120,6 +121,21 @@ class Answers(Tracking):
     def gradient_state(self) -> GradientState:
         """Where accumulation stands."""
         return GradientState(self)
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """One of ``Accelerator(deepspeed_plugins={name: plugin})``."""
+        if name not in self.deepspeed_plugins:
+            known = ", ".join(self.deepspeed_plugins) or "none"
+            raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}", found=known)
+        found: DeepSpeedPlugin = self.deepspeed_plugins[name]
+        return found
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Train under another one of the plugins; before a model is prepared."""
+        chosen, strategy = self.get_deepspeed_plugin(name), self.strategy
+        strategy.use(chosen.deepspeed_config)  # type: ignore[attr-defined]
+        for plugin in self.deepspeed_plugins.values():
+            plugin.selected = plugin is chosen
 
     @property
     def fp8_enabled(self) -> bool:

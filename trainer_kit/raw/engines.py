@@ -9,6 +9,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, variable
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.raw.deepspeed import DeepSpeedPlugin
 from trainer_kit.raw.megatron import MegatronLMPlugin
 from trainer_kit.raw.options import (
     DistributedDataParallelKwargs,
@@ -19,38 +20,31 @@ from trainer_kit.raw.parallelism import ParallelismConfig, TorchTensorParallelPl
 from trainer_kit.strategies.axes import places
 from trainer_kit.strategies.mesh_config import KEYS
 
-__all__ = ["chosen_sizes", "chosen_strategy", "plugins"]
+__all__ = ["asked_engine", "chosen_sizes", "chosen_strategy", "engine_says", "plugins"]
 
 _PLUGINS: Final[dict[str, type]] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin,
     "megatron_lm_plugin": MegatronLMPlugin,
     "parallelism_config": ParallelismConfig,
     "torch_tp_plugin": TorchTensorParallelPlugin,
-}
-_NOT_HERE: Final = {
-    "deepspeed_plugin": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
-    "deepspeed_plugins": ("DeepSpeed", 'Trainer(strategy="deepspeed_stage_2")'),
+    "deepspeed_plugin": DeepSpeedPlugin,
 }
 
 
-def plugins(given: Mapping[str, Any]) -> dict[type, Any]:
-    """The plugins of engines among an Accelerator's arguments, by their class.
+def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type, Any]:
+    """The plugins of engines among an Accelerator's arguments, by their class; of DeepSpeed's the first.
 
     Raises:
-        ConfigurationError: for an engine that an Accelerator does not have.
+        ConfigurationError: for what is given twice.
         TypeError: for an argument that it does not have.
     """
     found: dict[type, Any] = {}
+    given = {**given, "deepspeed_plugin": next(iter(deepspeed.values()), None), "deepspeed_plugins": None}
     for name, value in given.items():
-        if name not in _PLUGINS and name not in _NOT_HERE:
+        if name not in _PLUGINS and name != "deepspeed_plugins":
             raise TypeError(f"Accelerator got an unexpected argument {name!r}")
-        if value is None:
-            continue
-        if name in _NOT_HERE:
-            what, elsewhere = _NOT_HERE[name]
-            fix = elsewhere and f"a Trainer has it: {elsewhere}"
-            raise ConfigurationError(f"an Accelerator has no {what} yet", found=f"{name}={value!r}", fix=fix)
-        found[_PLUGINS[name]] = value
+        if value is not None:
+            found[_PLUGINS[name]] = value
     if TorchTensorParallelPlugin in found:
         if ParallelismConfig in found:
             raise ConfigurationError("tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config")
@@ -58,11 +52,24 @@ def plugins(given: Mapping[str, Any]) -> dict[type, Any]:
     return found
 
 
+def asked_engine(options: Mapping[type, Any]) -> Any:
+    """The plugin of the engine that is asked for, or None."""
+    engines = (options[kind] for kind in _PLUGINS.values() if kind in options and kind is not ParallelismConfig)
+    return next(engines, None)
+
+
+def engine_says(engine: Any, precision: Any, accumulation: int | None) -> tuple[Any, int | None]:
+    """Precision and accumulation: the arguments of an Accelerator, or what its engine's configuration says of them."""
+    said = engine.said() if hasattr(engine, "said") else {}
+    return (
+        said.get("mixed_precision") if precision is None else precision,
+        said.get("gradient_accumulation_steps") if accumulation is None else accumulation,
+    )
+
+
 def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
     """What the user's options ask for: a strategy object where there are any, else ``"auto"``."""
-    engine = next(
-        (options[kind] for kind in _PLUGINS.values() if kind in options and kind is not ParallelismConfig), None
-    )
+    engine = asked_engine(options)
     mesh = _mesh(options.get(ParallelismConfig), engine, environment)
     wrapper, group = options.get(DistributedDataParallelKwargs), options.get(InitProcessGroupKwargs)
     given = any(one is not None for one in (wrapper, group, engine))

@@ -80,7 +80,7 @@ class Loop(Preparing):
             loss: a scalar: the mean over the batch; with ``weight`` a sum.
             weight: of what ``loss`` is the sum: ``backward(token_losses.sum(), weight=tokens)`` gives the exact mean
                 over all tokens of the window and of all processes.
-            options: of ``Tensor.backward``.
+            options: of ``Tensor.backward``; an engine with a backward of its own takes ``retain_graph`` only.
         """
         if self._watch is not None:
             self._look()
@@ -144,6 +144,9 @@ class Loop(Preparing):
     def _ready(self, parameters: Any) -> list[Any]:
         """Their gradients as optimizers will see them: unscaled, and weighed; those of other optimizers are left."""
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._owns_step:  # its optimizer steps parameters of the engine's own
+            self.unscale_gradients()
+            return several
         wanted = {id(parameter) for parameter in several}
         for one in self._optimizers:
             if any(id(parameter) in wanted for group in one.param_groups for parameter in group["params"]):

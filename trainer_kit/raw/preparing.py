@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.engine.state import configured
+from trainer_kit.raw.deepspeed import DeepSpeedPlugin
 from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader
 from trainer_kit.raw.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -69,6 +70,11 @@ class Preparing(Gathering):
     def distributed_type(self) -> DistributedType:
         """The engine, where Accelerate has a word for it; else what kind of processes work together."""
         return _BY_ENGINE.get(self.strategy.name) or super().distributed_type
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin in use."""
+        return next((plugin for plugin in self.deepspeed_plugins.values() if plugin.selected), None)
 
     @abstractmethod
     def explain(self) -> str:
@@ -156,15 +162,33 @@ class Preparing(Gathering):
         """An optimizer that steps where gradients are complete."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
+        if self._owns_step:  # before the engine puts parameters of its own in their place
+            self._first_steps.know(optimizer)
+            self._tell_engine()
         self.strategy.prepare_optimizer(optimizer)
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
             optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
         bound = self.strategy.bind_step(optimizer)
         # Only where it is more than the optimizer's own, which others may wrap later.
         step = None if bound == optimizer.step else bound
-        made = AcceleratedOptimizer(optimizer, self.window, self.precision, self._before_first_step, step)
+        first = None if self._owns_step else self._before_first_step
+        made = AcceleratedOptimizer(optimizer, self.window, self.precision, first, step)
         self._optimizers.append(made)
         return made
+
+    @property
+    def _owns_step(self) -> bool:
+        """Whether an engine runs backward, puts parameters of its own into optimizers, and steps them."""
+        return bool(getattr(self.strategy, "owns_step", False))
+
+    def _tell_engine(self) -> None:
+        """What an engine with a configuration of its own is to agree with."""
+        configure = getattr(self.strategy, "configure", None)
+        if configure is not None:
+            known = (loader.feed.per_rank_batch_size for loader in self._dataloaders)
+            sizes, plugin = {size for size in known if size is not None}, self.deepspeed_plugin
+            size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
+            configure(accumulation=self.window.steps, batch_size=size)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -63,7 +64,9 @@ class Processes(ABC):
 
     environment: Environment
     initialized, fork_launched, is_fsdp2 = True, False, False
-    deepspeed_plugin = deepspeed_plugins = fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = None
+    deepspeed_plugin: Any = None
+    fsdp_plugin = megatron_lm_plugin = torch_tp_plugin = None
+    deepspeed_plugins: Mapping[str, Any] = MappingProxyType({})
 
     @property
     @abstractmethod

@@ -235,7 +235,7 @@ class Saving(Weights):
             if not any(model is left for left in models):
                 continue
             saved, own = state["model" if i == 0 else f"model_{i}"], unwrap(model)
-            if "assign" in load_model_func_kwargs and not self.strategy.sharded:
+            if "assign" in load_model_func_kwargs and not (self.strategy.sharded or self._owns_step):
                 own.load_state_dict(saved, **load_model_func_kwargs)
             else:
                 self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))

@@ -127,6 +127,10 @@ class Watch:
                         fix="optimizer = accelerator.prepare(optimizer), and step what that returns",
                     )
 
+    def know(self, optimizer: Optimizer) -> None:
+        """This optimizer is prepared, and an engine that checks it by itself will step its parameters."""
+        self._prepared |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
     def step(self, optimizer: Optimizer) -> None:
         """A prepared optimizer steps for the first time.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,14 @@ class Weights(Loop):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The weights of a prepared model, whole, by the user's names.
 
-        Where they are divided (FSDP) every process calls it, and the main process gets them, on the CPU; the others get
-        an empty dict: a device never holds more than one whole weight at a time.
+        Where they are divided (FSDP, DeepSpeed) every process calls it, and the main process gets them, on the CPU; the
+        others get an empty dict: a device never holds more than one whole weight at a time.
         """
-        found = dict((self.unwrap_model(model) if unwrap else model).state_dict())
+        own = self.unwrap_model(model) if unwrap else model
+        if self._owns_step:
+            whole = self.strategy.module_state(self.unwrap_model(model))
+            return _on_cpu(whole) if self.is_main_process else {}
+        found = dict(own.state_dict())
         if not self.strategy.sharded:
             return found
         for name in list(found):
@@ -54,7 +59,8 @@ class Weights(Loop):
             max_shard_size: of a file, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
-        whole = self.get_state_dict(model) if self.is_main_process or self.strategy.sharded else {}
+        together = self.strategy.sharded or self._owns_step
+        whole = self.get_state_dict(model) if self.is_main_process or together else {}
 
         def write() -> None:
             target = local_directory(save_directory)
@@ -85,6 +91,11 @@ class Weights(Loop):
             export(obj, f, "safetensors")
         else:
             torch.save(obj, f)
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    # sync point: a checkpoint
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trainer_kit.core.protocols import Precision
 from trainer_kit.raw.collectives import each_tensor
 from trainer_kit.raw.options import TorchDynamoPlugin
+from trainer_kit.strategies.engine_module import EngineModule
 
 __all__ = ["apply_precision", "compile_options", "compiled", "remove_precision", "unwrap", "without_exchange"]
 
@@ -59,7 +60,7 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         keep_fp32_wrapper: leave its forward in the precision that it was prepared for.
     """
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule)):
             model = model.module
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
             model = model._orig_mod  # type: ignore[assignment]

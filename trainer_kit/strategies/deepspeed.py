@@ -11,18 +11,26 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
-from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import PrecisionError, StrategyError
-from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
 from trainer_kit.strategies.deepspeed_costs import deepspeed_costs
-from trainer_kit.strategies.deepspeed_gradients import begin_window, finish_window
-from trainer_kit.strategies.deepspeed_library import deepspeed_of, dividing, local_rank, quiet, release
+from trainer_kit.strategies.deepspeed_gradients import OpenWindow, Windows
+from trainer_kit.strategies.deepspeed_library import deepspeed_of, dividing, let_go, local_rank, quiet, release
+from trainer_kit.strategies.deepspeed_module import (
+    Step,
+    check_clipped,
+    check_module,
+    check_optimizer,
+    check_raw,
+    hidden_size,
+    nothing,
+    refuse_group,
+)
 from trainer_kit.strategies.deepspeed_state import (
     Piece,
     find_pieces,
@@ -31,6 +39,7 @@ from trainer_kit.strategies.deepspeed_state import (
     module_state,
     optimizer_states,
 )
+from trainer_kit.strategies.engine_module import EngineModule
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, refuse_whole
 
@@ -68,6 +77,7 @@ class DeepSpeedStrategy:
     name = "deepspeed"
     sharded = False
     lockstep = True
+    keeps_gradients = owns_step = True
     shard_batch = None
 
     def __init__(
@@ -84,19 +94,33 @@ class DeepSpeedStrategy:
         if importlib.util.find_spec("deepspeed") is None:
             raise StrategyError("DeepSpeed is not installed", fix='pip install "trainer-kit[deepspeed]"')
         self.device = torch.device(device)
-        self.config = with_arguments(read_config(config), stage, offload_optimizer, offload_parameters)
-        self.stage: int = self.config["zero_optimization"]["stage"]
+        self._take(with_arguments(read_config(config), stage, offload_optimizer, offload_parameters))
         self.backend, self.timeout = process_group_backend, timeout
-        self._facts = RunFacts()
-        self._step = _Step(nn.Module())
+        self._facts, self._step = RunFacts(), Step(nn.Module())
         self._engine: Any = None
         self._optimizer: Optimizer | None = None
         self._groups: list[list[nn.Parameter]] = []
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._clip = self._own_clip = 0.0
-        self._unfinished = False
+        self._windows = Windows()
+        self._window: OpenWindow | None = None  # in a loop of the user's own
+
+    def _take(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.stage: int = config["zero_optimization"]["stage"]
         # Offloaded gradients leave the device at the boundary, and only those of its backward would.
         self._finishes_late = self.stage >= 2 and self._offloads("offload_optimizer")
+
+    def use(self, config: dict[str, Any]) -> None:
+        """Another JSON from now on, as ``self.config`` has it.
+
+        Raises:
+            StrategyError: a model was prepared with the one before.
+        """
+        if self._window is not None:
+            fix = "a second Accelerator for a second model"
+            raise StrategyError("a model was prepared with another DeepSpeed plugin", found=self.describe(), fix=fix)
+        self._take(config)
 
     def _offloads(self, key: str) -> bool:
         section = self.config["zero_optimization"].get(key) or {}
@@ -127,15 +151,14 @@ class DeepSpeedStrategy:
 
     def stop(self) -> None:
         """The engine lets go of the module; at stage 3 nobody else could run it, so there it stays."""
-        if self._engine is not None and self.stage < 3:
+        if self._engine is not None and (self.stage < 3 or self._window is not None):
             self._let_go()
+        if self._window is not None:
+            self._window, self._optimizer, self._pieces, self._step = None, None, {}, Step(nn.Module())
 
     def _let_go(self) -> None:
-        with quiet():
-            self._engine.module_forward_pre_hook.remove()
-            self._engine.module_forward_post_hook.remove()
-            self._engine.destroy()
-        self._engine, self._step = None, _Step(nn.Module())
+        let_go(self._engine)
+        self._engine, self._step = None, Step(nn.Module())
 
     def init_context(self) -> AbstractContextManager[Any]:
         """On the device; at stage 3 every layer is divided as soon as it is made."""
@@ -148,7 +171,7 @@ class DeepSpeedStrategy:
         if self._engine is not None and self._step.module is module:
             return
         if self._release(module):
-            self._step = _Step(module)
+            self._step = Step(module)
             self._initialize(None)
         else:
             module.to(self.device)
@@ -158,20 +181,12 @@ class DeepSpeedStrategy:
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Check what the engine cannot do; it takes the module over when the optimizer is known, too."""
-        if manual:
-            raise StrategyError(
-                "DeepSpeed's engine steps by itself, which manual optimization does not allow",
-                fix="automatic_optimization = True, or another strategy",
-            )
-        if is_overridden("optimizer_step", module, TrainModule):
-            raise StrategyError(
-                "DeepSpeed's engine steps by itself", found=f"{type(module).__name__}.optimizer_step", fix="remove it"
-            )
-        self.configure(precision=precision.name, hidden_size=_hidden_size(module))
+        check_module(module, manual)
+        self.configure(precision=precision.name, hidden_size=hidden_size(module))
         if precision.scales:
             precision.hand_over()  # type: ignore[attr-defined]
         self._engine = self._optimizer = None
-        self._pieces, self._step = {}, _Step(module)
+        self._pieces, self._step = {}, Step(module)
         if not self._release(module):
             module.to(self.device)
         broadcast_buffers(module, self.world)
@@ -189,15 +204,31 @@ class DeepSpeedStrategy:
         return divided
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Not in a loop of the user's own: there the weights of a window are known too late."""
-        raise StrategyError("DeepSpeed runs under a Trainer only", fix="tk.Trainer(strategy='deepspeed')")
+        """One module that is trained; others are moved."""
+        if not any(parameter.requires_grad for parameter in module.parameters()):
+            return module.to(self.device)
+        check_raw(module, None if self._window is None else self._step.module, self.gradient_divisor, self.world.size)
+        self.prepare_module(module, False, precision)
+        self._window = OpenWindow()
+        self._step.__dict__["forward"] = module
+        return EngineModule(module, self._run)
+
+    def _run(self, *arguments: Any, **options: Any) -> Any:
+        """Through the engine where gradients are wanted; the engine exists once the optimizer does."""
+        if self._engine is None and any(hasattr(parameter, "ds_id") for parameter in self._step.parameters()):
+            self._initialize(None)
+        trains = torch.is_grad_enabled() and self._optimizer is not None
+        return self._call(self._engine if trains else self._step, *arguments, **options)
+
+    def _call(self, target: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        if self.world.size > 1:
+            return target(*arguments, **options)
+        with local_rank():
+            return target(*arguments, **options)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Module and optimizer go to the engine, which puts flat masters of its own into the optimizer's groups."""
-        if self._optimizer is not None:
-            raise StrategyError("DeepSpeed steps one optimizer", fix="return one from configure_optimizers")
-        if optimizer.state:
-            raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
+        check_optimizer(optimizer, self._optimizer, self._step)
         refuse_whole(optimizer)  # the engine steps flat masters, of which each rank has a part
         self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         self._optimizer = optimizer
@@ -211,7 +242,9 @@ class DeepSpeedStrategy:
             optimizer.state.clear()
             for parameter, piece in self._pieces.items():
                 piece.of(piece.master).copy_(piece.in_whole(parameter))
-        optimizer.zero_grad = _nothing  # type: ignore[method-assign]  # the engine needs those of offloaded masters
+        # The engine needs the gradients of offloaded masters.
+        optimizer.zero_grad = nothing if self._window is None else self._window.drop  # type: ignore[method-assign]
+        optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
         deepspeed = deepspeed_of(self.device)
@@ -237,7 +270,7 @@ class DeepSpeedStrategy:
     def _through(self, method: Callable[..., Any], find: Callable[[], Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self._step.__dict__["forward"] = method
-            return find()(*args)
+            return self._call(find(), *args)
 
         return run
 
@@ -245,50 +278,61 @@ class DeepSpeedStrategy:
         """The engine's."""
         if backward is not None:
             raise StrategyError("DeepSpeed's engine runs backward by itself", found="backward is overridden")
-        return self._backward
+        return self._backward if self._window is None else self._backward_alone
 
     def _backward(self, loss: Tensor) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)  # each loss is weighed already
+
+    def _backward_alone(self, loss: Tensor, retain_graph: bool = False) -> None:
+        if self._optimizer is None or self._window is None:
+            raise StrategyError(
+                "DeepSpeed's engine, which runs backward, is made when model and optimizer are known",
+                fix="model, optimizer = accelerator.prepare(model, optimizer)",
+            )
+        self._window.backward(self._engine, loss, retain_graph)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The engine's, which clips."""
         return self._take_step
 
-    def _take_step(self, closure: Any = None) -> None:
-        engine = self._engine
+    def _take_step(self, closure: Any = None) -> Any:
+        engine, window = self._engine, self._window
+        found = closure() if closure is not None and window is not None else None
+        if window is not None:
+            if not window.begun:
+                return found
+            window.complete(engine)
+            window.over()
         engine._config.gradient_clipping = self._clip
         if hasattr(engine.optimizer, "clip_grad"):
             engine.optimizer.clip_grad = self._clip
         engine.set_gradient_accumulation_boundary(True)
         engine.step()
-        self._clip, self._unfinished = self._own_clip, False
+        self._clip, self._windows.unfinished = self._own_clip, False
+        return found
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """One micro-batch after the other; the engine is told which one is the last of the window."""
-        engine, last, ran = self._engine, micro.count - 1, True
-        if engine is None:
+        if self._engine is None:
             raise StrategyError("DeepSpeed has nothing to step", fix="return an optimizer from configure_optimizers")
-        begin_window(engine, self._unfinished)
-        for index in range(micro.count):
-            micro.begin(index)
-            engine.set_gradient_accumulation_boundary(index == last and not self._finishes_late)
-            loss = micro.forward(index)
-            ran = loss is not None
-            if ran:
-                self._unfinished = True
-                micro.backward(index, loss)
-            if index == last and self._unfinished and (self._finishes_late or not ran):
-                finish_window(engine)
-            micro.end(index)
+        self._windows.run(self._engine, micro, self._finishes_late)
 
     def arm(self, loss: Tensor) -> None:
         """There is no manual optimization."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
+    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """The engine clips all gradients in its step, by norm."""
         if algorithm != "norm":
             raise StrategyError("DeepSpeed clips by norm only", found=repr(algorithm), fix='algorithm="norm"')
         self._clip = value
+        if self._window is None:
+            return None
+        check_clipped(parameters, self._groups)
+        return self._window.norm(self._engine, self.world)
+
+    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """In a loop of the user's own: what the engine steps, averaged over the ranks."""
+        return [] if self._window is None else self._window.parts(self._engine)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
@@ -348,24 +392,3 @@ class DeepSpeedStrategy:
         hosted = [word for word, key in keys.items() if self._offloads(key)]
         there = f", {' and '.join(hosted)} on the host" if hosted else ""
         return f"DeepSpeed ZeRO stage {self.stage}{size} on {self.device.type}{there}"
-
-
-class _Step(nn.Module):
-    """What the engine wraps: the module, with the method that is called where the engine looks for ``forward``."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
-def _nothing(set_to_none: bool = True) -> None:
-    """The engine drops gradients by itself."""
-
-
-def _hidden_size(module: nn.Module) -> int | None:
-    """Of the first part that says so, as Hugging Face's models do."""
-    for part in module.modules():
-        size = getattr(getattr(part, "config", None), "hidden_size", None)
-        if isinstance(size, int):
-            return size
-    return None

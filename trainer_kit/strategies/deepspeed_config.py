@@ -70,18 +70,19 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     return found
 
 
-def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
+def from_launcher(told: Mapping[str, str], config: dict[str, Any] | None = None) -> dict[str, Any]:
     """Arguments of the strategy from the keys of ``deepspeed_config`` in a file of Accelerate's.
 
     Args:
         told: the texts of what the launcher was given; the file ``deepspeed_config_file`` comes first, and the other
             keys must agree with it.
+        config: the JSON, in place of that file.
 
     Example:
         >>> from_launcher({"zero_stage": "3", "offload_param_device": "cpu"})["offload_parameters"]
         True
     """
-    config = read_config(told.get("deepspeed_config_file"))
+    config = read_config(told.get("deepspeed_config_file")) if config is None else config
     zero = config.setdefault("zero_optimization", {})
     if "gradient_clipping" in told:
         clip = float(told["gradient_clipping"])  # no sync point: the text of a variable

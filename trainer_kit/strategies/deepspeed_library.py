@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["deepspeed_of", "dividing", "local_rank", "quiet", "release"]
+__all__ = ["deepspeed_of", "dividing", "let_go", "local_rank", "quiet", "release"]
 
 
 def deepspeed_of(device: torch.device) -> Any:
@@ -50,6 +50,14 @@ def release(module: nn.Module) -> None:
         for optimizer in earlier:
             optimizer._partition_all_parameters()
             optimizer.destroy()
+
+
+def let_go(engine: Any) -> None:
+    """The engine's hooks come off the module."""
+    with quiet():
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
 
 
 @contextmanager
