@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +120,13 @@ def resumable(root: Path) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
 def test_gone_on_with_in_every_bit_from_every_step(tmp_path: Path) -> None:
     module = Norms()
     options: dict[str, Any] = {"val_check_interval": 4, "default_root_dir": tmp_path}
     callbacks = resumable(tmp_path / "all")
     train(module, callbacks, **options)
     paths = sorted((tmp_path / "all").glob("step-*"))
-    warnings.filterwarnings("ignore", message="ModelCheckpoint now writes to")
     assert len(paths) == 12
     expected = read_checkpoint(paths[-1])
     ends = [str(path) for path in paths[:-1]]
@@ -242,12 +241,12 @@ class Stepped(Norms):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
 def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp_path: Path) -> None:
     def callbacks(path: Path, **options: Any) -> list[Any]:
         keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1, save_last=True)
         return [StochasticWeightAveraging(**{"swa_lrs": 0.01, "annealing_epochs": 2, **options}), keeper]
 
-    warnings.filterwarnings("ignore", message="ModelCheckpoint now writes to")
     options: dict[str, Any] = {"max_epochs": 5, "accumulate_grad_batches": 7, "default_root_dir": tmp_path}
     for number, start in enumerate((3, 0.4)):  # the third of five epochs
         swa, keeper = callbacks(tmp_path / str(number), swa_epoch_start=start)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import trainer_kit as tk
 from tests.parity.plain import Batch, Classifier, adamw, assert_same, make_batches, make_net, same_state, sgd
+from trainer_kit.core.errors import CheckpointError
 
 EPOCHS, STEPS = 3, 4  # 15 batches in windows of 4
 
@@ -329,3 +330,55 @@ def test_schedulers_go_on_from_where_they_were_with_the_new_rate(tmp_path: Path,
     _, recorder, _ = run(tmp_path, Everything(decayed(0.05, kind)), ckpt=tmp_path / "step-00000005")
     expected = {step: pytest.approx(rate / 2) for step, rate in whole.rates.items() if step > 5}
     assert recorder.rates == expected
+
+
+class Unfreezes(tk.Callback):
+    """The first layer is trained from the second epoch on, as `BackboneFinetuning` has it; another one stops to be."""
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        module.net[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            module.net[0].requires_grad_(True)
+            module.net[-1].bias.requires_grad_(False)
+            (optimizer,) = trainer.optimizers
+            optimizer.add_param_group({"params": module.net[0].parameters(), "lr": 0.03})
+
+
+def head_only(net: nn.Module) -> Any:
+    optimizer = torch.optim.AdamW(net[1:].parameters(), lr=0.01, weight_decay=0.1)
+    return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 3, 0.5), "interval": "step"}]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
+def test_groups_that_were_added_meanwhile(tmp_path: Path) -> None:
+    def train(path: Path, ckpt: Path | None = None, unfreezes: bool = True, configure: Any = head_only) -> Any:
+        torch.manual_seed(2)
+        module = Classifier(make_net(dropout=0.3), configure)
+        keeper = tk.callbacks.ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        callbacks = [keeper, Unfreezes()] if unfreezes else [keeper]
+        trainer = tk.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, max_epochs=3, **quiet)
+        trainer.fit(module, make_batches(4), ckpt_path=ckpt)
+        return trainer, module
+
+    whole, module = train(tmp_path / "whole")
+    assert len(whole.optimizers[0].param_groups) == 2
+    for step in range(3, 12):  # 4 steps an epoch: ahead of it, at its start, inside, and behind
+        resumed, again = train(tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}")
+        assert_same(again, module)
+        same_state(resumed.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
+        assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in module.parameters()]
+    # A parameter that begins in another way today stays as it is today.
+    late = tmp_path / "whole" / "step-00000011"
+    _, other = train(tmp_path / "other", late, unfreezes=False)
+    assert all(p.requires_grad for p in other.net[0].parameters())
+    assert not other.net[-1].bias.requires_grad
+
+    def all_at_once(net: nn.Module) -> Any:
+        return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+    with pytest.raises(CheckpointError, match="2 groups were saved, the optimizer has 1"):
+        train(tmp_path / "never", late, configure=all_at_once)

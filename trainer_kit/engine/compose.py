@@ -21,6 +21,7 @@ from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.evaluate import Evaluation
 from trainer_kit.engine.ghosts import Ghosts
+from trainer_kit.engine.groups import configured
 from trainer_kit.engine.leaving import left_together
 from trainer_kit.engine.loaders import (
     NAMES,
@@ -38,7 +39,6 @@ from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
 from trainer_kit.engine.settings import Settings
-from trainer_kit.engine.state import configured
 from trainer_kit.engine.windows import Windows
 from trainer_kit.strategies.transforms.compile import Compile
 
@@ -153,6 +153,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         announce=trainer.announce_checkpoint,
         say=trainer.print,
         saver=Saver(trainer.async_save),
+        frozen=frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
     )
     if stepper.evaluates_again:
         stepper.replay = partial(_replay, run)  # type: ignore[union-attr]

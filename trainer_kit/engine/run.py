@@ -44,6 +44,7 @@ class Fit:
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
         resumed: whether it goes on from a checkpoint.
+        frozen: names of the parameters that were not trained when the run was composed.
         whole: whether the epoch that ended last was left because its batches were over.
         id: in the info of its checkpoints; "" where the run has no record.
     """
@@ -76,6 +77,7 @@ class Fit:
     elapsed: float = 0.0
     finite: int = 0
     resumed: bool = False
+    frozen: frozenset[str] = frozenset()
     whole: bool = False
     id: str = ""
 

@@ -16,13 +16,13 @@ from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.directories import on_every_rank
+from trainer_kit.engine.groups import add_groups, changed_flags, configured, restore_flags
 from trainer_kit.engine.optimize import Optimizers
 from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
 
 __all__ = [
     "collect",
-    "configured",
     "fitting",
     "module_state",
     "optimizer_state",
@@ -85,6 +85,7 @@ def collect(
         state.update(_of_this_rank(run, names))
         state["precision"] = run.precision.state_dict()
         state["progress"] = _finished(run)
+        state["trainable"] = changed_flags(run)
         state["inside_step"] = run.micro.started == progress.step
         state["seed"] = seed
         state.update(run.about())
@@ -179,11 +180,6 @@ def _finished(run: Fit) -> dict[str, int | float]:
         state["samples"] -= sum(micro.sizes[:done])
         state["tokens"] -= micro.tokens if done == micro.count else 0
     return state
-
-
-def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group as the user configured them; to be called before the first step."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
 def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -311,7 +307,9 @@ def restore(
         if len(state["optimizer_states"]) != len(made.optimizers):
             found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
             raise CheckpointError("optimizer_states", None, found)
+        restore_flags(run, state.get("trainable", {}))
         for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
+            add_groups(optimizer, saved, dict(run.module.named_parameters()), run.strategy.sharded)
             changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, saved, names, run.say)
     with fitting("lr_schedulers"):
         if len(state["lr_schedulers"]) != len(made.schedulers):

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group, Precision, Strategy
-from trainer_kit.engine.state import configured
+from trainer_kit.engine.groups import configured
 from trainer_kit.raw.deepspeed import DeepSpeedPlugin
 from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader
