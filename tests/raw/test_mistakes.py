@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainer_kit import Accelerator
 from trainer_kit.core.errors import ConfigurationError, RankError
-from trainer_kit.raw.waiting import _patience
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
 
@@ -266,9 +265,3 @@ def test_debug_mode_says_what_each_process_has():
         "loader: ",
     ):
         assert line in said, said
-
-
-@pytest.mark.parametrize("said", ["30s", "0", "-1"])
-def test_patience_is_a_number_of_seconds(said):
-    with pytest.raises(ConfigurationError, match="TRAINER_KIT_PATIENCE is a number of seconds"):
-        _patience(said)

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final, final
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError
+from trainer_kit.launch.arrival import wait_for_master
 from trainer_kit.launch.failure import RankFailure
 
 __all__ = ["Machines", "PeerFailed", "interface_of", "meet_without_agent"]
@@ -258,7 +260,7 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
     if interface is not None and (here.num_nodes == 1 or interface != "lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if here.rank > 0:
-        return _join(here.master_addr, here.master_port, timeout)
+        return wait_for_master(partial(_join, here.master_addr, here.master_port), here, timeout)
     try:
         return _serve(here.master_addr, here.master_port)
     except LaunchError:

@@ -16,12 +16,12 @@ from typing import Any, Final, final
 
 from torch import distributed as dist
 
-from trainer_kit.core.errors import ConfigurationError, add_note
+from trainer_kit.core.errors import add_note
+from trainer_kit.launch.arrival import patience
 
 __all__ = ["Waiting"]
 
 _HERE: Final = str(Path(__file__).resolve().parents[1])
-_PATIENCE: Final = 30.0  # seconds
 _NOT_OURS: Final = (_HERE, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<frozen")
 _ASKED, _AT = "trainer_kit/asked", "trainer_kit/at"
 _ADVICE: Final = "every process must make this call: is it under `if accelerator.is_main_process`?"
@@ -44,7 +44,7 @@ class Waiting:
         self.rank, self.size, self._say = rank, size, say
         self.calls, self._call = 0, ""
         self._main = threading.get_ident()
-        self._patience = _patience(os.environ.get("TRAINER_KIT_PATIENCE", ""))
+        self._patience = patience()
         self._every = min(5.0, self._patience / 4)
         self._seen: Any = None
         self._since, self._asked_at, self._told = 0.0, float("inf"), False
@@ -120,18 +120,6 @@ class Waiting:
         others = "; ".join(f"process {rank} is {place}" for rank, place in enumerate(at) if rank not in waiting)
         who = ", ".join(map(str, waiting))
         self._say(f"waiting for more than {self._patience:g} s {at[self.rank]} (process {who}); {others}; {_ADVICE}")
-
-
-def _patience(said: str) -> float:
-    try:
-        seconds = float(said or _PATIENCE)
-    except ValueError:
-        seconds = 0.0
-    if seconds <= 0:
-        raise ConfigurationError(
-            "TRAINER_KIT_PATIENCE is a number of seconds", found=repr(said), fix="TRAINER_KIT_PATIENCE=30"
-        )
-    return max(seconds, 0.1)
 
 
 def _look(of: weakref.ref[Waiting], store: Any, over: threading.Event, every: float) -> None:

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.launch.arrival import wait_for_all
 from trainer_kit.launch.machines import meet_without_agent
 
 __all__ = [
@@ -56,16 +58,19 @@ def join_world(
             backend = "gloo"
         here = Environment.detect()
         try:
-            store = meet_without_agent(here, timeout) if here.launched else None
-            if alone and not here.launched:
-                mine = dist.HashStore()  # type: ignore[attr-defined]
-                dist.init_process_group(backend, timeout=timeout, store=mine, rank=0, world_size=1)
-            elif store is None:
-                dist.init_process_group(backend, timeout=timeout)
-            else:
+            if here.launched:
+                store = meet_without_agent(here, timeout)
+                if store is None:
+                    store = next(rendezvous("env://", timeout=timeout))[0]
+                wait_for_all(store, here, timeout)
                 dist.init_process_group(
                     backend, timeout=timeout, store=store, rank=here.rank, world_size=here.world_size
                 )
+            elif alone:
+                mine = dist.HashStore()  # type: ignore[attr-defined]
+                dist.init_process_group(backend, timeout=timeout, store=mine, rank=0, world_size=1)
+            else:
+                dist.init_process_group(backend, timeout=timeout)
         except ValueError as error:
             raise StrategyError(
                 "this process has no rank: the process group cannot be joined",

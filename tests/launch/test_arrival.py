@@ -1,0 +1,78 @@
+"""Ranks that wait for others say for whom."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.ports import free_port
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.launch.arrival import patience
+
+SCRIPT = """
+import sys
+from datetime import timedelta
+from trainer_kit.strategies import DDPStrategy
+strategy = DDPStrategy(timeout=timedelta(seconds=float(sys.argv[1])))
+strategy.start()
+print("started", strategy.world.rank, flush=True)
+strategy.stop()
+"""
+
+
+def started(
+    ranks: Iterable[int], world: int, seconds: float = 60, port: int | None = None
+) -> list[subprocess.Popen[str]]:
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port or free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    made = []
+    for rank in ranks:
+        own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        own |= {"TRAINER_KIT_PATIENCE": "0.5"}
+        command = [sys.executable, "-c", SCRIPT, str(seconds)]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        made.append(subprocess.Popen(command, env=own, **pipes))
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "world", "missing"), [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")]
+)
+def test_who_has_not_come_is_named(ranks: tuple[int, ...], world: int, missing: str) -> None:
+    some = started(ranks, world, 6)
+    said = [process.communicate(timeout=60)[1] for process in some]
+    assert [process.returncode for process in some] == [1, 1], said
+    waits = [[line for line in text.splitlines() if line.startswith("waiting for")] for text in said]
+    assert waits[0][-1].startswith(f"waiting for {missing}"), said
+    assert not waits[1], "one speaks"
+    for text in said:
+        assert "not every process has come" in text
+        assert f"without {missing}" in text
+
+
+@pytest.mark.slow
+def test_who_comes_late_is_waited_for() -> None:
+    port = free_port()
+    [first] = started([0], 2, port=port)
+    assert first.stderr is not None
+    line = first.stderr.readline()
+    [second] = started([1], 2, port=port)
+    assert [one.communicate(timeout=60)[0] for one in (first, second)] == ["started 0\n", "started 1\n"]
+    assert line.startswith("waiting for rank 1 of 2: not there after")
+
+
+@pytest.mark.parametrize("said", ["30s", "0", "-1"])
+def test_patience_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
+    monkeypatch.setenv("TRAINER_KIT_PATIENCE", said)
+    with pytest.raises(ConfigurationError, match="TRAINER_KIT_PATIENCE is a number of seconds"):
+        patience()
