@@ -18,7 +18,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, steps_of, variable
 from trainer_kit.core.protocols import Group, Strategy
 from trainer_kit.core.seed import last_seed
-from trainer_kit.parts import choose_precision, choose_strategy
+from trainer_kit.parts import choose_precision, choose_strategy, launched_on_xla
 from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
 from trainer_kit.raw.deepspeed import named_plugins
@@ -79,14 +79,19 @@ class PartialState(Processes):
 
     @property
     def world(self) -> Group:
-        if self._strategy is None:
-            self._strategy = choose_strategy("auto", self._accelerator, "auto", 1, self.environment)[0]
-            self._strategy.start()
-        return self._strategy.world
+        return self._joined().world
 
     @property
     def device(self) -> torch.device:
+        if self._accelerator == "auto" and launched_on_xla():
+            return self._joined().device  # torch does not know it
         return pick_device(self._accelerator, self.environment.local_rank)
+
+    def _joined(self) -> Strategy:
+        if self._strategy is None:
+            self._strategy = choose_strategy("auto", self._accelerator, "auto", 1, self.environment)[0]
+            self._strategy.start()
+        return self._strategy
 
 
 @final
@@ -172,7 +177,8 @@ class Accelerator(Answers):
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
         self.window = _window(self.strategy, self.accumulation, self.precision.name)
-        self.waiting = Waiting(self.process_index, self.num_processes, self._tell) if self.use_distributed else None
+        meets = self.use_distributed and torch.distributed.is_initialized()  # torch_xla's processes have no store
+        self.waiting = Waiting(self.process_index, self.num_processes, self._tell) if meets else None
         self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process

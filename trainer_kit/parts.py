@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "choose_loggers",
     "choose_precision",
     "choose_strategy",
+    "launched_on_xla",
     "roomier_strategy",
     "with_launchers",
 ]
@@ -181,6 +183,8 @@ def roomier_strategy(asked: Any, made: Strategy) -> Strategy | None:
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
     """A strategy whose devices torch does not show as an accelerator: it finds them itself, in one process."""
     made: Strategy | None = None
+    if strategy == "auto" and accelerator == "auto" and launched_on_xla():
+        accelerator = "tpu"
     if isinstance(strategy, str) and strategy in _XLA:
         made = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
     elif strategy == "auto" and accelerator.lower() in _XLA:
@@ -197,6 +201,13 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
             fix="pip install torch_xla, in the version that goes with this torch",
         )
     return made
+
+
+def launched_on_xla() -> bool:
+    """Whether the launcher says so, or torch_xla started this process."""
+    told = variable("distributed_type")
+    said = told is not None and str(told.value).lower() in _XLA
+    return said or "PJRT_LOCAL_PROCESS_RANK" in os.environ
 
 
 def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:

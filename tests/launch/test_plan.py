@@ -187,13 +187,26 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TRAINER_KIT_DISTRIBUTED_TYPE" not in alone
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("tpu.yaml", "TPU"),
-        ("sagemaker.yaml", "SageMaker"),
-    ],
-)
+def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
+    with pytest.raises(ConfigurationError, match="a TPU pod are not started from here") as caught:
+        plan(options(SAMPLES["tpu.yaml"]), ALONE)
+    assert str(caught.value.found) == "tpu_use_cluster=True (config.yaml:4)"
+    text = SAMPLES["tpu.yaml"].replace("use_cluster: true", "use_cluster: false")
+    made = plan(options(text + "num_processes: 1\nmixed_precision: bf16\nmax_restarts: 2\n"), ALONE)
+    assert (made.processes, made.in_place, made.through, made.max_restarts) == (1, False, (), 2)
+    assert {"A": "1", "TRAINER_KIT_DISTRIBUTED_TYPE": "XLA", "TRAINER_KIT_MIXED_PRECISION": "bf16"}.items() <= (
+        made.environ.items()
+    )
+    assert {"tpu_name", "tpu_zone", "tpu_vm", "downcast_bf16"} == set(made.left_out)
+    made = plan(options("distributed_type: TPU\nnum_processes: 8\nmax_restarts: 2\n"), ALONE)
+    assert (made.processes, made.in_place, made.max_restarts, made.left_out) == (1, True, 0, ("max_restarts",))
+    assert made.through == ("-m", "trainer_kit.launch.each_device")
+    assert made.environ["TRAINER_KIT_NUM_PROCESSES"] == "8"
+    with pytest.raises(ConfigurationError, match="do not train together yet"):
+        plan(options("distributed_type: TPU\nnum_processes: 8\nnum_machines: 2\n"), ALONE)
+
+
+@pytest.mark.parametrize(("name", "what"), [("sagemaker.yaml", "SageMaker")])
 def test_what_is_not_here_yet_says_so(name: str, what: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{what} is not here yet") as caught:
         plan(options(SAMPLES[name]), ALONE)

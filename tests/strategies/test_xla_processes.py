@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import pickle
 import sys
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from trainer_kit.core.errors import ConfigurationError, StrategyError
+import trainer_kit as tk
+from trainer_kit.core.errors import ConfigurationError, LaunchError, StrategyError
+from trainer_kit.launch import each_device
 from trainer_kit.parts import choose_strategy
 from trainer_kit.precision import make_precision
 from trainer_kit.strategies.xla import XLAStrategy
@@ -32,7 +40,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     def rendezvous(tag: str, payload: bytes = b"") -> list[bytes]:
         made.append(("rendezvous", tag))
-        return [payload, payload]
+        asked = tag == "broadcast" and pickle.loads(payload) is None  # process 0 says it
+        return [pickle.dumps(7) if asked else payload, payload]
 
     def all_gather(tensor: Tensor) -> Tensor:
         return torch.cat([tensor + 1, tensor])
@@ -40,8 +49,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     root, core, model, runtime = (
         ModuleType(f"torch_xla{name}") for name in ("", ".core", ".core.xla_model", ".runtime")
     )
+    root.__spec__ = importlib.util.spec_from_loader("torch_xla", None)
     vars(root).update(
         core=core,
+        launch=lambda run, args: run(1, *args),
         runtime=runtime,
         device=lambda: torch.device("cpu"),
         sync=lambda: made.append("sync"),
@@ -49,7 +60,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     vars(core).update(xla_model=model)
     vars(model).update(all_reduce=all_reduce, rendezvous=rendezvous, all_gather=all_gather)
-    vars(runtime).update(local_process_count=lambda: 2, world_size=lambda: 2, global_ordinal=lambda: 1)
+    vars(runtime).update(
+        local_process_count=lambda: 2, world_size=lambda: 2, global_ordinal=lambda: 1, local_ordinal=lambda: 1
+    )
     for module in (root, core, model, runtime):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return made
@@ -124,6 +137,53 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
     strategy.bind_step(optimizer)()
     assert calls == ["sync"]
     assert strategy.describe() == "torch_xla, 2 processes, one device each"
+
+
+def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_LOCAL_PROCESS_RANK", "1")  # as torch_xla.launch has it
+    accelerator = tk.Accelerator(gradient_accumulation_steps=2)
+    assert (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes) == (1, 1, 2)
+    assert (accelerator.distributed_type, accelerator.backend) == (tk.DistributedType.XLA, "cpu")
+    model = nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = DataLoader([torch.ones(2)] * 12, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+    calls.clear()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).mean())
+            if accelerator.sync_gradients:
+                calls.append(round(float(accelerator.clip_grad_norm_(model.parameters(), 100.0)), 3))
+            optimizer.step()
+            optimizer.zero_grad()
+        calls.append("batch")
+    # Over there a gradient is one more. The norm is of the averages, sqrt(3 * 1.5 ** 2), and nothing is averaged twice;
+    # the second window is of one batch, whose gradient, half of it, is corrected behind the exchange.
+    exchanged = ("all_reduce", "sum", 2, 0.5)
+    assert calls == ["batch", exchanged, 2.598, "sync", "batch", "sync", exchanged, 3.464, "sync", "batch", "sync"]
+    with (
+        pytest.raises(ConfigurationError, match="a step needs every process"),
+        accelerator.join_uneven_inputs([model]),
+    ):
+        pass
+
+
+def test_a_script_in_a_process_for_each_device(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys; print(__name__, sys.argv, os.environ['RANK'], os.environ['WORLD_SIZE'])")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for told, ran in (("2", True), ("4", False)):
+        monkeypatch.setenv("TRAINER_KIT_NUM_PROCESSES", told)
+        out = StringIO()
+        with redirect_stdout(out), nullcontext() if ran else pytest.raises(LaunchError, match="for each device"):
+            each_device.main([str(script), "--lr", "1"])
+        assert out.getvalue() == (f"__main__ {[str(script), '--lr', '1']} 1 2\n" if ran else "")
 
 
 def test_what_several_processes_cannot_do_is_said_before_the_first_step(calls: list[Any]) -> None:

@@ -125,7 +125,7 @@ def _answers() -> dict[str, Any]:
             ("NO", "one process"),
             ("MULTI_CPU", "several processes on the CPU"),
             (several, f"several accelerators{f', {count} here' if count else ' (none here)'}"),
-            ("XLA", f"TPU {_LATER}"),
+            ("XLA", "TPUs of this machine, through torch_xla"),
         )
         kind = choose("On what?", kinds, several if count > 1 else "NO")
         answers["distributed_type"] = kind

@@ -77,11 +77,11 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "use_fsdp": "With FSDP.",
             "use_deepspeed": "With DeepSpeed.",
             "use_megatron_lm": "With Megatron-LM.",
-            "tpu": "",
+            "tpu": "On the TPUs of this machine, through torch_xla.",
             "debug": "Each process says what it has; collectives are checked first.",
         }.items()
     ):
-        command = click.option(f"--{word}", is_flag=True, default=None, help=text, hidden=not text)(command)
+        command = click.option(f"--{word}", is_flag=True, default=None, help=text)(command)
     file = click.Path(path_type=Path)
     return click.option("--config_file", type=file, help="YAML or JSON; by default what `config` wrote.")(command)
 
@@ -133,7 +133,7 @@ def launch(
             click.echo(f"trainer-kit: configuration from {options.file.path}", err=True)
         for name in found.left_out:
             click.echo(f"trainer-kit: has no effect yet: {options.said(name)}", err=True)
-    _run(words, found)
+    _run([*found.through, *words], found)
 
 
 def _run(words: list[str], found: Any) -> NoReturn:
@@ -186,4 +186,4 @@ def explain(
         if name != "TRAINER_KIT_ORIGINS":
             click.echo(f"the script is given {name}={value}")
     if script is not None:
-        click.echo(f"runs: {' '.join(_words(script, arguments, module))}")
+        click.echo(f"runs: {' '.join([*found.through, *_words(script, arguments, module)])}")

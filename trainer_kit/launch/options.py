@@ -98,16 +98,13 @@ class Option:
         return found
 
 
-ENGINES: Final = {
-    "TP": "tensor parallelism",
-    "TPU": "TPU",
-    "XLA": "TPU",
-}
+ENGINES: Final = {"TP": "tensor parallelism"}
 """The kinds of run that load and cannot be started yet."""
 
 _KINDS: Final = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
-    "MULTI_NEURON", "DEEPSPEED", "FSDP", "MEGATRON_LM", *sorted(ENGINES), "DATA_PARALLEL", "MODEL_PARALLEL",
+    "MULTI_NEURON", "DEEPSPEED", "FSDP", "MEGATRON_LM", *sorted(ENGINES), "TPU", "XLA",
+    "DATA_PARALLEL", "MODEL_PARALLEL",
 )  # fmt: skip
 _DYNAMO: Final = (
     "NO", "EAGER", "AOT_EAGER", "INDUCTOR", "AOT_TS_NVFUSER", "NVPRIMS_NVFUSER", "CUDAGRAPHS", "OFI", "FX2TRT",

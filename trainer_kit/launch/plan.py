@@ -38,6 +38,7 @@ class Plan:
         environ: variables for the script.
         max_restarts: how often.
         left_out: what the configuration asks for and has no effect yet.
+        through: a module that runs the script, as ``("-m", "module")``; or nothing.
     """
 
     processes: int
@@ -46,6 +47,7 @@ class Plan:
     environ: Mapping[str, str]
     max_restarts: int
     left_out: tuple[str, ...]
+    through: tuple[str, ...] = ()
 
 
 def plan(options: Resolved, here: Environment) -> Plan:
@@ -59,6 +61,8 @@ def plan(options: Resolved, here: Environment) -> Plan:
         ConfigurationError: for what contradicts itself, and for what is not here yet.
     """
     _refuse(options)
+    if options["distributed_type"] in _XLA:
+        return _on_xla(options)
     cpu = bool(options["use_cpu"]) or options["distributed_type"] == "MULTI_CPU"
     accelerated = not cpu and _accelerator() is not None
     if (options["distributed_type"] or "").startswith("MULTI_") and not cpu and not accelerated:
@@ -92,6 +96,31 @@ def plan(options: Resolved, here: Environment) -> Plan:
         environ=_environ(options, ids),
         max_restarts=options["max_restarts"],
         left_out=tuple(name for name in _NO_EFFECT if options[name]),
+    )
+
+
+def _on_xla(options: Resolved) -> Plan:
+    """One process that drives all devices of this machine; several: torch_xla starts one for each device."""
+    elsewhere = [name for name in ("tpu_use_cluster", "num_machines") if int(options[name] or 0) > (name[0] == "n")]
+    if elsewhere:
+        raise ConfigurationError(
+            "the machines of a TPU pod are not started from here, and do not train together yet",
+            found=options.said(elsewhere[0]),
+            fix="tpu_use_cluster: false and num_machines: 1, on one machine",
+        )
+    several = (options["num_processes"] or 1) > 1
+    environ = dict(pair.split("=", 1) for pair in options["tpu_env"] or () if "=" in pair)
+    if several:
+        environ["TRAINER_KIT_NUM_PROCESSES"] = str(options["num_processes"])
+    no_effect = (*_NO_EFFECT, "tpu_name", "tpu_zone", "tpu_vm", *(("max_restarts",) if several else ()))
+    return Plan(
+        processes=1,
+        machines=Machines(),
+        in_place=several,
+        environ={**environ, **_environ(options, None)},
+        max_restarts=0 if several else options["max_restarts"],
+        left_out=tuple(name for name in no_effect if options[name]),
+        through=("-m", "trainer_kit.launch.each_device") if several else (),
     )
 
 
@@ -167,6 +196,7 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
 _SEQUENCES: Final = "parallelism_config_sp_size"
 _SECTIONS: Final = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
 """What of a file the ranks are told, by the kind of run."""
+_XLA: Final = ("TPU", "XLA")
 
 
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
@@ -174,6 +204,8 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     engine = _SECTIONS.get(options["distributed_type"] or "")
     if engine is not None:
         passed += ["distributed_type", *SECTIONS[engine]]
+    elif options["distributed_type"] in _XLA:
+        passed.append("distributed_type")
     found: dict[str, str] = {}
     origins: dict[str, str] = {}
     for name in passed:

@@ -174,11 +174,11 @@ class Loop(Preparing):
             even_batches: what loaders do meanwhile; False: none of them repeats samples.
 
         Raises:
-            ConfigurationError: the strategy needs every process in a forward, so that nobody can be left behind.
+            ConfigurationError: the strategy needs every process in a step, so that nobody can be left behind.
         """
-        if self.strategy.lockstep and self.use_distributed:
+        if (self.strategy.lockstep or hasattr(self.strategy, "complete_gradients")) and self.use_distributed:
             raise ConfigurationError(
-                "a forward needs every process, so that all of them need equally many batches",
+                "a step needs every process, so that all of them need equally many batches",
                 found=f"join_uneven_inputs under {self.strategy.name!r}",
                 fix="leave it out and prepare() the loader: every process gets as many batches; or use DDP",
             )

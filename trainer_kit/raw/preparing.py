@@ -67,6 +67,22 @@ class Preparing(Gathering):
         return self.strategy.device
 
     @property
+    def num_processes(self) -> int:
+        """How many processes work together."""
+        return self.world.size
+
+    @property
+    def process_index(self) -> int:
+        """This process among all, from 0."""
+        return self.world.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process among those of its machine, from 0."""
+        here = self.environment
+        return here.local_rank if here.launched and self.num_processes > 1 else self.process_index
+
+    @property
     def distributed_type(self) -> DistributedType:
         """The engine, where Accelerate has a word for it; else what kind of processes work together."""
         return _BY_ENGINE.get(self.strategy.name) or super().distributed_type
@@ -247,7 +263,7 @@ class Preparing(Gathering):
         self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
         self.window.reset()
         gc.collect()
-        if self.device.type != "cpu":
+        if torch.accelerator.is_available() and self.device.type != "cpu":
             torch.accelerator.empty_cache()
         return [None] * len(objects)
 

@@ -123,7 +123,9 @@ class Processes(ABC):
     @property
     def backend(self) -> str | None:
         """What processes talk through: "gloo", "nccl", …; None for one alone."""
-        return str(dist.get_backend()) if self.use_distributed else None
+        if not self.use_distributed:
+            return None
+        return str(dist.get_backend()) if dist.is_initialized() else self.device.type
 
     @property
     def default_device(self) -> torch.device:

@@ -17,7 +17,7 @@ from trainer_kit.core.protocols import Group, MicroSteps, Precision
 from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.single import Alone
-from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
+from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
 from trainer_kit.strategies.xla_group import XLAGroup
 
 __all__ = ["XLAStrategy"]
@@ -59,6 +59,7 @@ class XLAStrategy:
         self._mesh: Any = None
         self._manual = False
         self._parameters: list[nn.Parameter] = []
+        self._moved = Moved()
 
     @property
     def gradient_divisor(self) -> int:
@@ -154,11 +155,14 @@ class XLAStrategy:
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move and divide; nothing wraps it."""
+        before = dict(module.named_parameters())
         self.place_module(module, precision)
+        self._moved.note(before, module)
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Parameters are the very same objects."""
+        """On these devices parameters are other objects than on the host; an optimizer made there follows them."""
+        self._moved.follow(optimizer)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself."""
@@ -225,13 +229,28 @@ class XLAStrategy:
             if loss is not None:
                 micro.backward(index, loss)
             micro.end(index)
+        self._average(self._parameters)
+
+    def _average(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Gradients over the processes, where there are several."""
+        trained = [p for p in parameters if p.requires_grad]  # now: a callback may thaw or freeze some
         if isinstance(self.data, XLAGroup):
             # Every process must trace the same graph, so what it has no gradient for counts as zeros.
-            trained = [p for p in self._parameters if p.requires_grad]  # now: a callback may thaw or freeze some
             for parameter in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            self.data.average([p.grad for p in trained if p.grad is not None])
+        gradients = [p.grad for p in trained if p.grad is not None]
+        if isinstance(self.data, XLAGroup):
+            self.data.average(gradients)
+        return gradients
+
+    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Average them over the processes."""
+        return self._average(p for group in optimizer.param_groups for p in group["params"])
+
+    def end_batch(self) -> None:
+        """What was traced is compiled and runs, also where nothing was stepped."""
+        self._sync()
 
     def arm(self, loss: Tensor) -> None:
         """Nothing to synchronise."""

@@ -1,0 +1,60 @@
+"""``python -m trainer_kit.launch.each_device script ...``: the script in one process for each device of torch_xla."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer_kit.core.errors import LaunchError
+from trainer_kit.core.origins import variable
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str]) -> None:
+    """Start the processes, and wait for them.
+
+    Args:
+        words: a script, or ``-m`` and a module, and its arguments.
+    """
+    import torch_xla
+
+    torch_xla.launch(_run, args=(list(words),))
+
+
+def _run(index: int, words: list[str]) -> None:
+    """The script, in a process that torch_xla has started."""
+    import torch_xla.runtime as xr
+
+    told = variable("num_processes")
+    if told is not None and int(told.value) != xr.world_size():
+        raise LaunchError(
+            "torch_xla starts a process for each device",
+            found=f"{xr.world_size()} devices, num_processes={told.value} ({told.origin})",
+            fix=f"num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
+        )
+    # As any launcher has it: who asks the environment is told.
+    place = {
+        "RANK": xr.global_ordinal(),
+        "WORLD_SIZE": xr.world_size(),
+        "LOCAL_RANK": xr.local_ordinal(),
+        "LOCAL_WORLD_SIZE": xr.local_process_count(),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 29500,
+    }
+    os.environ.update({name: str(value) for name, value in place.items()})
+    module = words[0] == "-m"
+    sys.argv = words[1:] if module else list(words)
+    if module:
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
