@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -177,8 +177,7 @@ class Accelerator(Answers):
         self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
         self.window = _window(self.strategy, self.accumulation, self.precision.name)
-        meets = self.use_distributed and torch.distributed.is_initialized()  # torch_xla's processes have no store
-        self.waiting = Waiting(self.process_index, self.num_processes, self._tell) if meets else None
+        self.waiting = _waiting(self, self._tell)
         self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
@@ -278,6 +277,11 @@ def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin, precis
     complete = getattr(strategy, "complete_gradients", None)
     groups = strategy.data, strategy.losses
     return Window(accumulation.num_steps, *groups, accumulation.sync_with_dataloader, quiet, complete)
+
+
+def _waiting(here: Processes, tell: Callable[[str], None]) -> Waiting | None:
+    meets = here.use_distributed and torch.distributed.is_initialized()  # torch_xla's processes have no store
+    return Waiting(here.process_index, here.num_processes, tell) if meets else None
 
 
 def _dynamo(backend: str | None) -> TorchDynamoPlugin:
