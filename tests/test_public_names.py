@@ -21,6 +21,8 @@ NAMES = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "Duration",
     "FullyShardedDataParallelPlugin",
     "GeneralTracker",

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer_kit.inference.pipeline import prepare_pippy
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.raw.batch_size import find_executable_batch_size
-    from trainer_kit.raw.deepspeed import DeepSpeedPlugin
+    from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
     from trainer_kit.raw.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from trainer_kit.raw.generators import set_seed
     from trainer_kit.raw.launchers import debug_launcher, notebook_launcher
@@ -83,6 +83,8 @@ __all__ = [
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
     "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
     "Duration",
     "FullyShardedDataParallelPlugin",
     "GeneralTracker",
@@ -161,6 +163,8 @@ _HOME = {
     "DeepSpeedPlugin": "raw.deepspeed:DeepSpeedPlugin",
     "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
     "DistributedType": "raw.process:DistributedType",
+    "DummyOptim": "raw.deepspeed:DummyOptim",
+    "DummyScheduler": "raw.deepspeed:DummyScheduler",
     "Duration": "core.duration:Duration",
     "FullyShardedDataParallelPlugin": "raw.options:FullyShardedDataParallelPlugin",
     "GeneralTracker": "raw.trackers:GeneralTracker",

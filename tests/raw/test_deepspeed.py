@@ -214,11 +214,40 @@ def gives_a_reason(accelerator: tk.Accelerator) -> None:
         accelerator.state.select_deepspeed_plugin("third")
 
 
+def stand_ins() -> None:
+    config = {
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupLR", "params": dict.fromkeys(("warmup_max_lr", "warmup_num_steps"), "auto")},
+    }
+    accelerator, net, plain = made({"hf_ds_config": config}, gradient_accumulation_steps=1), make_net(), make_net()
+    optimizer = tk.DummyOptim(net.parameters(), lr=0.01, weight_decay=0.1)
+    net, optimizer, scheduler = accelerator.prepare(net, optimizer, tk.DummyScheduler(optimizer, 8, 3))
+    theirs = torch.optim.AdamW(plain.parameters(), weight_decay=0.1, betas=(0.8, 0.9))
+    for x, y in make_batches(4):
+        theirs.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+        theirs.zero_grad()
+        for model, backward in [(plain, torch.Tensor.backward), (net, accelerator.backward)]:
+            backward(F.cross_entropy(model(x), y))
+        theirs.step()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+    assert_same(whole(accelerator, net), plain.state_dict(), 1e-4)  # Adam divides by what is nearly zero
+    accelerator.free_memory()
+    with pytest.raises(StrategyError, match="names the optimizer, and so does the script"):
+        accelerator.prepare(plain, theirs)
+    with pytest.raises(ConfigurationError, match="DummyOptim stands for the optimizer of DeepSpeed's JSON"):
+        made({}).prepare(plain, tk.DummyOptim(plain.parameters()))
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
 def test_one_process_and_what_is_refused() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # nobody launched this process
+    stand_ins()
     several = {name: tk.DeepSpeedPlugin(zero_stage=stage) for name, stage in [("one", 1), ("other", 3)]}
     accelerator = tk.Accelerator(cpu=True, deepspeed_plugins=several)
     assert accelerator.distributed_type == "DEEPSPEED"

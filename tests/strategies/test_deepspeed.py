@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, plain_loop, sgd
@@ -114,8 +115,9 @@ def test_contradictions_name_both_sides_and_all_of_them() -> None:
         ({"stage": 2, "offload_parameters": True}, "only stage 3 has parameters to offload"),
         ({"stage": 0, "offload_optimizer": True}, "stage 0 has nothing to offload"),
         ({"config": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}, "NVMe"),
-        ({"config": {"optimizer": {"type": "AdamW"}}}, "names the optimizer.*'AdamW'"),
-        ({"config": {"scheduler": {"type": "WarmupLR"}}}, "names the scheduler"),
+        ({"config": {"optimizer": {"type": "OneBitAdam"}}}, "this optimizer .* not made here.*'OneBitAdam'"),
+        ({"config": {"scheduler": {"type": "OneCycle"}}}, "this scheduler .* not made here"),
+        ({"config": {"optimizer": {"type": "adamw", "params": {"lrr": 1}}}}, "params.lrr.*did you mean 'lr'"),
         ({"config": {"zero_optimization": True}}, "is an object"),
         ({"config": "nowhere.json"}, "nowhere.json: No such file"),
     ],
@@ -205,6 +207,50 @@ def low_bit(net: nn.Module) -> Any:
     return tk.optimizer("adamw8bit", net.parameters())
 
 
+class Bare(Classifier):
+    """Has no optimizer of its own."""
+
+    configure_optimizers = tk.TrainModule.configure_optimizers
+
+
+NAMED: dict[str, Any] = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": 8, "warmup_num_steps": 2, "warmup_max_lr": "auto", "warmup_type": "linear"},
+    },
+}
+
+
+def the_json_names_what_the_module_does_not() -> None:
+    def fit(module: Any, config: dict[str, Any]) -> Any:
+        trainer = tk.Trainer(
+            strategy=DeepSpeedStrategy(stage=1, config=config),
+            devices=1,
+            accelerator="cpu",
+            barebones=True,
+            max_epochs=1,
+        )
+        trainer.fit(module, make_batches(4))
+        return trainer
+
+    net, module = make_net(), Bare(make_net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for rate, (x, y) in zip([0.0, 0.0, 0.05, 0.1], make_batches(4), strict=True):  # DeepSpeed's, in its first steps
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    trainer = fit(module, NAMED)
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 5 / 6)
+    with pytest.raises(StrategyError, match="names the optimizer, and so does the script"):
+        fit(Classifier(make_net()), NAMED)
+    with pytest.raises(StrategyError, match=r'nobody says what "auto" stands for.*\n.*optimizer\.params\.lr'):
+        fit(Bare(make_net()), {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
 def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -> None:
@@ -219,6 +265,7 @@ def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -
     )
     for name, value in net.state_dict().items():
         torch.testing.assert_close(module.net.state_dict()[name], value, rtol=0, atol=1e-6)
+    the_json_names_what_the_module_does_not()
     for module, options, error, part in [
         (Manual(), {}, StrategyError, "manual optimization"),
         (OwnStep(make_net()), {}, StrategyError, "OwnStep.optimizer_step"),

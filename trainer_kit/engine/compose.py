@@ -211,7 +211,7 @@ def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimize
     if trainer.compile_regional:  # before it is sharded
         Compile(options=trainer.compile_options).apply(module)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
-    made = configure_optimizers(module)
+    made = configure_optimizers(module, strategy)
     if not made.optimizers:
         trainer.print("no optimizer: configure_optimizers returned None, so nothing will be stepped")
     method = module.training_step

@@ -55,14 +55,39 @@ class Optimizers:
     names: list[str] | None = None
 
 
-def configure_optimizers(module: TrainModule) -> Optimizers:
-    """Call ``module.configure_optimizers`` and read every form it may return."""
-    if not is_overridden("configure_optimizers", module, TrainModule):
+def configure_optimizers(module: TrainModule, strategy: Any = None) -> Optimizers:
+    """Call ``module.configure_optimizers`` and read every form it may return.
+
+    Args:
+        module: the user's.
+        strategy: whose configuration may name what the module does not.
+    """
+    sections: Any = getattr(strategy, "sections", None)
+    named = sections is not None and sections.optimizer is not None
+    if is_overridden("configure_optimizers", module, TrainModule):
+        given = module.configure_optimizers()
+        if named and given is not None:
+            sections.refuse_both("optimizer", given)
+    elif not named:
         raise ConfigurationError(
             f"{type(module).__name__} has no optimizer",
             fix="override configure_optimizers (return None to train without)",
         )
-    given = module.configure_optimizers()
+    else:
+        given = None
+    if given is None and named:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        given = sections.make_optimizer(trained)
+    made = _read(given, module)
+    if sections is not None and sections.scheduler is not None and len(made.optimizers) == 1:
+        if made.schedulers:
+            sections.refuse_both("scheduler", made.schedulers[0].scheduler)
+        scheduler = sections.make_scheduler(made.optimizers[0], strategy.device)
+        made.schedulers.append(LRSchedulerConfig(scheduler, "step", optimizer=made.optimizers[0]))
+    return made
+
+
+def _read(given: Any, module: TrainModule) -> Optimizers:
     if given is None:
         return Optimizers([], [])
     if isinstance(given, Mapping) and "optimizer" not in given:

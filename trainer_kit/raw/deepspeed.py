@@ -6,7 +6,9 @@ import importlib
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields
-from typing import Any, Final
+from typing import Any, Final, final
+
+from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import is_true, variable
@@ -14,13 +16,92 @@ from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.strategies.deepspeed_config import from_launcher, read_config, with_arguments
 
-__all__ = ["DeepSpeedPlugin", "named_plugins"]
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "made_optimizer", "made_scheduler", "named_plugins"]
 
 _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
 }
 _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
+
+
+@final
+class DummyOptim:
+    """Stands for the optimizer that DeepSpeed's JSON names, until `prepare` makes it.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: what ``"auto"`` stands for there.
+        weight_decay: likewise.
+        kwargs: further options likewise.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+
+
+@final
+class DummyScheduler:
+    """Stands for the scheduler that DeepSpeed's JSON names, until `prepare` makes it.
+
+    Args:
+        optimizer: whose learning rates it moves; a `DummyOptim` too.
+        total_num_steps: of the run, in optimizer steps: what ``"auto"`` stands for there.
+        warmup_num_steps: likewise.
+        lr_scheduler_callable: refused: the JSON says which scheduler it is.
+        kwargs: further options likewise.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if lr_scheduler_callable is not None:
+            raise ConfigurationError("a scheduler that is made by a function is prepared as it is", fix="call it")
+        self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
+        self.kwargs = kwargs
+
+
+def made_optimizer(strategy: Any, given: Optimizer | DummyOptim) -> Optimizer:
+    """The optimizer itself, or the one that the JSON of a strategy names; never both."""
+    sections = getattr(strategy, "sections", None)
+    if not isinstance(given, DummyOptim):
+        if sections is not None:
+            sections.refuse_both("optimizer", given)
+        return given
+    if sections is None or sections.optimizer is None:
+        raise _nothing_named("optimizer", "DummyOptim")
+    return sections.make_optimizer(  # type: ignore[no-any-return]
+        given.params, lr=given.lr, weight_decay=given.weight_decay, **given.kwargs
+    )
+
+
+def made_scheduler(strategy: Any, given: Any, optimizer: Any) -> Any:
+    """As `made_optimizer`; ``optimizer`` is the last one that was prepared."""
+    sections = getattr(strategy, "sections", None)
+    if not isinstance(given, DummyScheduler):
+        if sections is not None:
+            sections.refuse_both("scheduler", given)
+        return given
+    if sections is None or sections.scheduler is None or optimizer is None:
+        raise _nothing_named("scheduler", "DummyScheduler")
+    said = {
+        "total_num_steps": given.total_num_steps,
+        "warmup_num_steps": max(1, given.warmup_num_steps),
+        **given.kwargs,
+    }
+    return sections.make_scheduler(optimizer, strategy.device, **said)
+
+
+def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{stand_in} stands for the {what} of DeepSpeed's JSON, and there is none",
+        fix=f"make the {what} in the script, or name it in the JSON",
+    )
 
 
 @dataclass

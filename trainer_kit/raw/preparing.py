@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group, Precision, Strategy
 from trainer_kit.engine.groups import configured
-from trainer_kit.raw.deepspeed import DeepSpeedPlugin
+from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
 from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader
 from trainer_kit.raw.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -34,6 +34,7 @@ _BY_ENGINE: Final = {
     "megatron": DistributedType.MEGATRON_LM,
     "xla": DistributedType.XLA,
 }
+_SCHEDULERS: Final = (LRScheduler, ReduceLROnPlateau, AcceleratedScheduler, DummyScheduler)
 
 
 class Preparing(Gathering):
@@ -135,9 +136,9 @@ class Preparing(Gathering):
             return self.prepare_model(thing, place)
         if kind == 0 and isinstance(thing, (DataLoader, PreparedLoader)):
             return self.prepare_data_loader(thing, place)
-        if kind == 1 and isinstance(thing, Optimizer):
+        if kind == 1 and isinstance(thing, (Optimizer, DummyOptim)):
             return self.prepare_optimizer(thing, place)
-        if kind == 2 and isinstance(thing, (LRScheduler, ReduceLROnPlateau, AcceleratedScheduler)):
+        if kind == 2 and isinstance(thing, _SCHEDULERS):
             return self.prepare_scheduler(thing)
         return None
 
@@ -174,10 +175,13 @@ class Preparing(Gathering):
             self._models.append(made)
         return made
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: Optimizer | DummyOptim, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
         """An optimizer that steps where gradients are complete."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
+        optimizer = made_optimizer(self.strategy, optimizer)
         if self._owns_step:  # before the engine puts parameters of its own in their place
             self._first_steps.know(optimizer)
             self._tell_engine()
@@ -225,6 +229,8 @@ class Preparing(Gathering):
         """A scheduler that advances once an optimizer step."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
+        latest = self._optimizers[-1].optimizer if self._optimizers else None
+        scheduler = made_scheduler(self.strategy, scheduler, latest)
         mine = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
         made = AcceleratedScheduler(
             scheduler,

@@ -31,6 +31,7 @@ from trainer_kit.strategies.deepspeed_module import (
     nothing,
     refuse_group,
 )
+from trainer_kit.strategies.deepspeed_sections import Sections
 from trainer_kit.strategies.deepspeed_state import (
     Piece,
     find_pieces,
@@ -61,8 +62,8 @@ class DeepSpeedStrategy:
         offload_optimizer: masters and moments live, and are stepped, in the host's memory.
         offload_parameters: parameters wait in the host's memory; stage 3 only.
         config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` stands for what the run says: batch sizes,
-            accumulation, clipping, precision; sizes of buckets follow the model's ``config.hidden_size``. The
-            optimizer and the scheduler are the module's.
+            accumulation, clipping, precision; sizes of buckets follow the model's ``config.hidden_size``. Its
+            optimizer and scheduler are made where the script makes none.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: how long a collective may take.
 
@@ -106,7 +107,7 @@ class DeepSpeedStrategy:
         self._window: OpenWindow | None = None  # in a loop of the user's own
 
     def _take(self, config: dict[str, Any]) -> None:
-        self.config = config
+        self.config, self.sections = config, Sections(config)
         self.stage: int = config["zero_optimization"]["stage"]
         # Offloaded gradients leave the device at the boundary, and only those of its backward would.
         self._finishes_late = self.stage >= 2 and self._offloads("offload_optimizer")

@@ -15,6 +15,7 @@ __all__ = ["RunFacts", "filled", "from_launcher", "read_config", "with_arguments
 
 _BF16: Final = ("bf16-mixed", "bf16-true")
 _FP16: Final = ("16-mixed", "16-true")
+_OURS: Final = ("optimizer", "scheduler")  # which are made from it, and handed over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +154,6 @@ def with_arguments(
             )
         if device != "none" and chosen == 0:
             raise StrategyError("stage 0 has nothing to offload", found=key, fix="stage=2")
-    for key, fix in (
-        ("optimizer", "take it out, and return the optimizer from configure_optimizers"),
-        ("scheduler", "take it out, and return the scheduler from configure_optimizers"),
-    ):
-        if key in config:
-            kind = config[key].get("type") if isinstance(config[key], dict) else config[key]
-            raise StrategyError(f"DeepSpeed's JSON names the {key}, and so does the module", found=repr(kind), fix=fix)
     return config
 
 
@@ -180,7 +174,7 @@ def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         >>> made["train_micro_batch_size_per_gpu"], made["bf16"]["enabled"]
         (4, False)
     """
-    made = copy.deepcopy(dict(config))
+    made = {key: copy.deepcopy(value) for key, value in config.items() if key not in _OURS}
     _compare(made, facts)
     size = facts.batch_size
     if size is None:
