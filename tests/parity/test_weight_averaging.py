@@ -18,7 +18,7 @@ from trainer_kit.callbacks import EMAWeightAveraging
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, PostLocalSGD
-from trainer_kit.testing.conformance import _Adaptive, _samples, assert_same, fit, whole
+from trainer_kit.testing.conformance import _Adaptive, _ByHand, _samples, assert_same, fit, whole
 
 SPLIT = tk.ParallelPlan(tensor={"*.blocks.*.up": "colwise", "*.blocks.*.down": "rowwise"})
 STRATEGIES = {
@@ -57,6 +57,12 @@ class Counts(Evaluated):
         super().validation_step(batch, batch_idx)
 
 
+def shared_directory() -> Path:
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box, 0)
+    return Path(box[0])
+
+
 def local(tensor: Any) -> Any:
     return tensor.to_local()
 
@@ -73,10 +79,7 @@ def averaged(strategy: Any, make: Any, devices: int, steps: int, **options: Any)
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_as_in_one_process_and_from_any_into_any_other() -> None:
-    rank = dist.get_rank()
-    box = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(box, 0)
-    directory = Path(box[0])
+    rank, directory = dist.get_rank(), shared_directory()
     alone, expected, live, _ = averaged("auto", Evaluated, 1, 6)
     loss = float(alone.callback_metrics["val"])
     assert not torch.equal(live["net.first.weight"], expected["net.first.weight"])
@@ -88,23 +91,50 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
     assert read_manifest(directory / "fsdp")["shards"] == 2
     names = list(STRATEGIES)
     for number, (name, strategy) in enumerate(STRATEGIES.items()):
-        for writer in (name, names[number - 1]):
-            with case(reader=name, writer=writer):
-                path = str(directory / writer)
-                trainer, found, mine, ema = averaged(
-                    strategy(), Evaluated, 1 if name == "one" else 2, 6, ckpt_path=path
-                )
-                assert_same(found, expected, 1e-9)
-                assert float(trainer.callback_metrics["val"]) == pytest.approx(loss, rel=1e-7)
-                assert_same(whole(mine), {key: live[key] for key in mine}, 1e-9)
-                kept, weights = ema._averages._kept, ema._averages._live
-                for key, average in kept.items():
-                    assert getattr(average, "placements", None) == getattr(weights[key], "placements", None)
-                if name == "fsdp":
-                    here, everywhere = (sum(v.numel() for v in of) for of in (map(local, kept.values()), live.values()))
-                    assert here < 0.6 * everywhere
-    check_own_buffers(directory)
+        writer = names[number - 1]
+        with case(reader=name, writer=writer):
+            path = str(directory / writer)
+            trainer, found, mine, ema = averaged(strategy(), Evaluated, 1 if name == "one" else 2, 6, ckpt_path=path)
+            assert_same(found, expected, 1e-9)
+            assert float(trainer.callback_metrics["val"]) == pytest.approx(loss, rel=1e-7)
+            assert_same(whole(mine), {key: live[key] for key in mine}, 1e-9)
+            kept, weights = ema._averages._kept, ema._averages._live
+            for key, average in kept.items():
+                assert getattr(average, "placements", None) == getattr(weights[key], "placements", None)
+            if name == "fsdp":
+                here, everywhere = (sum(v.numel() for v in of) for of in (map(local, kept.values()), live.values()))
+                assert here < 0.6 * everywhere
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_what_is_each_ranks_own_what_is_gathered_and_what_is_refused() -> None:
+    check_own_buffers(shared_directory())
+    check_what_a_step_leaves_gathered()
     check_refused()
+
+
+class LooksAgain(_ByHand):
+    """Its step ends with a forward that nothing follows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            self.right(self.left(batch[0]))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.losses(batch)["left"])
+
+    val_dataloader = Evaluated.val_dataloader
+
+
+def check_what_a_step_leaves_gathered() -> None:
+    values = []
+    for name, devices in (("auto", 1), ("fsdp", 2)):
+        options: dict[str, Any] = {"max_epochs": 1, "callbacks": EMAWeightAveraging(decay=0.5)}
+        trainer, _ = fit(name, LooksAgain, 24, 6 // devices, devices, num_sanity_val_steps=0, **options)
+        values.append(float(trainer.callback_metrics["val"]))
+    assert values[0] == pytest.approx(values[1], rel=1e-9)
 
 
 def check_own_buffers(directory: Path) -> None:

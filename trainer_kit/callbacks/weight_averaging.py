@@ -128,11 +128,13 @@ class WeightAveraging(Callback):
         self._averages.update()
 
     def _made(self, module: Any) -> Averages:
+        _divide_again(module)
         return Averages(module, self.use_buffers, self.device, self._avg_fn, self._multi_avg_fn)
 
     def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._fits and self.n_averaged:
             assert self._averages is not None
+            _divide_again(module)
             self._averages.put_in()
             # Each rank has averaged buffers of its own; the first one's count, as they do without averages.
             self._lending.enter_context(trainer.strategy.shared_buffers(module))
@@ -172,6 +174,13 @@ class WeightAveraging(Callback):
             checkpoint["current_model_state"] = without_own_buffers(trainer.strategy, module, mine)  # type: ignore[arg-type]
             state["averages"] = without_own_buffers(trainer.strategy, module, state["averages"])  # type: ignore[arg-type]
             checkpoint["averaging_state"] = state
+
+
+def _divide_again(module: Any) -> None:
+    """Let FSDP put away what a step has gathered and only read: those are copies, and not for long."""
+    for part in module.modules():
+        if hasattr(part, "reshard"):
+            part.reshard()
 
 
 def refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.device | None = None) -> None:
