@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.engine.tiny import Recorder, Tiny
 from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.precision import MixedPrecision
@@ -39,37 +40,9 @@ PLACES_BY_KIND = [(*place, kind) for place in PLACES for kind in (Boom, StopIter
 PLACES_BY_KIND.remove(("M", "loss_weight", StopIteration))
 
 
-class Recorder:
-    """A logger that knows how it ended."""
-
-    def __init__(self):
-        self.finalized = []
-
-    def log_metrics(self, metrics, step):
-        pass
-
-    def finalize(self, status):
-        self.finalized.append(status)
-
-
 class Asks(Callback):
     def on_train_step_end(self, trainer, module):
         trainer.request_checkpoint("so that on_save_checkpoint is heard")
-
-
-class Tiny(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).pow(2).mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def fit(module=None, batches=3, *callbacks, **options):

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainer_kit import Callback, Trainer, TrainModule
+from tests.engine.tiny import Tiny
+from trainer_kit import Callback, Trainer
 from trainer_kit.core.errors import ConfigurationError
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
@@ -163,21 +164,6 @@ def test_fast_dev_run_writes_nothing_even_when_asked(tmp_path):
 
     Trainer(fast_dev_run=3, callbacks=Asks(), enable_progress_bar=False).fit(Tiny(), [torch.ones(2, 2)] * 3)
     assert list(tmp_path.iterdir()) == []
-
-
-class Tiny(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).pow(2).mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def test_a_checkpoint_is_taken_once_after_everything_of_its_step(make_cast, tmp_path):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from trainer_kit import Callback, Trainer, TrainModule
+from tests.engine.tiny import Tiny
+from trainer_kit import Callback, Trainer
 from trainer_kit.core.errors import ConfigurationError, DurationError, HookError
 
 QUIET = {
@@ -16,21 +16,6 @@ QUIET = {
     "enable_checkpointing": False,
     "num_sanity_val_steps": 0,
 }
-
-
-class Tiny(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).pow(2).mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Acts(Callback):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from trainer_kit import Callback, Trainer, TrainModule
+from tests.engine.tiny import Recorder, Tiny
+from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 
@@ -61,23 +61,6 @@ print("after fit", flush=True)
 """
 
 
-class Tiny(TrainModule):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch).pow(2).mean()
-
-    def validation_step(self, batch, batch_idx):
-        pass
-
-    test_step = validation_step
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
 class Ends(Callback):
     def __init__(self):
         self.heard = []
@@ -87,17 +70,6 @@ class Ends(Callback):
 
     def teardown(self, trainer, module, stage):
         self.heard.append("teardown")
-
-
-class Recorder:
-    def __init__(self):
-        self.finalized = []
-
-    def log_metrics(self, metrics, step):
-        pass
-
-    def finalize(self, status):
-        self.finalized.append(status)
 
 
 def sending(number, hook, at=None):
