@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trainer_kit.inference.empty import init_empty_weights, init_on_device
     from trainer_kit.inference.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from trainer_kit.inference.pipeline import prepare_pippy
+    from trainer_kit.inference.quantization import BnbQuantizationConfig, load_and_quantize_model
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.raw.batch_size import find_executable_batch_size
     from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
@@ -75,6 +76,7 @@ __all__ = [
     "AORecipeKwargs",
     "Accelerator",
     "AutocastKwargs",
+    "BnbQuantizationConfig",
     "Callback",
     "CombinedLoader",
     "ContextPlan",
@@ -131,6 +133,7 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "loggers",
@@ -155,6 +158,7 @@ _HOME = {
     "AORecipeKwargs": "raw.fp8:AORecipeKwargs",
     "Accelerator": "accelerator:Accelerator",
     "AutocastKwargs": "raw.options:AutocastKwargs",
+    "BnbQuantizationConfig": "inference.quantization:BnbQuantizationConfig",
     "Callback": "core.hooks:Callback",
     "CombinedLoader": "data:CombinedLoader",
     "ContextPlan": "core.parallel:ContextPlan",
@@ -186,9 +190,9 @@ _HOME = {
     "ProjectConfiguration": "raw.options:ProjectConfiguration",
     "TERecipeKwargs": "raw.fp8:TERecipeKwargs",
     "TorchContextParallelConfig": "raw.parallelism:TorchContextParallelConfig",
+    "TorchDynamoPlugin": "raw.options:TorchDynamoPlugin",
     "TorchTensorParallelConfig": "raw.parallelism:TorchTensorParallelConfig",
     "TorchTensorParallelPlugin": "raw.parallelism:TorchTensorParallelPlugin",
-    "TorchDynamoPlugin": "raw.options:TorchDynamoPlugin",
     "TrainModule": "core.module:TrainModule",
     "Trainer": "trainer:Trainer",
     "broadcast": "accelerator:broadcast",
@@ -209,6 +213,7 @@ _HOME = {
     "infer_auto_device_map": "inference.device_map:infer_auto_device_map",
     "init_empty_weights": "inference.empty:init_empty_weights",
     "init_on_device": "inference.empty:init_on_device",
+    "load_and_quantize_model": "inference.quantization:load_and_quantize_model",
     "load_checkpoint_and_dispatch": "inference.loading:load_checkpoint_and_dispatch",
     "load_checkpoint_in_model": "inference.loading:load_checkpoint_in_model",
     "notebook_launcher": "raw.launchers:notebook_launcher",
@@ -225,9 +230,6 @@ _HOME = {
     "synchronize_rng_states": "accelerator:synchronize_rng_states",
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
-_NOT_YET = {
-    "BnbQuantizationConfig": "quantisation by a plugin (precision='nf4' and other words do it)",
-}
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 
 
@@ -241,9 +243,6 @@ def __getattr__(name: str) -> Any:
         found = getattr(importlib.import_module(f"trainer_kit.{module}"), attribute)
     elif name in _ROOMS:
         found = importlib.import_module(f"trainer_kit.{name}")
-    elif name in _NOT_YET:
-        # Not an AttributeError: `from trainer_kit import name` would hide the reason.
-        raise ImportError(f"trainer_kit has no {name} yet: {_NOT_YET[name]} is not here", name=__name__)
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -21,13 +22,29 @@ from trainer_kit.checkpoint.weights import map_weights, read_weights, weight_lay
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import RemotePath, locate
 
-__all__ = ["OnDisk", "open_weights", "write_weights"]
+__all__ = ["Lazy", "OnDisk", "open_weights", "write_weights"]
 
 _SAFETENSORS: Final = ".safetensors"
 
 
+class Lazy(Mapping[str, Tensor], ABC):
+    """Tensors by name that are read, or made, when they are asked for."""
+
+    @abstractmethod
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a tensor of this name; a Mapping's own would read it."""
+
+    @abstractmethod
+    def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """Several tensors, each with memory of its own."""
+
+    @abstractmethod
+    def like(self, name: str) -> Tensor:
+        """A tensor without its content, or at least of its shape and dtype."""
+
+
 @final
-class OnDisk(Mapping[str, Tensor]):
+class OnDisk(Lazy):
     """Tensors by name, in safetensors files or a checkpoint directory; each is read when it is asked for.
 
     Args:
@@ -42,7 +59,7 @@ class OnDisk(Mapping[str, Tensor]):
         return self.read([name])[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._layout  # a Mapping's own would read it
+        return name in self._layout
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout)

@@ -123,6 +123,7 @@ def resolve_device_map(
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: Dtype | None = None,
     offload_buffers: bool = False,
+    special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Device]:
     """A device map from one of `WORDS`, or the one that was given.
 
@@ -138,8 +139,8 @@ def resolve_device_map(
     whole, spread = no_split_module_classes, device_map != "sequential"
     if spread:
         low = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, whole, dtype, low_zero=low)  # type: ignore[assignment]
-    return dict(infer_auto_device_map(model, max_memory, whole, dtype, offload_buffers=offload_buffers))
+        max_memory = get_balanced_memory(model, max_memory, whole, dtype, special_dtypes, low_zero=low)  # type: ignore[assignment]
+    return dict(infer_auto_device_map(model, max_memory, whole, dtype, special_dtypes, offload_buffers=offload_buffers))
 
 
 def _place(units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool) -> list[int | str]:

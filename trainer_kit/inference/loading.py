@@ -6,14 +6,14 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Final, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_kit.inference.budget import Device, resolve_device
-from trainer_kit.inference.checkpoints import OnDisk, open_weights, write_weights
+from trainer_kit.inference.checkpoints import Lazy, OnDisk, open_weights, write_weights
 from trainer_kit.inference.device_map import resolve_device_map
 from trainer_kit.inference.dispatch import dispatch_model
 from trainer_kit.inference.places import Places, Tied, check_device_map, find_tied, first_names
@@ -21,10 +21,20 @@ from trainer_kit.inference.sizes import resolve_dtype
 from trainer_kit.inference.spread import like, note_sources
 from trainer_kit.inference.visits import is_meta, put
 
-__all__ = ["Entry", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "match_weights", "pick_dtype"]
+__all__ = [
+    "DtypeOf",
+    "Entry",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
+    "load_weights",
+    "match_weights",
+    "pick_dtype",
+]
 
-_DtypeOf: TypeAlias = "Callable[[str, Tensor], torch.dtype]"
+DtypeOf: TypeAlias = "Callable[[str, Tensor], torch.dtype]"
 """From the name of a tensor, and the model's tensor: the dtype in which it is loaded."""
+
+_FILE: Final = 256 << 20
 
 
 @final
@@ -93,25 +103,63 @@ def load_checkpoint_in_model(
         (torch.float16, 'cpu')
     """
     _refuse(full_state_dict, broadcast_from_rank0, offload_8bit_bnb)
-    places = None if device_map is None else Places(check_device_map(model, device_map), None)
-    weights = open_weights(checkpoint)
+    devices = None if device_map is None else check_device_map(model, device_map)
+    load_weights(
+        model,
+        open_weights(checkpoint),
+        str(checkpoint),
+        devices,
+        pick_dtype(dtype, keep_in_fp32_modules),
+        offload_folder=offload_folder,
+        offload_buffers=offload_buffers,
+        strict=strict,
+    )
+
+
+def load_weights(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    checkpoint: str,
+    devices: Mapping[str, Any] | None,
+    dtype_of: DtypeOf,
+    *,
+    offload_folder: str | os.PathLike[str] | None,
+    offload_buffers: bool = False,
+    strict: bool = False,
+) -> None:
+    """As `load_checkpoint_in_model`, from an open checkpoint.
+
+    Args:
+        model: to load into.
+        weights: from `open_weights`, or what is made of them.
+        checkpoint: its name, for messages.
+        devices: from `check_device_map`, or None.
+        dtype_of: in what each tensor is loaded.
+        offload_folder: for what goes to disk and cannot be read again.
+        offload_buffers: buffers of layers on disk stay on disk.
+        strict: refuse names that differ.
+    """
+    places = None if devices is None else Places(devices, None)
     entries = match_weights(model, weights, checkpoint, strict)
-    dtype_of = pick_dtype(dtype, keep_in_fp32_modules)
     later = [entry for entry in entries if places and _stays_on_disk(entry.tied, places, offload_buffers)]
     kept = [entry for entry in entries if entry not in later]
     if later and not isinstance(weights, OnDisk) and offload_folder is None:
         raise ConfigurationError(
-            f"{first_names([entry.name for entry in later])} go to disk, and the checkpoint is no safetensors file",
-            found=str(checkpoint),
-            fix="pass offload_folder, a directory for them; or export the checkpoint: trainer-kit merge-weights",
+            f"{first_names([entry.name for entry in later])} go to disk, and cannot be read from the checkpoint again",
+            found=f"{checkpoint}: no safetensors file, or its weights are quantised",
+            fix="pass offload_folder, a directory for them",
         )
     for entry in kept:
         _load(entry, weights, places, dtype_of)
-    if later:
-        source: Any = weights
-        if not isinstance(weights, OnDisk):
-            source = write_weights(str(offload_folder), {entry.name: weights[entry.name] for entry in later})
-        _leave(model, later, source, dtype_of)
+    noted: dict[str, tuple[OnDisk, str]] = {}
+    for group in [later] if isinstance(weights, OnDisk) else _groups(later):
+        source = weights
+        if not isinstance(source, OnDisk):
+            source = write_weights(str(offload_folder), {entry.name: weights[entry.name] for entry in group})
+        for entry in group:
+            noted |= _leave(entry, source, dtype_of)
+    if noted:
+        note_sources(model, noted)
 
 
 def load_checkpoint_and_dispatch(
@@ -213,7 +261,7 @@ def _refuse(full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb:
             raise ConfigurationError(f"load_checkpoint_in_model has no {name}", fix=fix)
 
 
-def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection[str] | None = None) -> _DtypeOf:
+def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection[str] | None = None) -> DtypeOf:
     """In what each tensor is loaded.
 
     Example:
@@ -278,7 +326,7 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> list[int]:
-    return list((weights.like(name) if isinstance(weights, OnDisk) else weights[name]).shape)
+    return list((weights.like(name) if isinstance(weights, Lazy) else weights[name]).shape)
 
 
 def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
@@ -286,16 +334,16 @@ def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
     return not stays and all(places.of(slot.name) == "disk" for slot in tied.slots)
 
 
-def _load(entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dtype_of: _DtypeOf) -> None:
+def _load(entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dtype_of: DtypeOf) -> None:
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
     device = tied.tensor.device if not is_meta(tied.tensor) else torch.device("cpu")
     if places is not None:
         # Of several places the dispatch makes several copies; one that is in memory comes first.
         device = resolve_device(next((d for d in map(places.of, (s.name for s in tied.slots)) if d != "disk"), "cpu"))
-    read = weights.read([entry.name], device)[entry.name] if isinstance(weights, OnDisk) else weights[entry.name]
+    read = weights.read([entry.name], device)[entry.name] if isinstance(weights, Lazy) else weights[entry.name]
     # A tensor of a mapped file must not outlive it: copied, whatever its device and dtype.
-    content = read.to(device, dtype, copy=not isinstance(weights, OnDisk))
+    content = read.to(device, dtype, copy=not isinstance(weights, Lazy))
     if is_meta(tied.tensor) == is_meta(content) and tied.tensor.dtype == content.dtype:
         tied.tensor.data = content
         return
@@ -304,14 +352,25 @@ def _load(entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dt
         put(slot.module, slot.key, made)
 
 
-def _leave(model: nn.Module, entries: list[Entry], source: OnDisk, dtype_of: _DtypeOf) -> None:
-    """Tensors stay on disk: the model has them without content, and remembers where they are."""
-    noted: dict[str, tuple[Mapping[str, Tensor], str]] = {}
+def _leave(entry: Entry, source: OnDisk, dtype_of: DtypeOf) -> dict[str, tuple[OnDisk, str]]:
+    """The tensor stays on disk: the model has it without content. Returns where it is, by its names."""
+    tied = entry.tied
+    dtype = dtype_of(tied.slots[0].name, tied.tensor)
+    made = like(tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta"))
+    for slot in tied.slots:
+        put(slot.module, slot.key, made)
+    return {slot.name: (source, entry.name) for slot in tied.slots}
+
+
+def _groups(entries: list[Entry]) -> list[list[Entry]]:
+    """Weights that are written into one file, of a size that memory has room for."""
+    groups: list[list[Entry]] = []
+    filled = _FILE
     for entry in entries:
-        tied = entry.tied
-        dtype = dtype_of(tied.slots[0].name, tied.tensor)
-        made = like(tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta"))
-        for slot in tied.slots:
-            put(slot.module, slot.key, made)
-            noted[slot.name] = source, entry.name
-    note_sources(model, noted)
+        size = entry.tied.tensor.numel() * entry.tied.tensor.element_size()
+        if filled + size > _FILE:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += size
+    return groups

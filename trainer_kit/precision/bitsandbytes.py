@@ -212,6 +212,8 @@ class _Linear4bit(_Frozen):
 
 @final
 class _Linear8bit(_Frozen):
+    threshold: float = _OUTLIER
+
     def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
         super().__init__(layer)
 
@@ -224,7 +226,7 @@ class _Linear8bit(_Frozen):
         return {"weight": rows, "scales": scales}
 
     def forward(self, input: Tensor) -> Tensor:
-        return _multiply(self, input, CB=self.weight, SCB=self.scales, has_fp16_weights=False, threshold=_OUTLIER)
+        return _multiply(self, input, CB=self.weight, SCB=self.scales, has_fp16_weights=False, threshold=self.threshold)
 
 
 @final
