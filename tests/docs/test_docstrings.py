@@ -14,7 +14,10 @@ import trainer_kit
 MODULES = sorted(
     ["trainer_kit", *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit."))]
 )
-HEAVY = {f"trainer_kit.precision.{name}" for name in ("bitsandbytes", "float8", "qat")}  # import a library for seconds
+HEAVY = {  # import a library for seconds
+    "trainer_kit.inference.quantization",
+    *(f"trainer_kit.precision.{name}" for name in ("bitsandbytes", "float8", "qat")),
+}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
