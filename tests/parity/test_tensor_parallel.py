@@ -22,7 +22,7 @@ from tests.parity.language import Counting, Speaker, assert_alike, make_language
 from tests.parity.plain import case, train
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
-from trainer_kit.strategies import MeshStrategy
+from trainer_kit.strategies import FSDPStrategy, MeshStrategy
 
 pytestmark = pytest.mark.slow
 LIMITS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "max_epochs": 2}
@@ -298,6 +298,21 @@ def test_four_ranks() -> None:
     ):
         with case(**axes):
             compare(axes, flags, **options)
+    check_that_groups_are_made_once()
+
+
+def check_that_groups_are_made_once() -> None:
+    """Each is threads and sockets until its process ends."""
+    world = dist.distributed_c10d._world
+    for make in (
+        lambda: MeshStrategy(dp_replicate=2, dp_shard=1, cp=2),
+        lambda: MeshStrategy(pp=2, tp=2),
+        lambda: FSDPStrategy(sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2)),
+    ):
+        make().start()
+        before = len(world.pg_map)
+        make().start()
+        assert len(world.pg_map) == before
 
 
 @pytest.mark.world_size(8, timeout=240)

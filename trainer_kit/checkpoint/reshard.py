@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["read_divided", "read_sharded"]
+
+_ELSEWHERE: Final = object()
+"""In place of what is not read."""
 
 
 def read_sharded(
@@ -97,6 +100,7 @@ def read_divided(
     like: Mapping[str, Any],
     *,
     parts: Iterable[str] | None = None,
+    elsewhere: Mapping[str, Collection[str]] | None = None,
     group: ProcessGroup | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -110,6 +114,8 @@ def read_divided(
         path: a checkpoint directory, or its URL, the same on all ranks.
         like: by name; those that are ``DTensor`` count.
         parts: which parts to read; None for all.
+        elsewhere: by part, keys under which nothing is read, for only other ranks need it: a tensor there is on the
+            meta device, anything else None.
         group: as for `read_sharded`.
         verify: likewise.
 
@@ -129,7 +135,10 @@ def read_divided(
     divided = {name: tensor for name, tensor in like.items() if hasattr(tensor, "placements")}
     with ExitStack() as stack:
         source = ranks.each(lambda: _open(path, parts, stack))
-        state = ranks.each(lambda: {part: source.template(part, divided) for part in source.parts})
+        absent = elsewhere or {}
+        state = ranks.each(
+            lambda: {part: source.template(part, divided, absent.get(part, ())) for part in source.parts}
+        )
         _fill_together(path, source, state, ranks, verify)
         return state
 
@@ -164,13 +173,16 @@ class _Source:
                 for file in shards_of(manifest, part):
                     self.layout[part] |= tensors_in(root / file)
 
-    def template(self, part: str, like: Mapping[str, Any]) -> Any:
+    def template(self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]) -> Any:
         """What of a part is to be filled: memory for tensors that are divided; None takes whatever is stored."""
-        return self._template(self.trees[part], self.layout[part], like, (part,), None)
+        whole = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
+        return self._template(self.trees[part], self.layout[part], whole, (part,), None)
 
     def _template(
         self, tree: Any, layout: Mapping[str, TensorLayout], like: Mapping[str, Any], at: tuple[str, ...], own: Any
     ) -> Any:
+        if own is _ELSEWHERE:
+            return own
         document = self.root / DOCUMENT
         record = tensor_record(tree)
         if record is not None:
@@ -232,6 +244,8 @@ class _Target:
     def _fill(self, value: Any, tree: Any, part: str, at: tuple[str, ...]) -> Any:
         """``value`` with what ``tree`` holds; tensors are noted for `load`."""
         key, document = ".".join((part, *at)), self._source.root / DOCUMENT
+        if value is _ELSEWHERE:
+            return self._unread(tree, part, key)
         if isinstance(value, Tensor):
             return self._note(value, tree, part, key)
         inside = children(tree, at=key, file=document)
@@ -278,6 +292,15 @@ class _Target:
             chunk = places[name, tuple(offset)]
             found = self._files.read(self._layouts[name], chunk, tuple(item.storage_offsets), tuple(item.lengths))
             planner.resolve_tensor(item).detach().copy_(found)
+
+    def _unread(self, tree: Any, part: str, key: str) -> Tensor | None:
+        record = tensor_record(tree)
+        layout = None if record is None else self._source.layout[part].get(str(record.get("v")))
+        if record is None or layout is None:
+            return None
+        if "dtype" in record:
+            layout = _carried(record, layout, self._source.root / DOCUMENT, key)
+        return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
 
     def _note(self, value: Tensor, tree: Any, part: str, key: str) -> Tensor:
         record, root = tensor_record(tree), self._source.root

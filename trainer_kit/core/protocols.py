@@ -114,8 +114,9 @@ class Strategy(Protocol):
     ``costs(module, precision, ranks) -> Costs`` for ``explain()`` and the summary: what this rank holds of a module and
     sends in a step, before the module is prepared and after; ``ranks``: of the world, which may not be there yet.
     ``own_state``, where ranks hold the same names with other values: the context in which `module_state` and
-    `optimizer_state` are this rank's, not what stands for all; a checkpoint keeps both. ``finish(module)``: training
-    ended by itself.
+    `optimizer_state` are this rank's, not what stands for all; a checkpoint keeps both. ``held_elsewhere(module) ->
+    names`` of `module_state` and of parameters that only other ranks have: this one does not read them from a
+    checkpoint. ``finish(module)``: training ended by itself.
 
     Optional, for loops of the user's own: ``complete_gradients(optimizer) -> list[Tensor]``, called on every rank
     after the last backward of a window: exchanges what is not exchanged in a backward, and returns the gradients, where

@@ -204,7 +204,10 @@ def read_rest(
     known = read_manifest(path)["parts"]
     parts = [part for part in known if part == "model" or not (weights_only or part.startswith(own_part("")))]
     like = strategy.module_state(module)
-    state = read_divided(path, like, parts=parts, group=strategy.world.apart())
+    held_elsewhere = getattr(strategy, "held_elsewhere", None)
+    absent = () if held_elsewhere is None else held_elsewhere(module)
+    elsewhere = {"model": absent, "optimizer_states": absent}
+    state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
     mine = own_part(strategy.world.rank)
     if hasattr(strategy, "own_state") and mine in known and not weights_only:
         state.update(read_checkpoint(path, parts=[mine]))

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies.process_group import inherit_timeout
 
-__all__ = ["AXES", "axes_in_words", "check_options", "data_mesh", "places"]
+__all__ = ["AXES", "axes_in_words", "check_options", "check_sizes", "data_mesh", "places"]
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
@@ -43,6 +43,20 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
             + ("" if free else ", or leave one axis at -1"),
         )
     return {axis: processes // count if size == -1 else size for axis, size in sizes.items()}
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse sizes that no number of processes could fill.
+
+    Raises:
+        StrategyError: an axis without a place, or two that take what the others leave.
+    """
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise StrategyError("an axis of a mesh has at least one place", found=f"{axis}={size}")
+    if list(sizes.values()).count(-1) > 1:
+        found = ", ".join(axis for axis, size in sizes.items() if size == -1)
+        raise StrategyError("one axis at most takes what the others leave", found=f"-1 for {found}")
 
 
 def axes_in_words(sizes: Mapping[str, int]) -> str:

@@ -20,13 +20,20 @@ from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.exchanging_backward import ExchangingBackward
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.initial import InitialWeights, built_once
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    borrowed_buffers,
+    inherit_timeout,
+    join_world,
+    once_a_world,
+)
 from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
     load_optimizer_state,
     optimizer_parts,
     optimizer_state,
+    parameters_of,
 )
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
@@ -103,12 +110,19 @@ class FSDPStrategy:
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._moved = Moved()
+        self.weights: InitialWeights | None = None
+        """Whose they are that a module starts from, where it was divided along other axes ahead of this one."""
         self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
 
     @property
     def serves_alone(self) -> bool:
         """Whether one process gains by it: it has nobody to divide with, but a host to offload to."""
         return self.cpu_offload or self._recomputes is not False
+
+    @property
+    def parameters_on(self) -> torch.device:
+        """Where parts are kept."""
+        return torch.device("cpu") if self.cpu_offload else self.device
 
     @property
     def gradient_divisor(self) -> int:
@@ -126,8 +140,11 @@ class FSDPStrategy:
             found = f"device_mesh={shape} and {self.world.size} processes"
             raise StrategyError("the mesh has another number of places than there are processes", found=found)
         if not isinstance(shape, DeviceMesh):
-            names = ("replicate", "shard")[-len(shape) :]
-            shape = inherit_timeout(init_device_mesh(self.device.type, tuple(shape), mesh_dim_names=names))
+            sizes, names, kind = tuple(shape), ("replicate", "shard")[-len(shape) :], self.device.type
+            shape = once_a_world(
+                ("fsdp", kind, sizes),
+                lambda: inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=names)),
+            )
         self.mesh: DeviceMesh = shape
 
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:
@@ -177,11 +194,11 @@ class FSDPStrategy:
 
     def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:
         shard = self.sharding(module, precision)
-        weights, before = InitialWeights(module, self.world), dict(module.named_parameters())
+        weights, before = self.weights or InitialWeights(module, self.world), parameters_of(module)
         if self._recomputes is not False:
             ActivationCheckpointing(self._policy if self._recomputes is True else self._recomputes).apply(module)
         shard.apply(module, self.mesh, roots)
-        weights.hand_out(module, self.device, torch.device("cpu") if self.cpu_offload else self.device)
+        weights.hand_out(module, self.device, self.parameters_on)
         self._root = module if list(roots) == [module] else None
         # A loop of the user's own may divide several, and its optimizers step any of them.
         self._units += [unit for root in roots for unit in sharded_units(root)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -34,13 +34,18 @@ class InitialWeights:
     Args:
         module: as the user built it; on ranks other than the first its tensors may be without storage.
         group: every rank of it makes the same calls.
+        given: an earlier one has handed out all there is.
 
     Raises:
         StrategyError: the first rank has no values either.
     """
 
-    def __init__(self, module: nn.Module, group: Group) -> None:
+    def __init__(self, module: nn.Module, group: Group, given: bool = False) -> None:
         self._group = group
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._whole: dict[str, Tensor] = {}
+        if given:
+            return
         found = {name: tensor.detach() for name, tensor in _tensors(module) if not hasattr(tensor, "placements")}
         self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
         self._whole = found if group.rank == 0 else {}
@@ -59,9 +64,16 @@ class InitialWeights:
             module: the same one.
             device: where it computes.
             parameters_on: where the parts of its parameters are kept; whole ones are where it computes.
+
+        A second call does nothing.
         """
+        shapes, self._shapes = self._shapes, {}
+        if not shapes:
+            return
         if any(tensor.is_meta for _, tensor in _tensors(module)):
-            module.to_empty(device=parameters_on)
+            # Unlike to_empty(): what submodules hold in a way of their own (metrics) has values, and nobody sends them.
+            apply: Any = module._apply
+            apply(lambda tensor: torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor)
         for parameter in module.parameters():
             # Whole ones in place: optimizers hold them, and some are tied.
             if not hasattr(parameter, "placements") and parameter.device != device:
@@ -72,7 +84,7 @@ class InitialWeights:
                     part._buffers[name] = buffer.to(device)
         held = dict(_tensors(module))
         with torch.no_grad():
-            for name, (shape, dtype) in self._shapes.items():
+            for name, (shape, dtype) in shapes.items():
                 whole = self._whole.pop(name).to(device) if self._whole else None
                 if whole is None:
                     whole = torch.empty(shape, dtype=dtype, device=device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
@@ -19,14 +19,15 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
-from trainer_kit.strategies.axes import AXES, check_options, data_mesh, places
+from trainer_kit.strategies.axes import check_options, check_sizes, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local
 from trainer_kit.strategies.holding import mesh_in_words
 from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
+from trainer_kit.strategies.mesh_groups import mesh_groups
 from trainer_kit.strategies.noise import agree_on_noise, drawing_alike
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, inherit_timeout, join_world
+from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
 from trainer_kit.strategies.state import (
@@ -35,6 +36,7 @@ from trainer_kit.strategies.state import (
     load_optimizer_state,
     optimizer_parts,
     optimizer_state,
+    parameters_of,
 )
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
@@ -106,18 +108,14 @@ class MeshStrategy:
     ) -> None:
         self.device = torch.device(device)
         self.sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
-        for axis, size in self.sizes.items():
-            if size < 1 and size != -1:
-                raise StrategyError("an axis of a mesh has at least one place", found=f"{axis}={size}")
-        if list(self.sizes.values()).count(-1) > 1:
-            found = ", ".join(axis for axis, size in self.sizes.items() if size == -1)
-            raise StrategyError("one axis at most takes what the others leave", found=f"-1 for {found}")
+        check_sizes(self.sizes)
         check_schedule(pp_schedule)
         self.schedule = pp_schedule
         self.pipeline: Pipeline | None = None
         self.plan, self._recomputes, self._fsdp = plan, activation_checkpointing_policy, dict(fsdp or {})
         self.backend, self.timeout = process_group_backend, timeout
         self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
+        self._shards: FSDPStrategy | None = None
         self._context: ContextParallel | None = None
         self._placed: Callable[[Any], Any] | None = None
         self._modules: list[nn.Module] = []
@@ -138,26 +136,18 @@ class MeshStrategy:
             return
         sizes = self.places(self.world.size)
         check_options(sizes, self._fsdp)
-        mesh = init_device_mesh(self.device.type, tuple(sizes.values()), mesh_dim_names=AXES)
-        self.mesh: DeviceMesh = inherit_timeout(mesh)
-        self.data: ProcessGroup = self._over("dp_replicate", "dp_shard")
-        self.losses: ProcessGroup = self.data if sizes["cp"] == 1 else self._over("dp_replicate", "dp_shard", "cp")
-        self.reports, self.reporter = self.losses, self.world.rank
-        self._same = [
-            ProcessGroup(self.device, mesh[axis].get_group()) for axis in ("tp", "cp", "pp") if sizes[axis] > 1
-        ]
+        self.groups = mesh_groups(self.device, sizes)
+        self.mesh: DeviceMesh = self.groups.mesh
+        self.data, self.losses, self.reports = self.groups.data, self.groups.losses, self.groups.reports
+        self._same = list(self.groups.same.values())
+        self.reporter = self.world.rank
         if sizes["pp"] > 1:
-            self.pipeline = Pipeline(mesh["pp"].get_group(), self.world, self.device, self.schedule)
-            self.reports = self._over(*(axis for axis in AXES if axis != "tp" and (axis != "cp" or sizes["cp"] > 1)))
-            self.reporter, self._stages = self.pipeline.reporter, ProcessGroup(self.device, mesh["pp"].get_group())
+            self.pipeline = Pipeline(self.mesh["pp"].get_group(), self.world, self.device, self.schedule)
+            self.reporter = self.pipeline.reporter
 
     def places(self, processes: int) -> dict[str, int]:
         """The size of each axis, with -1 filled in; see `trainer_kit.strategies.axes.places`."""
         return places(self.sizes, processes)
-
-    def _over(self, *axes: str) -> ProcessGroup:
-        flat = inherit_timeout(self.mesh[axes]._flatten("_".join(axes) + "_flat"))
-        return ProcessGroup(self.device, flat.get_group())
 
     @property
     def sharded(self) -> bool:
@@ -219,11 +209,9 @@ class MeshStrategy:
 
     def _divide(self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]) -> None:
         plan = self._plan_of(module)
-        before = dict(module.named_parameters())
-        if self.pipeline is None:
-            InitialWeights(module, self.world).hand_out(module, self.device, self.device)
-            module.to(self.device)
-        else:
+        before, again = parameters_of(module), self.pipeline is not None and self.pipeline.has(module)
+        weights = InitialWeights(module, self.world, given=again)  # stages have names of their own by then
+        if self.pipeline is not None and not again:
             self.pipeline.apply(module, plan, precision)
         if self.mesh["tp"].size() > 1:
             TensorParallel(plan).apply(module, self.mesh["tp"])
@@ -238,12 +226,20 @@ class MeshStrategy:
         if self._recomputes is not False:
             ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
         if not (self._by_hand and self._modules):  # what divides the first one divides the others, and steps them all
-            shards = None if self.losses.size == 1 else self._fully_sharded()
+            self._shards = None if self.losses.size == 1 else self._fully_sharded()
             if self.pipeline is None:
-                self._data_axes = shards or SingleDeviceStrategy(self.device)
+                self._data_axes = self._shards or SingleDeviceStrategy(self.device)
             else:
-                self._data_axes = Staged(self.pipeline, self.losses, shards)
-        along_data()
+                self._data_axes = Staged(self.pipeline, self.losses, self._shards)
+        if self._shards is None:
+            weights.hand_out(module, self.device, self.device)
+            along_data()
+        else:  # what is divided along one axis waits for the others
+            self._shards.weights = weights
+            along_data()
+            weights.hand_out(module, self.device, self._shards.parameters_on)
+        if self.pipeline is not None:
+            self.pipeline.find_loose()
         self._modules, self._seen = [module], False
         self._moved.note(before, module)
         if self.losses.size == 1:  # FSDP does it by itself
@@ -253,9 +249,9 @@ class MeshStrategy:
         agree_on_noise(self._same, self.device)
 
     def _fully_sharded(self) -> FSDPStrategy:
-        made = FSDPStrategy(self.device, device_mesh=data_mesh(self.mesh), **self._fsdp)
+        made = FSDPStrategy(self.device, device_mesh=self.groups.data_mesh, **self._fsdp)
         made.world = made.data = made.losses = self.losses
-        made.mesh = data_mesh(self.mesh)
+        made.mesh = self.groups.data_mesh
         return made
 
     def _plan_of(self, module: nn.Module) -> ParallelPlan:
@@ -345,13 +341,18 @@ class MeshStrategy:
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
-        return clip_sharded_gradients(parameters, value, algorithm, None if self.pipeline is None else self._stages)
+        stages = None if self.pipeline is None else self.groups.stages
+        return clip_sharded_gradients(parameters, value, algorithm, stages)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own, in parts."""
         return dict(module.state_dict())
+
+    def held_elsewhere(self, module: nn.Module) -> Collection[str]:
+        """The names of other stages."""
+        return () if self.pipeline is None else set(self.pipeline.names) - module.state_dict().keys()
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Whole tensors, or parts."""
@@ -389,7 +390,7 @@ class MeshStrategy:
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """As the data axes have it, of what the others leave; layers are divided by the plan when a verb begins."""
-        along = data_mesh(self.mesh) if hasattr(self, "mesh") else None
+        along = self.groups.data_mesh if hasattr(self, "mesh") else None
         return mesh_costs(self.places(ranks), along, self._fsdp, module, precision)
 
     def describe(self) -> str:

@@ -6,10 +6,10 @@ import atexit
 import gc
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -30,13 +30,17 @@ __all__ = [
     "broadcast_buffers",
     "inherit_timeout",
     "join_world",
+    "once_a_world",
 ]
 
 
 _FOR_WRITERS: Final = timedelta(days=1)
 """How long ranks wait for the slowest storage: training waits, too, but only where it needs the next checkpoint."""
-_APART: dict[tuple[int, tuple[int, ...]], tuple[Any, dist.ProcessGroup]] = {}
-"""By the world they are a part of, which is kept so that its id stays its own, and their ranks."""
+_KEPT: dict[Any, Any] = {}
+"""What `once_a_world` has made, by key."""
+_WORLD: Final = "world"
+"""The key under which is the one that everything else there is of."""
+_T = TypeVar("_T")
 
 
 def join_world(
@@ -165,13 +169,29 @@ class ProcessGroup:
         Its ranks wait for each other for a day, however short the others' timeout is: they wait for disks.
         ``anew``: every rank asks for another one, for a rank has not been heard of in time.
         """
-        whole, ranks = dist.group.WORLD, tuple(dist.get_process_group_ranks(self.group))
-        key = id(whole), ranks
+        key = "apart", *dist.get_process_group_ranks(self.group)
         if anew:
-            _APART.pop(key, None)
-        if key not in _APART:  # kept: one for each fit would be threads and sockets for each
-            _APART[key] = whole, _beside(self.group, _FOR_WRITERS)
-        return _APART[key][1]
+            _KEPT.pop(key, None)
+        return once_a_world(key, lambda: _beside(self.group, _FOR_WRITERS))
+
+
+def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
+    """What ``make`` returned when it was first asked for in this world of processes, on all of them at the same time.
+
+    Process groups are threads and sockets: one for each fit would be some for each.
+
+    Args:
+        key: says what it is.
+        make: makes it.
+    """
+    world = dist.group.WORLD
+    if _KEPT.get(_WORLD) is not world:
+        _KEPT.clear()
+        _KEPT[_WORLD] = world
+    if key not in _KEPT:
+        _KEPT[key] = make()
+    made: _T = _KEPT[key]
+    return made
 
 
 def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ __all__ = [
     "load_optimizer_state",
     "optimizer_parts",
     "optimizer_state",
+    "parameters_of",
     "part_of",
     "refuse_whole",
 ]
@@ -51,6 +52,17 @@ def load_optimizer_state(
     optimizer.load_state_dict({"state": numbered, "param_groups": packed})
 
 
+def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | None]]:
+    """A module's parameters by name, for `Moved.note`; they live no longer for it."""
+
+    def refer(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:
+        if type(parameter.data) is Tensor:
+            return weakref.ref(parameter)
+        return lambda: parameter  # torch refuses to convert others while they are referred to weakly
+
+    return {name: refer(parameter) for name, parameter in module.named_parameters()}
+
+
 @final
 class Moved:
     """Which parameters a module has in place of those that it had before it was divided."""
@@ -60,12 +72,12 @@ class Moved:
         # found by its name: torch refuses to convert parameters that are referred to weakly.
         self._now: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]] = {}
 
-    def note(self, before: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-        """Compare a module's parameters, by name, with those of ``before``."""
+    def note(self, before: Mapping[str, Callable[[], nn.Parameter | None]], module: nn.Module) -> None:
+        """Compare a module's parameters, by name, with what `parameters_of` has returned ``before``."""
         self._now = {key: known for key, known in self._now.items() if None not in (known[0](), known[1]())}
         for name, now in module.named_parameters():
-            if now is not before[name]:
-                self._now[id(before[name])] = (weakref.ref(before[name]), weakref.ref(module), name)
+            if (was := before[name]()) is not None and now is not was:
+                self._now[id(was)] = (weakref.ref(was), weakref.ref(module), name)
 
     def follow(self, optimizer: Optimizer) -> None:
         """Point an optimizer's groups at what became of its parameters.

@@ -23,7 +23,6 @@ from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.strategies.gradients import clip_gradients
-from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.rehearsal import copied, tensors_of, untouched
 from trainer_kit.strategies.transforms.relay import Relay
@@ -87,13 +86,11 @@ class Pipeline:
     # -- the model -----------------------------------------------------------------------------------------------
 
     def apply(self, module: nn.Module, parallel: ParallelPlan | None, precision: Precision) -> None:
-        """Leave of the module, in place, what the stages of this rank hold, on the device, with rank 0's weights.
+        """Leave of the module, in place, what the stages of this rank hold.
 
         Raises:
             StrategyError: the module cannot be split that way.
         """
-        if self._is_split(module):
-            return
         if precision.scales:
             raise PrecisionError(
                 "gradients of a pipeline are not scaled",
@@ -112,14 +109,9 @@ class Pipeline:
             )
         layout = lay_out(model, plan, self.count)
         self.names = list(module.state_dict())
-        weights = InitialWeights(module, self.world)
         self.elsewhere = sum(parameter.numel() for parameter in module.parameters())
         self.stages = make_stages(model, layout, self.own, self.device)
         self.elsewhere -= sum(parameter.numel() for parameter in module.parameters())
-        weights.hand_out(module, self.device, self.device)
-        module.to(self.device)
-        for stage in self.stages:
-            stage.find_loose()
         context = precision.forward_context()
         for stage in self.stages:
             stage.context = context
@@ -130,8 +122,17 @@ class Pipeline:
         self._seed = int(rows[self._source][0])
         self._noise = self._seed + 1 + dist.get_rank(self.group)
 
-    def _is_split(self, module: nn.Module) -> bool:
-        """Whether it was split here before, for an earlier fit or evaluation."""
+    def find_loose(self) -> None:
+        """Once every parameter of the module is the one that is trained."""
+        for stage in self.stages:
+            stage.find_loose()
+
+    def has(self, module: nn.Module) -> bool:
+        """Whether it was split here before, for an earlier fit or evaluation; from now on it is the one that is.
+
+        Raises:
+            StrategyError: another pipeline has split it.
+        """
         if self._module is not None and self._module() is module:
             return True
         if any(isinstance(part, StandIn) for part in module.modules()):

@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
@@ -29,8 +29,8 @@ class TensorParallel:
     """torch's ``parallelize_module`` by a plan (Shoeybi et al., 2019; sequences: Korthikanti et al., 2022).
 
     A module that is split already stays as it is. Parameters that the plan does not name stay whole, the same on every
-    rank. Every rank has the same weights when this is called, and takes its part of them. Parameters that several
-    layers share are shared afterwards too.
+    rank. What is split has no storage afterwards, so that no rank ever holds the parts of the others: values come by
+    `trainer_kit.strategies.initial.InitialWeights`. Parameters that several layers share are shared afterwards too.
 
     Args:
         plan: of the module, or the user's.
@@ -63,6 +63,7 @@ class TensorParallel:
         _check(module, styles, mesh.size())
         for name, style in styles.items():
             layer = module.get_submodule(name)
+            _empty(layer)
             frozen = {key for key, p in layer.named_parameters() if not p.requires_grad}
             parallelize_module(layer, mesh, style, src_data_rank=None)
             for key, parameter in layer.named_parameters():
@@ -101,6 +102,14 @@ class TensorParallel:
                 )
             found.update({name: style for name in matching if style is not None and name in here})
         return found
+
+
+def _empty(layer: nn.Module) -> None:
+    """Let go of values; what a vendor's layers hold in a way of their own is split as it is."""
+    for key, parameter in layer._parameters.items():
+        if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
+            shape = torch.empty_like(parameter, device="meta")
+            layer._parameters[key] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
 
 
 def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
