@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -20,6 +22,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.transforms.context import ContextParallel
+from trainer_kit.strategies.transforms.ring import has_ring, ring_attention
 
 pytestmark = pytest.mark.slow
 PLAN = ParallelPlan(context=ContextPlan())
@@ -32,6 +35,8 @@ def test_two_context_ranks() -> None:
         with case(heads=heads):
             compare({"cp": 2}, {}, heads=heads)
     check_attention()
+    check_which_attention_goes_around()
+    check_torchs_own_comes_and_goes()
     check_equal_weights()
     check_texts_of_any_length_and_one_without_targets()
     check_positions()
@@ -70,6 +75,99 @@ def check_attention() -> None:
             torch.testing.assert_close(found, context.shard_batch(expected))
             for own, one in zip(parts, whole, strict=True):
                 torch.testing.assert_close(own.grad, context.shard_batch(one.grad))
+
+
+class Around:
+    """In place of torch's own, which CPUs lack: remembers what it was called with, and computes it."""
+
+    def __init__(self, context: ContextParallel) -> None:
+        self.context, self.calls = context, []
+
+    @contextmanager
+    def __call__(self, mesh: Any) -> Iterator[Any]:
+        before = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = self.attend
+        yield self.attend
+        assert F.scaled_dot_product_attention == self.attend  # ours is gone by then
+        F.scaled_dot_product_attention = before
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        self.calls.append({**options, "heads": (query.shape[1], key.shape[1])})
+        mask = self.context._causal(query, key) if options["is_causal"] else None
+        keys, values = self.context._gathered(key), self.context._gathered(value)
+        return torch.ops.aten.scaled_dot_product_attention(query, keys, values, mask, scale=options["scale"])
+
+
+def check_which_attention_goes_around() -> None:
+    """What the device's own takes, but causal attention that heads can balance."""
+    context, torchs = ContextParallel(ContextPlan(dims=2)), F.scaled_dot_product_attention
+    context.apply(nn.Module(), init_device_mesh("cpu", (2,), mesh_dim_names=("cp",)))
+    assert context.ring is None
+    assert has_ring("cuda")
+    around = context.ring = Around(context)
+    draw = torch.Generator().manual_seed(3)
+    mask = torch.eye(6, dtype=torch.bool)
+    for heads, keys, dtype, options, goes in (
+        (4, 4, torch.float32, {}, {"is_causal": False, "scale": None, "heads": (4, 4)}),
+        (4, 2, torch.float32, {"enable_gqa": True, "scale": 0.3}, {"is_causal": False, "scale": 0.3, "heads": (4, 4)}),
+        (3, 3, torch.float32, {"is_causal": True}, {"is_causal": True, "scale": None, "heads": (3, 3)}),
+        (4, 4, torch.float32, {"is_causal": True}, None),
+        (4, 4, torch.float64, {}, None),
+        (3, 3, torch.float32, {"attn_mask": mask}, None),
+        (4, 4, torch.float32, {"dropout_p": 1e-9}, None),
+    ):
+        with case(heads=heads, keys=keys, dtype=dtype, options=options):
+            around.calls.clear()
+            whole = [torch.randn(2, h, 6, 4, generator=draw, dtype=dtype) for h in (heads, keys, keys)]
+            expected = torchs(*whole, **options)
+            if "attn_mask" in options:
+                options = {"attn_mask": context.part(mask, 0)}
+            with context.attending():
+                found = F.scaled_dot_product_attention(*map(context.shard_batch, whole), **options)
+            torch.testing.assert_close(found, context.shard_batch(expected))
+            assert around.calls == ([] if goes is None else [goes])
+            assert F.scaled_dot_product_attention is torchs
+
+
+def check_torchs_own_comes_and_goes() -> None:
+    from torch.distributed.tensor.experimental._attention import _cp_options
+
+    torchs, before = F.scaled_dot_product_attention, _cp_options.enable_load_balance
+    for _ in range(2):
+        with ring_attention(init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))) as attend:
+            assert F.scaled_dot_product_attention is attend
+            assert attend is not torchs
+            assert not _cp_options.enable_load_balance  # tokens stay in their order
+        assert F.scaled_dot_product_attention is torchs
+        assert _cp_options.enable_load_balance is before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.world_size(2, timeout=240, process_group=False)
+def test_torchs_own_attention() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl")
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    context = ContextParallel(ContextPlan(dims=2))
+    context.apply(nn.Module(), init_device_mesh("cuda", (2,), mesh_dim_names=("cp",)))
+    assert context.ring is ring_attention
+    draw = torch.Generator().manual_seed(3)
+    for heads, dtype, causal in product((3, 4), (torch.float32, torch.bfloat16), (False, True)):
+        with case(heads=heads, dtype=dtype, causal=causal):
+            made = [torch.randn(2, heads, 128, 64, generator=draw).to(device, dtype) for _ in range(3)]
+            whole = [tensor.clone().requires_grad_() for tensor in made]
+            parts = [context.shard_batch(tensor).clone().requires_grad_() for tensor in made]
+            expected = F.scaled_dot_product_attention(*whole, is_causal=causal)
+            expected.pow(2).sum().backward()
+            with context.attending(checked=True):
+                found = F.scaled_dot_product_attention(*parts, is_causal=causal)
+                found.pow(2).sum().backward()
+            near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+            torch.testing.assert_close(found, context.shard_batch(expected), **near)
+            for own, one in zip(parts, whole, strict=True):
+                torch.testing.assert_close(own.grad, context.shard_batch(one.grad), **near)
+    dist.destroy_process_group()
 
 
 def pair(one: Speaker, mine: Speaker, batches: Any, **options: Any) -> None:

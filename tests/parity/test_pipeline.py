@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import tempfile
 import warnings
@@ -16,10 +17,12 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
+from tests.parity.language import Counting as Tokens
+from tests.parity.language import make_language, make_texts
 from tests.parity.plain import case
 from tests.strategies.pipelines import Writer, stages, texts, words
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.core.parallel import ContextPlan, ParallelPlan, PipelinePlan
 from trainer_kit.strategies.transforms.schedules import SCHEDULES
 from trainer_kit.testing.conformance import whole
 
@@ -40,8 +43,9 @@ def train(module: Any, strategy: Any, batches: Any, val: Any = None, **options: 
     alone = strategy == "single_device"
     devices = 1 if alone else dist.get_world_size()
     options = {"max_epochs": 2, "accumulate_grad_batches": 4, **options}
+    start = options.pop("ckpt_path", None)
     trainer = tk.Trainer(accelerator="cpu", strategy=strategy, devices=devices, **quiet, **options)
-    trainer.fit(module, batches, val)
+    trainer.fit(module, batches, val, ckpt_path=start)
     return trainer
 
 
@@ -98,6 +102,14 @@ def test_two_ranks() -> None:
     check_what_a_step_does_to_its_batch()
     check_other_models()
     check_precision()
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks_share_weights_and_scales() -> None:
+    check_scaled_gradients()
+    check_that_evaluations_draw_the_same_after_a_resume()
+    check_tied_weights()
+    check_that_tied_weights_go_on_elsewhere()
 
 
 def check_options() -> None:
@@ -237,6 +249,43 @@ def check_that_stages_drop_by_themselves() -> None:
     shutil.rmtree(box[0], ignore_errors=True)
 
 
+class AlwaysDrops(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, 0.5, True)
+
+
+class Guessing(Writer):
+    """Draws in evaluation: in the step, and on both stages."""
+
+    def __init__(self) -> None:
+        net = words()
+        for layer in net.layers:
+            layer.down = nn.Sequential(layer.down, AlwaysDrops())
+        super().__init__(net)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) + torch.rand(()))
+
+
+def check_that_evaluations_draw_the_same_after_a_resume() -> None:
+    def fit(seed: int, **options: Any) -> tk.Trainer:
+        torch.manual_seed(seed + dist.get_rank())
+        options = {"max_epochs": 2, "accumulate_grad_batches": 2, "seed": 0, **options}
+        return train(Guessing(), stages(), texts((4,) * 6), texts((3, 4), seed=7), **options)
+
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, 0)
+    whole = fit(1).callback_metrics["val_loss"]
+    began = fit(2, max_steps=4)
+    began.save_checkpoint(f"{box[0]}/four")
+    assert fit(3, ckpt_path=f"{box[0]}/four").callback_metrics["val_loss"] == whole
+    assert began.callback_metrics["val_loss"] != whole
+    everyone = began.strategy.world.all_gather_object(whole)
+    assert everyone[0] == everyone[1]
+    dist.barrier()
+    shutil.rmtree(box[0], ignore_errors=True)
+
+
 class Pops(Writer):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         targets = batch.pop("targets")
@@ -308,6 +357,88 @@ def check_precision() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
+class Overflows(Writer):
+    """The second step overflows on the first stage alone."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__(net)
+        net.layers[0].up.weight.register_hook(lambda g: g * float("inf") if self.trainer.global_step == 1 else g)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
+def check_scaled_gradients() -> None:
+    """A step that overflows on one stage is skipped on all, and the scale adapts alike."""
+    for tied in ("", "ends"):
+        with case(tied=tied):
+            one, mine = (Overflows(words(tied=tied).float()) for _ in range(2))
+            alone = train(one, "single_device", texts(RAGGED), precision="16-mixed")
+            staged = train(mine, stages(), texts(RAGGED), precision="16-mixed", gradient_clip_val=1e9)
+            for name, value in mine.state_dict().items():
+                torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=2e-3)
+            scale = staged.precision_plugin.state_dict()
+            assert scale == alone.precision_plugin.state_dict()
+            assert scale["scale"] == 2.0**15
+
+
+class Built(Writer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        self.net = self.net or words(tied="ends, blocks")
+
+
+def check_tied_weights() -> None:
+    for schedule, tied in (("1F1B", "ends, blocks"), ("Interleaved1F1B", "ends, blocks"), ("ZBVZeroBubble", "ends")):
+        with case(schedule=schedule):
+            both(lambda tied=tied: Writer(words(tied=tied)), schedule, max_epochs=1, gradient_clip_val=0.05)
+    one, mine = Built(), Built()  # the second stage without storage, at first
+    for module, strategy in ((one, "single_device"), (mine, stages())):
+        train(module, strategy, texts(RAGGED), max_epochs=1)
+    for name, value in mine.state_dict().items():
+        torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-12, atol=1e-12)
+    with pytest.raises(StrategyError, match=r"each weight's gradient apart(.|\n)*layers.6.up.weight and layers.7"):
+        train(Writer(words(tied="blocks")), stages("ZBVZeroBubble"), texts(RAGGED))
+
+    class Apart(Writer):
+        def configure_optimizers(self) -> Any:
+            named = list(self.named_parameters())
+            groups = [[p for n, p in named if ("embedding" in n) == first] for first in (True, False)]
+            return torch.optim.SGD([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=0.1)
+
+    with pytest.raises(StrategyError, match=r"embedding.weight and net.head.weight are one(.|\n)*weight_decay': 0.1"):
+        train(Apart(words(tied="ends, blocks")), stages(), texts(RAGGED))
+
+
+def check_that_tied_weights_go_on_elsewhere() -> None:
+    """One name stands for the optimizer's state of both."""
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, 0)
+    whole = Writer(words(tied="ends, blocks"))
+    train(whole, "single_device", texts(RAGGED), max_epochs=-1, max_steps=5)
+    for first, then in (("single_device", stages()), (stages(), "single_device")):
+        path = f"{box[0]}/{then}-{dist.get_rank() if first == 'single_device' else 0}"
+        began = train(Writer(words(tied="ends, blocks")), first, texts(RAGGED), max_epochs=-1, max_steps=3)
+        began.save_checkpoint(path)
+        dist.barrier()
+        state = tk.checkpoint.read_checkpoint(path, parts=["model", "optimizer_states"])
+        assert "net.head.weight" in state["model"]
+        kept = state["optimizer_states"][0]
+        assert "net.head.weight" not in [*kept["state"], *kept["param_groups"][0]["params"]]
+        assert "net.embedding.weight" in kept["state"]
+        module = Writer(words(tied="ends, blocks", seed=5))
+        train(module, then, texts(RAGGED), max_epochs=-1, max_steps=5, ckpt_path=path)
+        with case(then=str(then)):
+            for name, value in module.state_dict().items():
+                torch.testing.assert_close(value, whole.state_dict()[name], rtol=1e-12, atol=1e-12)
+    dist.barrier()
+    shutil.rmtree(box[0], ignore_errors=True)
+
+
 def compared_on(strategy: Any, batch: int, count: int, **options: Any) -> None:
     """Loaders that are divided over the data ranks, which are more than one."""
     one, mine = Writer(), Writer()
@@ -346,6 +477,51 @@ def test_four_ranks() -> None:
     ):
         with case(sizes=sizes, schedule=schedule):
             compared_on(stages(schedule, **sizes), 2, count, **options)
+
+
+@pytest.mark.world_size(4)
+def test_four_ranks_share_weights_and_sequences() -> None:
+    check_divided_ties()
+    check_with_context()
+
+
+def check_divided_ties() -> None:
+    """Copies in parts; a window of two schedules; and a scale."""
+    for sizes, schedule, precision in (
+        ({"dp_shard": 2}, "1F1B", "64-true"),
+        ({"dp_shard": 2}, "ZBVZeroBubble", "64-true"),  # both copies on one rank
+        ({"dp_replicate": 2}, "1F1B", "16-mixed"),
+    ):
+        with case(sizes=sizes, schedule=schedule, precision=precision):
+            net = words(tied="ends")
+            one, mine = (Writer(copy.deepcopy(net.float() if precision == "16-mixed" else net)) for _ in range(2))
+            data = torch.cat(texts((46,)))
+            options: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 0.05, "precision": precision}
+            train(one, "single_device", DataLoader(data, 4), **options)
+            split = train(mine, stages(schedule, **sizes), DataLoader(data, 2), **options)
+            held, expected = whole(mine.state_dict()), one.state_dict()
+            near = {"rtol": 0, "atol": 2e-3} if precision == "16-mixed" else {"rtol": 1e-12, "atol": 1e-12}
+            for name, value in held.items():
+                torch.testing.assert_close(value, expected[name], **near)
+            assert split.global_step == 3
+
+
+def check_with_context() -> None:
+    """Each stage's attention is over the whole sequence."""
+    plan = ParallelPlan(context=ContextPlan(), pipeline=PipelinePlan(model="net"))
+    one, mine = Tokens(make_language(tied=True)), Tokens(make_language(tied=True), plan)
+    val = make_texts([3, 4], padded=True, seed=2)
+    trainers = [
+        train(module, strategy, make_texts([4] * 6 + [3], padded=True), val)
+        for module, strategy in ((one, "single_device"), (mine, stages(cp=2)))
+    ]
+    expected = one.state_dict()
+    for name, value in whole(mine.state_dict()).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+    for name, value in trainers[0].callback_metrics.items():
+        torch.testing.assert_close(trainers[1].callback_metrics[name], value, rtol=1e-6, atol=1e-6)
+    said = [torch.cat(trainer.predict(trainer.module, val)) for trainer in trainers]
+    torch.testing.assert_close(said[1], said[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.world_size(8)

@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 import trainer_kit as tk
 from tests.parity.language import Counting, Speaker, assert_alike, make_language, make_texts
 from tests.parity.plain import case, train
-from trainer_kit.core.errors import StrategyError
+from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.core.errors import CheckpointError, RankError, StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import FSDPStrategy, MeshStrategy
 
@@ -77,6 +78,7 @@ def test_two_tensor_ranks() -> None:
     check_half_precision()
     check_that_activations_are_kept_again()
     check_what_is_refused()
+    check_that_states_fail_together()
 
 
 def check_optimizers() -> None:
@@ -253,6 +255,54 @@ def check_that_activations_are_kept_again() -> None:
         strategy = MeshStrategy(dp_shard=1, tp=2, activation_checkpointing_policy=policy)
         train(module, make_texts([4] * 2), strategy=strategy, devices=2)
         assert len(calls) == expected, policy
+
+
+class Unlucky(Speaker):
+    """Its state is there on the first rank only."""
+
+    unlucky = "nothing"
+
+    def __init__(self, net: nn.Module, plan: Any = None) -> None:
+        super().__init__(net, plan)
+        self.register_buffer("rank", torch.tensor(0))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.buffers = checkpoint.get("buffers")
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        self._perhaps("saving")
+        return super().state_dict(*args, **options)
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        self._perhaps("loading")
+        return super().load_state_dict(*args, **options)
+
+    def _perhaps(self, what: str) -> None:
+        if self.unlucky == what and dist.get_rank() == 1:
+            raise ValueError(what)
+
+
+def check_that_states_fail_together() -> None:
+    """Or the other rank would wait for this one in its next exchange."""
+    box = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(box, 0)
+    mine = ValueError if dist.get_rank() == 1 else RankError
+    module = Unlucky(make_language(), ParallelPlan(tensor="llama"))
+    trainer = train(module, make_texts([4] * 2), strategy="tp", devices=2)
+    module.unlucky = "saving"
+    with pytest.raises(mine, match="saving"):
+        trainer.save_checkpoint(f"{box[0]}/one")
+    module.unlucky = "nothing"
+    module.rank.fill_(dist.get_rank())
+    trainer.save_checkpoint(f"{box[0]}/one")
+    assert (module.buffers is None) == (dist.get_rank() == 1)  # who writes them has them
+    assert read_checkpoint(f"{box[0]}/one")["buffers"][1]["rank"] == 1
+    module.unlucky = "loading"
+    again = tk.Trainer(strategy="tp", devices=2, accelerator="cpu", barebones=True, max_steps=4)
+    with pytest.raises(CheckpointError, match="loading"):
+        again.fit(module, make_texts([4] * 2), ckpt_path=f"{box[0]}/one")
+    dist.barrier()
+    shutil.rmtree(box[0], ignore_errors=True)
 
 
 def check_what_is_refused() -> None:

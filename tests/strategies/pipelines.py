@@ -41,7 +41,7 @@ class Rotations(nn.Module):
 class Words(nn.Module):
     """An embedding, blocks, a norm and a head, as language models have them."""
 
-    def __init__(self, blocks: int = 8, width: int = 8) -> None:
+    def __init__(self, blocks: int = 8, width: int = 8, tied: str = "") -> None:
         super().__init__()
         self.rotations = Rotations()
         self.embedding = nn.Embedding(WORDS, width)
@@ -49,6 +49,10 @@ class Words(nn.Module):
         self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, WORDS)
+        if "ends" in tied:
+            self.head.weight = self.embedding.weight
+        if "blocks" in tied:  # which one stage has
+            self.layers[-1].up.weight = self.layers[-2].up.weight
 
     def forward(self, words: Tensor, *, half: bool = False) -> dict[str, Tensor]:
         x = self.embedding(words)

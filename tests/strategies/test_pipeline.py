@@ -120,9 +120,13 @@ def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
     assert torch.equal(run(split(model, 2, PipelinePlan(last=["head"])), torch.ones(1, 4)), expected)
 
 
+def test_what_stages_share_is_found() -> None:
+    layout = lay_out(Words(blocks=4, tied="ends, blocks"), PipelinePlan(), 2)
+    assert layout.shared == [[("embedding.weight", 0), ("head.weight", 1)]]
+    assert layout.repeated == [["layers.2.up.weight", "layers.3.up.weight"]]
+
+
 def test_plans_that_do_not_fit() -> None:
-    tied = Words(blocks=2)
-    tied.head.weight = tied.embedding.weight
     for model, plan, what in (
         (nn.Sequential(nn.Linear(2, 2)), {}, "cannot be split into 2 stages"),
         (Words(blocks=4), {"split_points": ["layers.9"]}, "no block 'layers.9'"),
@@ -131,7 +135,6 @@ def test_plans_that_do_not_fit() -> None:
         (Words(blocks=4), {"split_points": "even"}, 'is "auto" or names'),
         (Words(blocks=4), {"last": ["heads"]}, "names 'heads'(.|\n)*'head'"),
         (Words(blocks=4), {"everywhere": ["norm"]}, "has parameters to train"),
-        (tied, {}, "embedding.weight and head.weight are one parameter, on stages 0 and 1"),
     ):
         with case(plan=plan), pytest.raises(StrategyError, match=what):
             lay_out(model, PipelinePlan(**plan), 2)  # type: ignore[arg-type]

@@ -88,6 +88,9 @@ class Group(Protocol):
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """One picklable value from every rank, in rank order, on the first; None on the others."""
+
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from rank ``source``."""
 
@@ -116,7 +119,8 @@ class Strategy(Protocol):
     ``own_state``, where ranks hold the same names with other values: the context in which `module_state` and
     `optimizer_state` are this rank's, not what stands for all; a checkpoint keeps both. ``held_elsewhere(module) ->
     names`` of `module_state` and of parameters that only other ranks have: this one does not read them from a
-    checkpoint. ``finish(module)``: training ended by itself.
+    checkpoint. ``shared_names(module) -> {name: name}`` of parameters here to those that checkpoints have for them,
+    because another rank holds the same parameter under that one. ``finish(module)``: training ended by itself.
 
     Optional, for loops of the user's own: ``complete_gradients(optimizer) -> list[Tensor]``, called on every rank
     after the last backward of a window: exchanges what is not exchanged in a backward, and returns the gradients, where

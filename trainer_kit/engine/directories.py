@@ -21,6 +21,7 @@ __all__ = [
     "on_every_rank",
     "on_rank_zero",
     "take_directories",
+    "together",
 ]
 
 _T = TypeVar("_T")
@@ -110,6 +111,17 @@ def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
     if problem is not None:
         raise problem
     return [cast(_T, one) for one, _ in everyone]
+
+
+def together(world: Group, act: Callable[[], _T]) -> _T:
+    """What ``act`` returns here; every rank calls it, and where it fails on one of them it fails on all.
+
+    Raises:
+        Exception: as `on_every_rank`.
+    """
+    done: list[_T] = []
+    on_every_rank(world, lambda: done.append(act()))
+    return done[0]
 
 
 def _told(error: Exception, rank: int) -> TrainerKitError:

@@ -15,7 +15,7 @@ from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.engine.bus import Bus
-from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero
+from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero, together
 from trainer_kit.engine.records import RUN, read_records
 from trainer_kit.engine.state import fitting, own_part
 
@@ -206,7 +206,10 @@ def read_rest(
     like = strategy.module_state(module)
     held_elsewhere = getattr(strategy, "held_elsewhere", None)
     absent = () if held_elsewhere is None else held_elsewhere(module)
-    elsewhere = {"model": absent, "optimizer_states": absent}
+    others = getattr(strategy, "shared_names", None)
+    if others is not None:
+        like = {**like, **{first: like[name] for name, first in others(module).items() if name in like}}
+    elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
     state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
     mine = own_part(strategy.world.rank)
     if hasattr(strategy, "own_state") and mine in known and not weights_only:
@@ -234,5 +237,9 @@ def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> N
     state = read_rest({}, path, alone, strategy, module) if strategy.sharded else read_state(path, weights_only=alone)
     for hook in bus.on_load_checkpoint:
         hook(state)
-    with fitting("state_dict", RuntimeError):
-        strategy.load_module_state(module, state["state_dict"], module.strict_loading)
+
+    def load() -> None:
+        with fitting("state_dict", RuntimeError):
+            strategy.load_module_state(module, state["state_dict"], module.strict_loading)
+
+    together(strategy.world, load)

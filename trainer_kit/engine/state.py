@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.engine.directories import on_every_rank
-from trainer_kit.engine.groups import add_groups, changed_flags, configured, restore_flags
+from trainer_kit.engine.directories import on_every_rank, together
+from trainer_kit.engine.groups import add_groups, changed_flags, restore_flags
 from trainer_kit.engine.optimize import Optimizers
+from trainer_kit.engine.optimizer_states import optimizer_state, parameter_names, restore_optimizer
 from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
 
@@ -25,17 +24,12 @@ __all__ = [
     "collect",
     "fitting",
     "module_state",
-    "optimizer_state",
     "own_buffers",
     "own_part",
     "plain_hparams",
     "restore",
-    "restore_optimizer",
     "without_own_buffers",
 ]
-
-_CONFIGURED: Final = "configured"
-_CLASS: Final = "class"
 
 
 def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
@@ -77,10 +71,10 @@ def collect(
         hooks: whether ``on_save_checkpoint`` is called.
     """
     progress = run.progress
-    weights = run.strategy.module_state(run.module)
+    weights = together(run.strategy.world, lambda: run.strategy.module_state(run.module))
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
-        names = {id(parameter): name for name, parameter in run.module.named_parameters()}
+        names = parameter_names(run.strategy, run.module)
         state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
         state.update(_of_this_rank(run, names))
         state["precision"] = run.precision.state_dict()
@@ -90,13 +84,21 @@ def collect(
         state["seed"] = seed
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
-        everyone = on_every_rank(run.strategy.world, lambda: _of_users(run, state, callbacks, datamodule))
-        state["rng"], values, buffers, reading = map(list, zip(*everyone, strict=True))
+        own: list[dict[str, Tensor]] = []
+        lent = {name: tensor for c in callbacks for name, tensor in getattr(c, "lent_weights", {}).items()}
+
+        def ask() -> tuple[Any, ...]:
+            own.append(own_buffers(run.strategy, run.module, lent))
+            return _of_users(run, state, callbacks, datamodule)
+
+        everyone = on_every_rank(run.strategy.world, ask)
+        state["rng"], values, reading = map(list, zip(*everyone, strict=True))
         state["data_ranks"] = [rank for rank, _ in reading]
         # Once for each data rank, however many ranks get its batches: another layout has others of them.
         state["loaders"] = _by_rank(reading)
         state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
-        if any(buffers):
+        buffers = run.strategy.world.gather_object(own[0])
+        if buffers is not None and any(buffers):  # who writes them has them
             state["buffers"] = buffers
     if hooks:
 
@@ -118,8 +120,7 @@ def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule:
         state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
     logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
     loaders = (strategy.data.rank, reading_state(run, state["progress"]))
-    lent = {name: tensor for c in callbacks for name, tensor in getattr(c, "lent_weights", {}).items()}
-    return rng_state(strategy.device), logged, own_buffers(strategy, run.module, lent), loaders
+    return rng_state(strategy.device), logged, loaders
 
 
 def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
@@ -182,96 +183,6 @@ def _finished(run: Fit) -> dict[str, int | float]:
     return state
 
 
-def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """An optimizer's state by parameter name, never by position; every rank must call it."""
-    parameters, states = strategy.optimizer_state(optimizer)
-    groups, state = [], {}
-    for number, (group, own) in enumerate(zip(optimizer.param_groups, parameters, strict=True)):
-        kept = {k: v for k, v in group.items() if k != "params"}
-        called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
-        groups.append({**kept, "params": called})
-        state.update({name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states})
-    if strategy.sharded:
-        _unite_names(strategy, groups)
-    started = getattr(optimizer, "_configured_options", None)
-    options = started or configured(optimizer)
-    return {_CLASS: type(optimizer).__name__, "state": state, "param_groups": groups, _CONFIGURED: options}
-
-
-def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
-    """Stages of a pipeline have parameters of their own in the same groups: a group has those of all ranks."""
-    own = [group["params"] for group in groups]
-    digest = zlib.crc32(repr(own).encode())
-    rows = strategy.world.agree([digest])
-    if all(row == rows[0] for row in rows):
-        return
-    for group, *everyone in zip(groups, *strategy.world.all_gather_object(own), strict=True):
-        group["params"] = list(dict.fromkeys(name for names in everyone for name in names))
-
-
-def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int) -> str:
-    return names.get(id(parameter), f"group{group}.{index}")  # a parameter that is not the module's
-
-
-def restore_optimizer(
-    strategy: Strategy,
-    optimizer: Optimizer,
-    saved: Mapping[str, Any],
-    names: Mapping[int, str],
-    say: Callable[[str], None],
-) -> dict[str, Any]:
-    """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
-
-    Returns:
-        Options that keep today's value, by name, of any group.
-
-    Raises:
-        CheckpointError: it is the state of another class, or of other groups.
-    """
-    was, now = saved.get(_CLASS), type(optimizer).__name__
-    if was not in (None, now):  # its moments may have the same names and mean something else
-        raise CheckpointError(
-            "optimizer_states",
-            _CLASS,
-            f"it holds the state of {was}, and this run's optimizer is {now}",
-            fix=f"configure {was}, or load the weights alone and start anew",
-        )
-    if len(saved["param_groups"]) != len(optimizer.param_groups):
-        raise CheckpointError(
-            "optimizer_states",
-            "param_groups",
-            f"{len(saved['param_groups'])} groups were saved, the optimizer has {len(optimizer.param_groups)}",
-        )
-    today = configured(optimizer)
-    then = saved.get(_CONFIGURED, today)
-    state: dict[nn.Parameter, Any] = {}
-    groups, kept_today = [], {}
-    for number, (own, old) in enumerate(
-        zip(strategy.optimizer_state(optimizer)[0], saved["param_groups"], strict=True)
-    ):
-        for i, parameter in enumerate(own):
-            name = _name(parameter, names, number, i)
-            if name in saved["state"]:
-                state[parameter] = saved["state"][name]
-        options = {k: v for k, v in old.items() if k != "params"}
-        for key, value in today[number].items():
-            if key not in options or (key in then[number] and not _same(then[number][key], value)):
-                options[key] = value
-                if key in old and key != "initial_lr":
-                    kept_today[key] = value
-                    say(f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint")
-        groups.append(options)
-    strategy.load_optimizer_state(optimizer, groups, state)
-    return kept_today
-
-
-def _same(a: Any, b: Any) -> bool:
-    # A checkpoint may hand back a list for a tuple, and learning rates may be tensors.
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return list(a) == list(b)
-    return bool(a == b)
-
-
 def _parts(scheduler: Any) -> Iterator[Any]:
     """A scheduler, and those that it is made of (``SequentialLR``, ``ChainedScheduler``)."""
     yield scheduler
@@ -288,20 +199,41 @@ def restore(
     strict: bool,
     global_batch_size: int | None = None,
 ) -> None:
-    """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``."""
-    for hook in run.bus.on_load_checkpoint:
-        hook(state)
+    """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``.
+
+    What fails on one rank fails on all: the others would wait for it in the next exchange.
+    """
+    world = run.strategy.world
+
+    def begin() -> None:
+        for hook in run.bus.on_load_checkpoint:
+            hook(state)
+
+    together(world, begin)
     differs = _ranks_differ(run.strategy, state)
     if differs is None:  # else every rank goes on from what stood for all
-        state = {**state, **state.get(own_part(run.strategy.world.rank), {})}
+        state = {**state, **state.get(own_part(world.rank), {})}
+    together(world, lambda: _restore_weights(run, state, strict))
+    if "optimizer_states" not in state:
+        return  # weights only
+    together(world, lambda: _restore_training(run, state, made))
+    with fitting("loaders"):
+        restore_reading(run, state, global_batch_size)
+    run.schedule.go_on(run.progress)
+    run.finite, run.resumed = run.progress.step, True
+    together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
+
+
+def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
     with fitting("state_dict", RuntimeError):  # torch names the weights of another model
         weights = state["state_dict"]
         if "optimizer_states" in state:  # of a run: what it deploys may be averages of what it trains
             weights = {**weights, **state.get("current_model_state", {})}
         run.strategy.load_module_state(run.module, weights, strict)
-    if "optimizer_states" not in state:
-        return  # weights only
-    names = {id(parameter): name for name, parameter in run.module.named_parameters()}
+
+
+def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> None:
+    names = parameter_names(run.strategy, run.module)
     changed: dict[int, dict[str, Any]] = {}
     with fitting("optimizer_states"):
         if len(state["optimizer_states"]) != len(made.optimizers):
@@ -309,7 +241,7 @@ def restore(
             raise CheckpointError("optimizer_states", None, found)
         restore_flags(run, state.get("trainable", {}))
         for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
-            add_groups(optimizer, saved, dict(run.module.named_parameters()), run.strategy.sharded)
+            add_groups(optimizer, saved, {names[id(p)]: p for p in run.module.parameters()}, run.strategy.sharded)
             changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, saved, names, run.say)
     with fitting("lr_schedulers"):
         if len(state["lr_schedulers"]) != len(made.schedulers):
@@ -325,10 +257,11 @@ def restore(
         run.precision.load_state_dict(state["precision"])
     with fitting("progress"):
         run.progress.load_state_dict(state["progress"])
-    with fitting("loaders"):
-        restore_reading(run, state, global_batch_size)
-    run.schedule.go_on(run.progress)
-    run.finite, run.resumed = run.progress.step, True
+
+
+def _restore_of_users(
+    run: Fit, state: Mapping[str, Any], callbacks: list[Any], datamodule: Any, differs: str | None
+) -> None:
     with fitting("callbacks"):
         for callback in callbacks:
             if callback.state_key in state["callbacks"]:

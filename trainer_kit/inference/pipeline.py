@@ -15,6 +15,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.origins import choose, is_true
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.precision.words import make_precision
+from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.process_group import join_world
 from trainer_kit.strategies.transforms.pipeline import Pipeline
 from trainer_kit.strategies.transforms.stages import lay_out
@@ -75,7 +76,11 @@ def prepare_pippy(
     world = join_world(device)
     assert dist.group.WORLD is not None
     pipeline = Pipeline(dist.group.WORLD, world, device, "GPipe")
+    pipeline.has(model)  # refuses what another one has split
+    weights = InitialWeights(model, world)
     pipeline.apply(model, ParallelPlan(pipeline=plan), make_precision("32-true", device.type))
+    weights.hand_out(model, device, device)
+    pipeline.find_parameters(model)
     model.__dict__["hf_split_points"] = [names[0] for names in blocks[1:]]
     model.__dict__["forward"] = _Chunked(pipeline, chunks, gather_output)
     if example_args or example_kwargs:

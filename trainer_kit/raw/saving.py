@@ -19,8 +19,9 @@ from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.engine.directories import on_every_rank, on_rank_zero
-from trainer_kit.engine.state import optimizer_state, own_buffers, restore_optimizer, without_own_buffers
+from trainer_kit.engine.directories import on_every_rank, on_rank_zero, together
+from trainer_kit.engine.optimizer_states import optimizer_state, restore_optimizer
+from trainer_kit.engine.state import own_buffers, without_own_buffers
 from trainer_kit.raw.options import ProjectConfiguration
 from trainer_kit.raw.process import made_together
 from trainer_kit.raw.weights import Weights, local_directory
@@ -105,17 +106,20 @@ class Saving(Weights):
         state["precision"] = self.precision.state_dict()
         state["window"] = self.window.state_dict()
 
-        def ask() -> tuple[dict[str, Any], list[Any], list[dict[str, Tensor]], int]:
+        own: list[dict[str, Tensor]] = []
+
+        def ask() -> tuple[dict[str, Any], list[Any], int]:
             state["schedulers"] = [dict(one.state_dict()) for one in self._schedulers]
             state["objects"] = [dict(one.state_dict()) for one in self._objects]
             loaders = [loader.state_dict() for loader in self._dataloaders]
-            buffers = [own_buffers(self.strategy, module) for module in modules]
-            return rng_state(self.device), loaders, buffers, self.strategy.data.rank
+            own.extend(own_buffers(self.strategy, module) for module in modules)
+            return rng_state(self.device), loaders, self.strategy.data.rank
 
-        state["rng"], loaders, buffers, ranks = map(list, zip(*on_every_rank(self.world, ask), strict=True))
+        state["rng"], loaders, ranks = map(list, zip(*on_every_rank(self.world, ask), strict=True))
         by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # of those that read the same, the first
         state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
-        if any(any(own) for own in buffers):
+        buffers = self.world.gather_object(own)
+        if buffers is not None and any(any(theirs) for theirs in buffers):  # who writes them has them
             state["buffers"] = buffers
         state["progress"] = {"step": self.step, "iteration": self.save_iteration}
         state["seed"] = self.data_seed
@@ -165,7 +169,9 @@ class Saving(Weights):
         path = self._next_path() if automatic or output_dir is None else output_dir
         target = local_directory(path)
         modules = [unwrap(model) for model in self._models]
-        weights = [without_own_buffers(self.strategy, one, self.strategy.module_state(one)) for one in modules]
+        strategy = self.strategy
+        held = together(self.world, lambda: [strategy.module_state(module) for module in modules])
+        weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
         if self._before_save:
             beside = _beside(target)
             on_rank_zero(self.world, lambda: _make_room(target, beside))
@@ -231,17 +237,21 @@ class Saving(Weights):
         for hook in list(self._before_load.values()):
             hook(models, str(_beside(path)))
         self._refuse_others(path, state)
-        for i, model in enumerate(self._models):
-            if not any(model is left for left in models):
-                continue
-            saved, own = state["model" if i == 0 else f"model_{i}"], unwrap(model)
-            if "assign" in load_model_func_kwargs and not (self.strategy.sharded or self._owns_step):
-                own.load_state_dict(saved, **load_model_func_kwargs)
-            else:
-                self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
-        names = self._names()
-        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-            restore_optimizer(self.strategy, optimizer.optimizer, saved, names, self.print)
+
+        def fill() -> None:
+            for i, model in enumerate(self._models):
+                if not any(model is left for left in models):
+                    continue
+                saved, own = state["model" if i == 0 else f"model_{i}"], unwrap(model)
+                if "assign" in load_model_func_kwargs and not (self.strategy.sharded or self._owns_step):
+                    own.load_state_dict(saved, **load_model_func_kwargs)
+                else:
+                    self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
+            names = self._names()
+            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+                restore_optimizer(self.strategy, optimizer.optimizer, saved, names, self.print)
+
+        together(self.world, fill)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             scheduler.load_state_dict(saved)
         self.precision.load_state_dict(state["precision"])

@@ -46,7 +46,15 @@ class InitialWeights:
         self._whole: dict[str, Tensor] = {}
         if given:
             return
-        found = {name: tensor.detach() for name, tensor in _tensors(module) if not hasattr(tensor, "placements")}
+        found: dict[str, Tensor] = {}
+        self._names: dict[str, list[str]] = {}
+        first: dict[int, str] = {}
+        for name, tensor in _tensors(module):
+            if hasattr(tensor, "placements"):
+                continue
+            self._names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+            if first[id(tensor)] == name:
+                found[name] = tensor.detach()
         self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
         self._whole = found if group.rank == 0 else {}
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
@@ -72,8 +80,9 @@ class InitialWeights:
             return
         if any(tensor.is_meta for _, tensor in _tensors(module)):
             # Unlike to_empty(): what submodules hold in a way of their own (metrics) has values, and nobody sends them.
-            apply: Any = module._apply
-            apply(lambda tensor: torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor)
+            with _kept_tied(module):
+                apply: Any = module._apply
+                apply(lambda tensor: torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor)
         for parameter in module.parameters():
             # Whole ones in place: optimizers hold them, and some are tied.
             if not hasattr(parameter, "placements") and parameter.device != device:
@@ -89,10 +98,25 @@ class InitialWeights:
                 if whole is None:
                     whole = torch.empty(shape, dtype=dtype, device=device)
                 self._group.broadcast(whole)
-                if name in held:
-                    held[name].detach().copy_(part_of(whole, held[name]))
+                # Under each of its names: a stage of a pipeline may have one that is not the first.
+                for own in {id(held[known]): held[known] for known in self._names[name] if known in held}.values():
+                    own.detach().copy_(part_of(whole, own))
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+@contextmanager
+def _kept_tied(module: nn.Module) -> Iterator[None]:
+    """What is one parameter in several places is one afterwards."""
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in module.modules():
+        for key, parameter in part._parameters.items():
+            places.setdefault(id(parameter), []).append((part, key))
+    yield
+    for (part, key), *others in places.values():
+        for other, its_key in others:
+            if other._parameters[its_key] is not None:
+                other._parameters[its_key] = part._parameters[key]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from functools import partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.strategies.around_steps import AroundSteps
 from trainer_kit.strategies.axes import check_options, check_sizes, places
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local
@@ -40,7 +39,6 @@ from trainer_kit.strategies.state import (
 )
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
-from trainer_kit.strategies.transforms.context import ContextParallel, context_parallel, with_positions
 from trainer_kit.strategies.transforms.pipeline import Pipeline
 from trainer_kit.strategies.transforms.schedules import bubble, check_schedule
 from trainer_kit.strategies.transforms.tensor import (
@@ -48,7 +46,6 @@ from trainer_kit.strategies.transforms.tensor import (
     check_whole_parameters,
     complete_gradients,
     return_copies,
-    whole_outputs,
 )
 from trainer_kit.strategies.transforms.units import Policy
 
@@ -115,13 +112,12 @@ class MeshStrategy:
         self.plan, self._recomputes, self._fsdp = plan, activation_checkpointing_policy, dict(fsdp or {})
         self.backend, self.timeout = process_group_backend, timeout
         self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
+        self._around = AroundSteps()
         self._shards: FSDPStrategy | None = None
-        self._context: ContextParallel | None = None
-        self._placed: Callable[[Any], Any] | None = None
         self._modules: list[nn.Module] = []
         self._moved = Moved()
         self._summed: list[nn.Parameter] = []
-        self._splits_loss = self._seen = self._by_hand = False
+        self._seen = self._by_hand = False
 
     # -- the mesh ------------------------------------------------------------------------------------------------
 
@@ -217,12 +213,8 @@ class MeshStrategy:
             TensorParallel(plan).apply(module, self.mesh["tp"])
             if self._by_hand and self.losses.size > 1:
                 return_copies(module)
-            self._splits_loss = plan.loss_parallel
-        if plan.context is not None and plan.context.positions is not None and not self._by_hand:
-            self._placed = partial(with_positions, plan.context)
-        if self.mesh["cp"].size() > 1 and not self._by_hand:
-            self._context = context_parallel(module, plan)
-            self._context.apply(module, self.mesh["cp"])
+        if not self._by_hand:
+            self._around.take(module, plan, self.mesh)
         if self._recomputes is not False:
             ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
         if not (self._by_hand and self._modules):  # what divides the first one divides the others, and steps them all
@@ -239,7 +231,7 @@ class MeshStrategy:
             along_data()
             weights.hand_out(module, self.device, self._shards.parameters_on)
         if self.pipeline is not None:
-            self.pipeline.find_loose()
+            self.pipeline.find_parameters(module)
         self._modules, self._seen = [module], False
         self._moved.note(before, module)
         if self.losses.size == 1:  # FSDP does it by itself
@@ -263,7 +255,7 @@ class MeshStrategy:
     @property
     def shard_batch(self) -> Callable[[Any], Any] | None:
         """A part of each sequence; positions, where the plan asks for them."""
-        return self._placed if self._context is None else self._context.shard_batch
+        return self._around.shard_batch
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
@@ -275,28 +267,21 @@ class MeshStrategy:
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """As the data axes have it; for each kind of parameter by itself, where it handles many at once."""
+        if self.pipeline is not None:
+            self.pipeline.ties.check_groups(optimizer)
         return step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """As the data axes have it; a loss that is divided becomes one number."""
-        call = self._data_axes.bind(whole_outputs(method) if self._splits_loss else method, several)
+        call = self._data_axes.bind(self._around.method(method), several)
         # Stages have draws of their own.
         return call if self.pipeline is not None or not self._same else drawing_alike(call, self._same, self.device)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """The same. ``whole``: batches are not divided along the sequence."""
-        call = self._data_axes.bind_evaluation(whole_outputs(method) if self._splits_loss else method)
-        if self._context is None and not self._splits_loss:
-            return call
-        place = self._placed if whole else None
-
-        def evaluate(batch: Any, *others: Any) -> Any:
-            with self._computing(divided=not whole):
-                return call(batch if place is None else place(batch), *others)
-
-        return evaluate
+        return self._around.evaluation(self._data_axes.bind_evaluation(self._around.method(method)), whole)
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """As the data axes have it."""
@@ -307,7 +292,7 @@ class MeshStrategy:
         if self.pipeline is not None:  # hooks may have drawn on one rank alone
             begins = not self._seen or micro.first == 0
             agree_on_noise(self._same if begins else self._same[:-1], self.device)
-        with self._computing(first=not self._seen):
+        with self._around.computing(first=not self._seen):
             self._data_axes.forward_backward(micro)
         self._complete()
 
@@ -325,15 +310,6 @@ class MeshStrategy:
         for module in self._modules if self.mesh["tp"].size() > 1 else ():
             check_whole_parameters(module.named_parameters(), self.mesh["tp"])
 
-    @contextmanager
-    def _computing(self, divided: bool = True, first: bool = False) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._splits_loss:
-                stack.enter_context(loss_parallel())
-            if self._context is not None and divided:
-                stack.enter_context(self._context.attending(checked=first))
-            yield
-
     def arm(self, loss: Tensor) -> None:
         """As the data axes have it."""
         self._data_axes.arm(loss)
@@ -341,8 +317,10 @@ class MeshStrategy:
     def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
-        stages = None if self.pipeline is None else self.groups.stages
-        return clip_sharded_gradients(parameters, value, algorithm, stages)
+        if self.pipeline is None:
+            return clip_sharded_gradients(parameters, value, algorithm)
+        repeated = self.pipeline.ties.repeated
+        return clip_sharded_gradients(parameters, value, algorithm, self.groups.stages, repeated)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -352,7 +330,13 @@ class MeshStrategy:
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names of other stages."""
-        return () if self.pipeline is None else set(self.pipeline.names) - module.state_dict().keys()
+        if self.pipeline is None:
+            return ()
+        return set(self.pipeline.names) - module.state_dict().keys() - set(self.pipeline.ties.names.values())
+
+    def shared_names(self, module: nn.Module) -> Mapping[str, str]:
+        """Of what another stage has under another name."""
+        return {} if self.pipeline is None else self.pipeline.ties.names
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Whole tensors, or parts."""

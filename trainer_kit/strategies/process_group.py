@@ -142,6 +142,12 @@ class ProcessGroup:
         dist.all_gather_object(values, value, group=self._cpu)
         return values
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """One picklable value from every rank, in rank order, on the first; None on the others."""
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, group=self._cpu, group_dst=0)
+        return values
+
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from the group's rank ``source``."""
         if isinstance(value, Tensor):

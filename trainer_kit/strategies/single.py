@@ -38,6 +38,10 @@ class Alone:
         """The value alone."""
         return [value]
 
+    def gather_object(self, value: Any) -> list[Any]:
+        """The value alone."""
+        return [value]
+
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """The value itself."""
         return value

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy
+from trainer_kit.strategies.gradients import spread_overflow
 from trainer_kit.strategies.process_group import ProcessGroup, average_gradients
 from trainer_kit.strategies.transforms.fully_shard import abandon, sharded_units
 from trainer_kit.strategies.transforms.pipeline import Pipeline
@@ -32,6 +33,7 @@ class Staged:
     def __init__(self, pipeline: Pipeline, group: ProcessGroup, sharding: FSDPStrategy | None) -> None:
         self.pipeline, self.group, self.sharding = pipeline, group, sharding
         self._units: list[FSDPModule] = []
+        self._scales = False
 
     def stop(self) -> None:
         """The module stays divided."""
@@ -52,6 +54,15 @@ class Staged:
         if manual:
             raise _not_here("manual optimization", "set automatic_optimization = True, or train without pp=")
         self.place_module(module, precision)
+        self._scales = precision.scales
+        if self._scales:
+            rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
+            if not all(row[0] for row in rows):
+                raise StrategyError(
+                    "each rank of a pipeline needs something to train where gradients are scaled",
+                    found=f"nothing on ranks {', '.join(str(rank) for rank, row in enumerate(rows) if not row[0])}",
+                    fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
+                )
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Nobody's own loop calls a stage."""
@@ -96,6 +107,9 @@ class Staged:
         loose = self.pipeline.loose
         if self.sharding is not None and loose:
             average_gradients(loose, self.group)
+        if self._scales:  # what a stage alone does not see, it would step
+            gradients = [p.grad for stage in self.pipeline.stages for p in stage.parameters() if p.grad is not None]
+            spread_overflow(gradients, self.pipeline.group)
 
     def arm(self, loss: Tensor) -> None:
         """There is no manual optimization here."""

@@ -60,7 +60,7 @@ def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | No
             return weakref.ref(parameter)
         return lambda: parameter  # torch refuses to convert others while they are referred to weakly
 
-    return {name: refer(parameter) for name, parameter in module.named_parameters()}
+    return {name: refer(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 @final

@@ -50,6 +50,11 @@ class XLAGroup:
         """One small picklable value from every rank, in rank order."""
         return [pickle.loads(payload) for payload in self._xm.rendezvous("gather", pickle.dumps(value))]
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """The same on the first rank; there is no way to it alone."""
+        values = self.all_gather_object(value)
+        return values if self.rank == 0 else None
+
     def broadcast(self, value: Any, source: int = 0) -> Any:
         """A tensor (in place), or one small picklable value, from rank ``source``."""
         if isinstance(value, Tensor):

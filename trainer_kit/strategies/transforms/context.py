@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
+from trainer_kit.strategies.transforms.ring import RingAttention, has_ring, ring_attention
 
 __all__ = ["ContextParallel", "context_parallel", "dividing", "with_positions"]
 
@@ -26,6 +27,7 @@ _TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
     collectives, "all_gather_single_autograd", collectives.all_gather_tensor_autograd
 )
+_RING_DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 _CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 
 
@@ -33,17 +35,24 @@ _CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 class ContextParallel:
     """Attention over the whole sequence behind torch's ``scaled_dot_product_attention``.
 
-    Where the axis divides the heads, ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al., 2023); else
-    each gathers all keys and values. Everything else of a model sees its part of the tokens.
+    On devices that have it this is torch's own, see `trainer_kit.strategies.transforms.ring`, where it takes what is
+    asked for. Elsewhere, and for causal attention, of which a ring gives the last rank most to do: where the axis
+    divides the heads, ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al., 2023); else each gathers all
+    keys and values. Everything else of a model sees its part of the tokens.
 
     Args:
         plan: where the sequence is in a batch.
         weighed: the engine weighs parts by the targets that they have. Otherwise all parts weigh alike, and a mean is
             one over the targets of the whole sequence.
+
+    Attributes:
+        ring: torch's own; None where the device has none.
     """
 
     def __init__(self, plan: ContextPlan, weighed: bool = False) -> None:
         self.plan, self.weighed = plan, weighed
+        self.ring: RingAttention | None = None
+        self._around: Callable[..., Tensor] | None = None
         self._seen = 0
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -53,7 +62,8 @@ class ContextParallel:
             module: the whole.
             mesh: one axis.
         """
-        self.group, self.size, self.rank = mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.mesh, self.group, self.size, self.rank = mesh, mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.ring = ring_attention if has_ring(mesh.device_type) else None
 
     def shard_batch(self, batch: Any) -> Any:
         """This rank's part of a batch; views of it.
@@ -100,17 +110,16 @@ class ContextParallel:
         """
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # it computes attention by itself
-        F.scaled_dot_product_attention, F.cross_entropy = self._attention, self._cross_entropy
         watch, self._seen = _Watch(self), 0
-        try:
+        with ExitStack() as stack:
+            stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
+            self._around = None if self.ring is None else stack.enter_context(self.ring(self.mesh))
+            # What the ring has put there, the ring takes away.
+            stack.callback(_put, F.scaled_dot_product_attention, _CROSS_ENTROPY)
+            _put(self._attention, self._cross_entropy)
             if checked:
-                with watch:
-                    yield
-            else:
-                yield
-        finally:
-            F.scaled_dot_product_attention, F.cross_entropy = _TORCHS, _CROSS_ENTROPY
-            torch.backends.mha.set_fastpath_enabled(fast)
+                stack.enter_context(watch)
+            yield
         if checked and (watch.missed or not self._seen):
             raise StrategyError(
                 "context parallel has to see all attention of the model, and does not",
@@ -133,7 +142,14 @@ class ContextParallel:
         """As torch's: (batch, heads, tokens, width) each, with this rank's tokens."""
         self._seen += 1
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-        if attn_mask is None and query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0:
+        divides = query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0
+        simple = attn_mask is None and not dropout_p and query.dtype in _RING_DTYPES
+        fits = not is_causal or (not divides and query.shape[2] == key.shape[2])
+        if self._around is not None and simple and fits:
+            if enable_gqa:
+                key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+            return self._around(query, key, value, is_causal=is_causal, scale=scale)
+        if attn_mask is None and divides:
             whole = _TORCHS(*map(self._heads, (query, key, value)), is_causal=is_causal, **options)
             return self._tokens(whole)
         mask = self._causal(query, key) if is_causal else attn_mask
@@ -200,6 +216,10 @@ class ContextParallel:
             weighs /= self.size
         weighs = torch.where(weighs == 0, torch.ones_like(weighs), weighs)
         return _CROSS_ENTROPY(input, target, reduction="sum", **options) / weighs
+
+
+def _put(attention: Callable[..., Tensor], cross_entropy: Callable[..., Tensor]) -> None:
+    F.scaled_dot_product_attention, F.cross_entropy = attention, cross_entropy
 
 
 @contextmanager

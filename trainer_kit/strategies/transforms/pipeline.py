@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from trainer_kit.core.errors import DataError, PrecisionError, StrategyError
+from trainer_kit.core.errors import DataError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
 from trainer_kit.core.seed import preserved_rng
-from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.rehearsal import copied, tensors_of, untouched
 from trainer_kit.strategies.transforms.relay import Relay
 from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
 from trainer_kit.strategies.transforms.split import Stage, StandIn, Turn, make_stages
 from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model
+from trainer_kit.strategies.transforms.ties import Ties
 
 __all__ = ["Pipeline"]
 
@@ -51,6 +51,7 @@ class Pipeline:
     Attributes:
         stages: of this rank: what further transforms wrap.
         elsewhere: how many parameters only other ranks' stages have.
+        ties: parameters that several stages share.
         first, last: whether this rank has the first and the last stage.
         reporter: the rank of the world that has the last stage, and with it losses and what steps log.
     """
@@ -79,7 +80,7 @@ class Pipeline:
         self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._takes = self._answers = False
         self._answer: Any = None
-        self._evaluations = 0
+        self.ties: Ties
         self._relay: Relay
         self._schedules: Schedules
 
@@ -91,12 +92,6 @@ class Pipeline:
         Raises:
             StrategyError: the module cannot be split that way.
         """
-        if precision.scales:
-            raise PrecisionError(
-                "gradients of a pipeline are not scaled",
-                found=f"precision={precision.name!r}: an overflow on one stage would skip the step there alone",
-                fix='use precision="bf16-mixed", which needs no scaling',
-            )
         plan = (parallel and parallel.pipeline) or PipelinePlan()
         name, model = pipelined_model(module, plan)
         inside = {id(parameter) for parameter in model.parameters()}
@@ -108,6 +103,15 @@ class Pipeline:
                 fix=f"move them into {name!r}, so that they belong to its first or last stage",
             )
         layout = lay_out(model, plan, self.count)
+        if self.splits_backward and layout.repeated:
+            raise StrategyError(
+                f"{self.schedule} computes each weight's gradient apart, once in a stage",
+                found=f"{' and '.join(layout.repeated[0])} are one parameter, on one stage",
+                fix='use pp_schedule="Interleaved1F1B", or give each a parameter of its own',
+            )
+        prefix = f"{name}." if name else ""
+        shared = [[(prefix + key, stage) for key, stage in places] for places in layout.shared]
+        self.ties = Ties(shared, self.ranks, self.group)
         self.names = list(module.state_dict())
         self.elsewhere = sum(parameter.numel() for parameter in module.parameters())
         self.stages = make_stages(model, layout, self.own, self.device)
@@ -122,10 +126,11 @@ class Pipeline:
         self._seed = int(rows[self._source][0])
         self._noise = self._seed + 1 + dist.get_rank(self.group)
 
-    def find_loose(self) -> None:
+    def find_parameters(self, module: nn.Module) -> None:
         """Once every parameter of the module is the one that is trained."""
         for stage in self.stages:
             stage.find_loose()
+        self.ties.find(module)
 
     def has(self, module: nn.Module) -> bool:
         """Whether it was split here before, for an earlier fit or evaluation; from now on it is the one that is.
@@ -150,7 +155,7 @@ class Pipeline:
             raise _Taken
         if not self._answers:
             # Every rank of the pipeline is here at the same time; what it draws, the step around it does not.
-            with torch.no_grad(), _drawing(self._noise + self._evaluations, self.device):
+            with torch.no_grad(), _drawing(self._noise, self.device):
                 return self._relay.run(args, kwargs)
         if self._answer is None:
             raise StrategyError(
@@ -176,9 +181,14 @@ class Pipeline:
         """A step without gradients: every rank runs all of it, and the model's output is every rank's."""
 
         def step(*args: Any) -> Any:
-            self._evaluations += 1
-            with _drawing(self._seed + self._evaluations, self.device):
-                return method(*args)
+            # From the stream that a checkpoint holds: what an evaluation draws after a resume is what it would have.
+            seeds = self._draw_seeds()
+            own, self._noise = self._noise, seeds[1 + dist.get_rank(self.group)]
+            try:
+                with _drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
+                    return method(*args)
+            finally:
+                self._noise = own
 
         return step
 
@@ -186,8 +196,7 @@ class Pipeline:
 
     def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The model's outputs for several batches that follow each other, on the rank that has the last stage."""
-        self._evaluations += 1
-        with torch.no_grad(), _drawing(self._noise + self._evaluations, self.device):
+        with torch.no_grad(), _drawing(self._draw_seeds()[1 + dist.get_rank(self.group)], self.device):
             return self._relay.follow(inputs)
 
     def share(self, value: Any, last: bool = True) -> Any:
@@ -239,6 +248,7 @@ class Pipeline:
             # same on all of them, or the first one's inputs and the last one's targets would be of two batches.
             with self._own_errors(), _drawing(self._noise + start, self.device):
                 self._schedules.run(key, self._relay.known[key], turns)
+        self.ties.add_gradients()
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
@@ -251,14 +261,19 @@ class Pipeline:
         shapes = [_shapes(batch) for batch in batches]
         changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
         new = [shape not in self._relay.known for shape in shapes]
-        size = dist.get_world_size(self.group)
-        seeds = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
+        seeds = self._draw_seeds()
         rows = self.world.agree([seeds[0], *changes, *new])
         self._seed = int(rows[self._source][0])
         self._noise = seeds[1 + dist.get_rank(self.group)]
         count = len(batches)
         starts = [index for index in range(count) if any(row[1 + index] for row in rows)]
         return starts, {index for index in starts if any(row[1 + count + index] for row in rows)}
+
+    def _draw_seeds(self) -> list[int]:
+        """One for what all ranks draw alike, one for each rank, from the stream of the user's."""
+        size = dist.get_world_size(self.group)
+        seeds: list[int] = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
+        return seeds
 
     def _take(self, micro: MicroSteps, batch: Any, index: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """What the step calls the model with."""
@@ -301,15 +316,6 @@ class Pipeline:
             if cause is not None and cause.__cause__ is not None:
                 raise cause.__cause__ from None
             raise
-
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> None:
-        """Clip whole gradients, over all stages."""
-        if algorithm != "norm":
-            clip_gradients(parameters, value, algorithm)
-            return
-        square = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]).square().to(self.device)
-        dist.all_reduce(square, group=self.group)
-        nn.utils.clip_grads_with_norm_(parameters, value, square.sqrt())
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Leave out what other stages train, where a group was made of parameters by their places in the model."""

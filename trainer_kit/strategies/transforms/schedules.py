@@ -92,19 +92,20 @@ class Schedules:
         """
         schedule = self._made.pop((key, len(turns)), None)
         # torch drops the gradients of what FSDP divides when a schedule runs for the first time.
-        kept = [] if schedule is not None else [(p, p.grad) for s in self.stages for p in s.parameters()]
+        # Each once: two stages here may share one.
+        parameters = {} if schedule is not None else {p: p.grad for s in self.stages for p in s.parameters()}
         schedule = schedule or self._make(len(turns), shapes)
         self._made[key, len(turns)] = schedule  # the latest is at the end
         if len(self._made) > _KEPT:
             del self._made[next(iter(self._made))]
-        for parameter, _ in kept:
+        for parameter in parameters:
             parameter.grad = None
         for stage in self.stages:
             stage.turns = iter(turns)
         numbers = torch.arange(len(turns), device=self.device)
         first, last = self.stages[0].index == 0, self.stages[-1].last
         schedule.step(*((numbers,) if first else ()), target=numbers if last else None, return_outputs=False)
-        for parameter, gradient in kept:
+        for parameter, gradient in parameters.items():
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 

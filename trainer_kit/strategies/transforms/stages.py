@@ -22,10 +22,14 @@ class Layout:
     Attributes:
         blocks: of each stage, by name in the model, in order.
         owners: the stage of every module and parameter that belongs to one; the rest runs on each.
+        shared: of each parameter that several stages have, all its names, with the stage of each.
+        repeated: the names of each that one stage has under several.
     """
 
     blocks: Sequence[Sequence[str]]
     owners: Mapping[str, int]
+    shared: Sequence[Sequence[tuple[str, int]]]
+    repeated: Sequence[Sequence[str]]
 
 
 def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Module]:
@@ -58,8 +62,7 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
         stages: how many.
 
     Raises:
-        StrategyError: the model has too few blocks, the plan names what is not there, or a parameter would belong to
-            two stages.
+        StrategyError: the model has too few blocks, or the plan names what is not there.
 
     Example:
         >>> lay_out(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), PipelinePlan(), 2).blocks
@@ -77,8 +80,7 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
     blocks = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
     owners = {name: at % stages for name, at in outside.items()}
     owners.update({name: index for index, part in enumerate(blocks) for name in part})
-    _refuse_shared(model, owners)
-    return Layout(blocks, owners)
+    return Layout(blocks, owners, *_ties(model, owners))
 
 
 def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, list[int] | None]:
@@ -186,17 +188,14 @@ def _even(sizes: Sequence[int], stages: int) -> list[int]:
     return best[-1][1]
 
 
-def _refuse_shared(model: nn.Module, owners: Mapping[str, int]) -> None:
-    seen: dict[int, tuple[str, int]] = {}
+def _ties(model: nn.Module, owners: Mapping[str, int]) -> tuple[list[list[tuple[str, int]]], list[list[str]]]:
+    found: dict[int, dict[str, int]] = {}
     for name, stage in owners.items():
         part = _at(model, name)
         inner = [("", part)] if isinstance(part, nn.Parameter) else part.named_parameters(remove_duplicate=False)
         for key, parameter in inner:
-            full = f"{name}.{key}" if key else name
-            other, where = seen.setdefault(id(parameter), (full, stage))
-            if where != stage:
-                raise StrategyError(
-                    f"{other} and {full} are one parameter, on stages {where} and {stage} of a pipeline",
-                    fix="give each a parameter of its own (tie_word_embeddings=False), or keep both on one stage with"
-                    " PipelinePlan(first= or last=)",
-                )
+            found.setdefault(id(parameter), {})[f"{name}.{key}" if key else name] = stage
+    order = {name: at for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    shared = (places for places in found.values() if len(set(places.values())) > 1)
+    repeated = (places for places in found.values() if len(set(places.values())) < len(places))
+    return [sorted(places.items(), key=lambda place: order[place[0]]) for places in shared], [*map(list, repeated)]

@@ -1,0 +1,117 @@
+"""Optimizers in a checkpoint: by the names of their parameters, whatever rank holds them."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.protocols import Strategy
+from trainer_kit.engine.directories import together
+from trainer_kit.engine.groups import configured
+
+__all__ = ["optimizer_state", "parameter_names", "restore_optimizer"]
+
+_CONFIGURED: Final = "configured"
+_CLASS: Final = "class"
+
+
+def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """An optimizer's state by parameter name, never by position; every rank must call it."""
+    parameters, states = together(strategy.world, lambda: strategy.optimizer_state(optimizer))
+    groups, state = [], {}
+    for number, (group, own) in enumerate(zip(optimizer.param_groups, parameters, strict=True)):
+        kept = {k: v for k, v in group.items() if k != "params"}
+        called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
+        groups.append({**kept, "params": called})
+        state.update({name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states})
+    if strategy.sharded:
+        _unite_names(strategy, groups)
+    started = getattr(optimizer, "_configured_options", None)
+    options = started or configured(optimizer)
+    return {_CLASS: type(optimizer).__name__, "state": state, "param_groups": groups, _CONFIGURED: options}
+
+
+def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
+    """What checkpoints call a module's parameters, by their ids."""
+    names = getattr(strategy, "shared_names", None)
+    others = {} if names is None else names(module)
+    return {id(parameter): others.get(name, name) for name, parameter in module.named_parameters()}
+
+
+def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
+    """Stages of a pipeline have parameters of their own in the same groups: a group has those of all ranks."""
+    own = [group["params"] for group in groups]
+    digest = zlib.crc32(repr(own).encode())
+    rows = strategy.world.agree([digest])
+    if all(row == rows[0] for row in rows):
+        return
+    for group, *everyone in zip(groups, *strategy.world.all_gather_object(own), strict=True):
+        group["params"] = list(dict.fromkeys(name for names in everyone for name in names))
+
+
+def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: int) -> str:
+    return names.get(id(parameter), f"group{group}.{index}")  # a parameter that is not the module's
+
+
+def restore_optimizer(
+    strategy: Strategy,
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    names: Mapping[int, str],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
+
+    Returns:
+        Options that keep today's value, by name, of any group.
+
+    Raises:
+        CheckpointError: it is the state of another class, or of other groups.
+    """
+    was, now = saved.get(_CLASS), type(optimizer).__name__
+    if was not in (None, now):  # its moments may have the same names and mean something else
+        raise CheckpointError(
+            "optimizer_states",
+            _CLASS,
+            f"it holds the state of {was}, and this run's optimizer is {now}",
+            fix=f"configure {was}, or load the weights alone and start anew",
+        )
+    if len(saved["param_groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            "optimizer_states",
+            "param_groups",
+            f"{len(saved['param_groups'])} groups were saved, the optimizer has {len(optimizer.param_groups)}",
+        )
+    today = configured(optimizer)
+    then = saved.get(_CONFIGURED, today)
+    state: dict[nn.Parameter, Any] = {}
+    groups, kept_today = [], {}
+    for number, (own, old) in enumerate(
+        zip(strategy.optimizer_state(optimizer)[0], saved["param_groups"], strict=True)
+    ):
+        for i, parameter in enumerate(own):
+            name = _name(parameter, names, number, i)
+            if name in saved["state"]:
+                state[parameter] = saved["state"][name]
+        options = {k: v for k, v in old.items() if k != "params"}
+        for key, value in today[number].items():
+            if key not in options or (key in then[number] and not _same(then[number][key], value)):
+                options[key] = value
+                if key in old and key != "initial_lr":
+                    kept_today[key] = value
+                    say(f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint")
+        groups.append(options)
+    strategy.load_optimizer_state(optimizer, groups, state)
+    return kept_today
+
+
+def _same(a: Any, b: Any) -> bool:
+    # A checkpoint may hand back a list for a tuple, and learning rates may be tensors.
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return list(a) == list(b)
+    return bool(a == b)
