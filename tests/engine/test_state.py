@@ -13,7 +13,9 @@ from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.engine.state import configured, optimizer_state, plain_hparams, restore_optimizer
+from trainer_kit.engine.groups import configured
+from trainer_kit.engine.optimizer_states import optimizer_state, restore_optimizer
+from trainer_kit.engine.state import plain_hparams
 from trainer_kit.strategies import SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -155,9 +156,9 @@ class XLAStrategy:
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move and divide; nothing wraps it."""
-        before = dict(module.named_parameters())
+        held = dict(module.named_parameters())  # torch_xla converts no parameter that is referred to weakly
         self.place_module(module, precision)
-        self._moved.note(before, module)
+        self._moved.note({name: partial(held.get, name) for name in held}, module)
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
