@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from trainer_kit.data import EMPTY, Ahead, move_to_device
+from trainer_kit.data import EMPTY, Ahead, move_to_device, transfer
 
 Pair = namedtuple("Pair", "x name")
 
@@ -147,6 +147,56 @@ def test_an_error_arrives_at_its_own_batch(fails: str) -> None:
     with pytest.raises(OSError, match="disk"):
         next(ahead)
     assert list(ahead) == []
+
+
+class Stream:
+    """A stand-in for a stream of a device, which notes what is asked of it."""
+
+    def __init__(self, device: torch.device, log: list[str], name: str = "side") -> None:
+        self.device, self.log, self.name = device, log, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: str) -> None:
+        self.log.append(f"{self.name} waits for {event}")
+
+    def record_event(self) -> str:
+        self.log.append("record")
+        return "copy"
+
+    def __enter__(self) -> None:
+        self.log.append("enter")
+
+    def __exit__(self, *error: object) -> None:
+        self.log.append("exit")
+
+
+def test_epochs_share_one_stream_whose_copies_wait_for_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    made: list[Stream] = []
+    device = torch.device("cuda", 0)
+
+    def stream(device: torch.device) -> Stream:
+        made.append(Stream(device, log))
+        return made[-1]
+
+    monkeypatch.setattr(torch, "Stream", stream)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream(device, log, "main"))
+    transfer._side_stream.cache_clear()
+    try:
+        for _ in range(3):
+            log.clear()
+            assert list(Ahead(iter([1, 2]), lambda number: number * 10, device)) == [10, 20]
+            moved = ["side waits for main", "enter", "record", "exit"]
+            assert log == [*moved, "main waits for copy", *moved, "main waits for copy"]
+        # Each stream has memory of its own, which no other one gets: one an epoch would be batches an epoch.
+        assert [one.device for one in made] == [device]
+        assert list(Ahead(iter([1]), lambda number: number, torch.device("xla", 0))) == [1]  # torch has no stream there
+        assert len(made) == 1
+    finally:
+        transfer._side_stream.cache_clear()
 
 
 @pytest.mark.gpu

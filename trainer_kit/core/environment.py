@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 
+from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import LaunchError, StrategyError
 
 __all__ = [
@@ -257,7 +258,7 @@ def first_host(hosts: str) -> str:
 
 def _accelerator() -> str | None:
     """The type of the accelerator that is here and works, or None."""
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = present_accelerator()
     return None if device is None else device.type
 
 

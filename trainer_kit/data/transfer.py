@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
+from functools import cache
 from typing import Any, final
 
 import torch
@@ -100,6 +101,13 @@ def _pinned(batch: Any) -> Any:
     return map_movable(batch, pin)
 
 
+@cache
+def _side_stream(device: torch.device) -> torch.Stream | None:
+    """The stream that batches are copied on: one for good, for memory of one stream is not used again on another."""
+    drives = torch.accelerator.current_accelerator()
+    return torch.Stream(device) if drives is not None and drives.type == device.type else None
+
+
 @final
 class Ahead:
     """Hands out moved batches, the next of which is on its way while this one is computed.
@@ -111,7 +119,8 @@ class Ahead:
         iterator: batches on the host. It is read one batch ahead of what was handed out: cut it where reading must
             stop. `EMPTY` is handed on.
         move: ``move(batch)``: the batch on the device.
-        device: the accelerator; None: no stream and no pinning, only the order (a test, or a CPU).
+        device: the accelerator; None: no stream and no pinning, only the order (a test, or a CPU), as for a device
+            that torch does not drive itself.
 
     Example:
         >>> moved = []
@@ -122,8 +131,7 @@ class Ahead:
 
     def __init__(self, iterator: Iterable[Any], move: Callable[[Any], Any], device: torch.device | None = None) -> None:
         self._iterator, self._move, self._device = iter(iterator), move, device
-        streams = device is not None and device.type not in _BLOCKING
-        self._stream = torch.Stream(device) if streams else None
+        self._stream = None if device is None or device.type in _BLOCKING else _side_stream(device)
         self._waiting: _Ready | None = None
 
     def __iter__(self) -> Iterator[Any]:

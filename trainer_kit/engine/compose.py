@@ -265,7 +265,7 @@ def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
         return size, weight, None if batch is None else move(batch, 0)
 
     def wrap(items: Iterable[Any]) -> Iterator[Any]:
-        return iter(Ahead(iter(items), moved))
+        return iter(Ahead(iter(items), moved, strategy.device))
 
     return wrap
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import LogError
+from trainer_kit.data import move_to_device
 
 __all__ = ["BATCH_HOOKS", "CLOSED_HOOKS", "Entry", "Reduced"]
 
@@ -252,7 +253,9 @@ def _stacked(values: Sequence[Any]) -> Tensor:
     if all(isinstance(v, (int, float)) for v in values):
         return torch.tensor(values, dtype=torch.float64)
     device = next(v.device for v in values if isinstance(v, Tensor))
-    tensors = [v if isinstance(v, Tensor) and v.device == device else torch.as_tensor(v, device=device) for v in values]
+    # A copy that waits would be a sync in a step.
+    away = [v if isinstance(v, Tensor) and v.device == device else torch.as_tensor(v) for v in values]
+    tensors: list[Tensor] = [v if v.device == device else move_to_device(v, device) for v in away]
     wide = torch.float32 if device.type == "mps" else torch.float64
     if len({t.dtype for t in tensors}) == 1:
         return torch.stack(tensors).to(wide)
@@ -260,7 +263,7 @@ def _stacked(values: Sequence[Any]) -> Tensor:
 
 
 def _pair(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
-    weight = torch.tensor(list(weights), dtype=values.dtype, device=values.device)
+    weight = move_to_device(torch.tensor(list(weights), dtype=values.dtype), values.device)
     if kind == "mean":
         return torch.stack([(values * weight).sum(), weight.sum()])
     count = torch.ones((), dtype=values.dtype, device=values.device) * len(values)

@@ -16,6 +16,7 @@ from torch import nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.devices import deterministic_products
 from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.seed import preserved_rng
@@ -352,6 +353,7 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     anomaly, benchmark = torch.is_anomaly_enabled(), torch.backends.cudnn.benchmark
+    undo = deterministic_products() if switches["deterministic"] else _nobody
     if switches["deterministic"]:
         torch.use_deterministic_algorithms(True, warn_only=switches["deterministic"] == "warn")
     if switches["benchmark"] is not None:
@@ -360,6 +362,7 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
         torch.autograd.set_detect_anomaly(True)
 
     def back(error: BaseException | None) -> None:
+        undo()
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark
         torch.autograd.set_detect_anomaly(anomaly)

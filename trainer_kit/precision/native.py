@@ -11,6 +11,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
 from trainer_kit.precision.exceptions import (
     DTYPES,
@@ -340,7 +341,7 @@ def _bits(dtype: Any, known: Mapping[torch.dtype, str], what: str) -> str:
 
 
 def _device_type() -> str:
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = present_accelerator()
     return "cpu" if device is None else device.type
 
 

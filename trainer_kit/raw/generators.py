@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from trainer_kit.core.devices import deterministic_products
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
@@ -34,6 +35,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     """
     seed_everything((seed + (Environment.detect().rank if device_specific else 0)) % 2**32)
     if deterministic:
+        deterministic_products()
         torch.use_deterministic_algorithms(True)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
+from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.launch.arrival import wait_for_all
@@ -53,13 +54,16 @@ def join_world(
 
     Args:
         device: where this rank computes.
-        backend: torch's name; by default what torch takes for this device, with gloo for the CPU beside it.
+        backend: torch's name; by default what torch takes for this device. The CPU has gloo beside it.
         timeout: how long a collective may take.
         alone: whether a process that nobody launched makes a group of its own.
     """
+    make_current(device)  # ahead of everything that would use another one
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
             backend = "gloo"
+        elif backend not in (None, "gloo") and device.type != "cpu" and ":" not in backend:
+            backend = f"cpu:gloo,{device.type}:{backend}"  # parts that are offloaded are exchanged on the host
         here = Environment.detect()
         try:
             if here.launched:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.devices import make_current
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.gradients import clip_gradients
@@ -81,6 +82,7 @@ class SingleDeviceStrategy:
 
     def start(self) -> None:
         """Nobody to join."""
+        make_current(self.device)
 
     def stop(self) -> None:
         """Nothing to let go of."""

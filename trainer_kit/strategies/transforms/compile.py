@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
+import torch
 from torch import nn
 
 from trainer_kit.core.errors import StrategyError
@@ -30,7 +31,8 @@ class Compile:
         >>> import torch
         >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         >>> Compile(options={"backend": "eager"}).apply(net)
-        >>> net(torch.ones(1, 2)).shape, list(net.state_dict())
+        >>> with torch.no_grad():
+        ...     net(torch.ones(1, 2)).shape, list(net.state_dict())
         (torch.Size([1, 2]), ['0.weight', '0.bias', '1.weight', '1.bias'])
     """
 
@@ -52,4 +54,14 @@ class Compile:
             )
         for part in parts:
             if part._compiled_call_impl is None:
-                part.compile(**self.options)
+                part._compiled_call_impl = torch.compile(_through(part), **self.options)
+
+
+def _through(part: nn.Module) -> Callable[..., Any]:
+    """Its call in a frame of ours: ``part.compile()`` leaves out classes of torch's own, whose code it skips."""
+    call: Callable[..., Any] = part._call_impl
+
+    def block(*arguments: Any, **options: Any) -> Any:
+        return call(*arguments, **options)
+
+    return block
