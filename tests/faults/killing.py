@@ -61,7 +61,7 @@ def rank_environments(count: int) -> list[dict[str, str]]:
     """What torchrun sets; nothing for a single process."""
     if count == 1:
         return [{}]
-    shared = local_environment(count)
+    shared = {**local_environment(count), "TRAINER_KIT_PATIENCE": str(PATIENCE / 6)}
     return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
