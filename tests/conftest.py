@@ -33,10 +33,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PYTEST_OWN = {"PYTEST_CURRENT_TEST"}
 _ONCE_PER_PROCESS = {
+    "CUDA_MODULE_LOADING",
     "KINETO_LOG_LEVEL",
     "KINETO_USE_DAEMON",
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
     "TF2_BEHAVIOR",
 }
 """What a library sets when it is first imported; nobody can undo it."""

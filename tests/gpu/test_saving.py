@@ -16,8 +16,16 @@ from trainer_kit.core.memory import device_memory, free_memory
 from trainer_kit.core.seed import rng_state
 
 
+class Large(Net):
+    """With something that a copy on the device would show."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.register_buffer("large", torch.ones(1 << (10 if kind == "cpu" else 24)))
+
+
 class Peaks(tk.Callback):
-    """The most device memory between two steps; a save falls into every second gap."""
+    """The most device memory of each step and of what came before it: a save, for those after an even one."""
 
     def __init__(self) -> None:
         self.bytes: list[int] = []
@@ -40,18 +48,17 @@ def test_a_resumed_run_is_the_same_in_every_bit(kind: str, tmp_path: Path, monke
         return made
 
     monkeypatch.setattr(HostBuffers, "copy", copy)
-    whole, peaks = Net(), Peaks()
+    whole, peaks = Large(kind), Peaks()
     kept = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     options: dict[str, Any] = {"deterministic": True, "barebones": False}
     fit(whole, batches(), kind, callbacks=[kept, peaks], **options)  # 8 steps, the last two of each epoch ragged
     noise = rng_state(device)
     assert pinned == {("cpu", False)} if kind == "cpu" else pinned == {("cpu", False), (kind, True)}
-    # The first steps make the optimizer's state; after them a save adds nothing to what steps take anyway.
-    assert len(set(peaks.bytes[4:])) <= 2
-    assert max(peaks.bytes[4:], default=0) <= max(peaks.bytes[:4], default=0) * 1.05
+    # The first step makes the optimizer's state. A save adds nothing: a copy of the buffer would be 64 MB.
+    assert max(peaks.bytes[2::2], default=0) < max(peaks.bytes[1::2], default=1) + (8 << 20)
 
     for step in (2, 6):
-        again = Net()
+        again = Large(kind)
         start = tmp_path / f"step-{step:08d}"
         trainer = fit(again, batches(), kind, ckpt_path=start, seed_device=77, enable_checkpointing=False, **options)
         assert trainer.global_step == 8
