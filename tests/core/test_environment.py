@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -179,7 +181,7 @@ class _Accelerators:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> None:
         device = None if kind is None else torch.device(kind)
         monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
-        monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count))
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])

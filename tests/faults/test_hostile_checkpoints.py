@@ -37,18 +37,19 @@ def test_nothing_is_executed_and_all_of_it_is_refused_or_read(tmp_path):
     for number in range(PROCESSES):
         (directory := tmp_path / str(number)).mkdir()
         command = [sys.executable, str(PROGRAM), str(directory), "hostile", *map(str, (number * share, share, WAYS))]
-        said = open(tmp_path / f"said-{number}", "w")  # noqa: SIM115 - closed below
-        programs.append(
-            (subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment), said)
-        )
+        # Into files: a pipe that is read after the other's would fill, and its program wait.
+        told, said = (open(tmp_path / f"{name}-{number}", "w+") for name in ("told", "said"))  # noqa: SIM115
+        programs.append((subprocess.Popen(command, stdout=told, stderr=said, text=True, env=environment), told, said))
     cases = []
-    for program, said in programs:
-        assert program.stdout is not None
-        cases += [json.loads(line) for line in program.stdout]
-        program.stdout.close()
+    for program, told, said in programs:
         code = program.wait()
+        for file in (told, said):
+            file.seek(0)
+        cases += [json.loads(line) for line in told]
+        error = said.read()
+        told.close()
         said.close()
-        assert code == 0, f"after case {cases[-1] if cases else None}:\n{Path(said.name).read_text()[-3000:]}"
+        assert code == 0, f"after case {cases[-1] if cases else None}:\n{error[-3000:]}"
     assert len(cases) == share * PROCESSES
     for case in cases:
         assert not case["done"], case

@@ -19,6 +19,7 @@ from typing import Any, Final, final
 
 import click
 
+from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import TrainerKitError
 
 __all__ = ["Finding", "doctor"]
@@ -118,10 +119,10 @@ def _devices() -> Iterator[Finding]:
 
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")
-    device = torch.accelerator.current_accelerator(check_available=True)
+    device = present_accelerator()
     driver = _driver()
     if device is not None:
-        count = torch.accelerator.device_count()
+        count = count_accelerators()
         name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
         yield Finding("devices", f"{count} x {name}" + (f", driver {driver}" if driver else ""))
     elif driver or any(Path("/dev").glob("nvidia[0-9]*")):

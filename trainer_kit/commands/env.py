@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import click
 
+from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.secrets import mask_secrets
 
@@ -55,8 +56,8 @@ def _devices() -> Iterator[tuple[str, Any]]:
         f"ROCm {torch.version.hip}" if torch.version.hip else "",
     ]
     yield "torch is built for", ", ".join(filter(None, built)) or "the CPU"
-    found = torch.accelerator.current_accelerator(check_available=True)
-    yield "accelerator", "none" if found is None else f"{torch.accelerator.device_count()} of type {found.type}"
+    found = present_accelerator()
+    yield "accelerator", "none" if found is None else f"{count_accelerators()} of type {found.type}"
     if found is not None and found.type == "cuda":
         for index in range(torch.cuda.device_count()):
             about = torch.cuda.get_device_properties(index)

@@ -8,9 +8,8 @@ from typing import Final
 
 import torch
 
-__all__ = ["deterministic_products", "make_current", "present_accelerator"]
+__all__ = ["count_accelerators", "deterministic_products", "make_current", "present_accelerator"]
 
-_ASK_DRIVER: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -22,14 +21,20 @@ def present_accelerator() -> torch.device | None:
         >>> found is None or found.type != "cpu"
         True
     """
-    before = os.environ.get(_ASK_DRIVER)
-    # By default torch initialises CUDA to answer, after which no forked process can use it.
-    os.environ[_ASK_DRIVER] = "1" if before is None else before
-    try:
-        return torch.accelerator.current_accelerator(check_available=True)
-    finally:
-        if before is None:
-            del os.environ[_ASK_DRIVER]
+    return torch.accelerator.current_accelerator() if count_accelerators() else None
+
+
+def count_accelerators() -> int:
+    """How many devices of the kind that torch drives here are there. Processes can still be forked afterwards.
+
+    Example:
+        >>> (count_accelerators() > 0) == (present_accelerator() is not None)
+        True
+    """
+    found = torch.accelerator.current_accelerator()
+    # torch.accelerator would initialise CUDA to count, after which no forked process can use it; its own module asks
+    # the driver's library.
+    return 0 if found is None else int(torch.get_device_module(found).device_count())
 
 
 def make_current(device: torch.device) -> None:

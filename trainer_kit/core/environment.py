@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 
 import torch
 
-from trainer_kit.core.devices import present_accelerator
+from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import LaunchError, StrategyError
 
 __all__ = [
@@ -289,7 +289,7 @@ def available_devices(accelerator: str = "auto") -> int:
         >>> available_devices("cpu")
         1
     """
-    return 1 if _resolve(accelerator) == "cpu" else torch.accelerator.device_count()
+    return 1 if _resolve(accelerator) == "cpu" else count_accelerators()
 
 
 def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str = "auto") -> list[int]:
@@ -317,7 +317,7 @@ def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str =
                 "processors are not picked one by one", found=f"devices={devices!r}", fix=f"use devices={len(wanted)}"
             )
         return list(range(wanted))
-    count = torch.accelerator.device_count()
+    count = count_accelerators()
     indices = list(range(count if wanted == "all" else wanted)) if not isinstance(wanted, list) else wanted
     if max(indices) >= count:
         raise StrategyError(
@@ -386,7 +386,7 @@ def pick_device(
     kind = _resolve(accelerator)
     if kind == "cpu":
         return torch.device("cpu")
-    count = torch.accelerator.device_count()
+    count = count_accelerators()
     if count == 1 and Environment.detect().source == "slurm":
         return torch.device(kind, 0)  # SLURM hides the devices of the other tasks from this one
     wanted = _read(devices)

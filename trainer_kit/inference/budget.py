@@ -8,6 +8,7 @@ from typing import Final, TypeAlias
 import torch
 
 from trainer_kit.checkpoint.files import in_bytes
+from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.memory import free_memory
 
@@ -36,10 +37,10 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
         {0: 500, 1: 10000000000, 'cpu': 2147483648}
     """
     if max_memory is None:
-        kind = torch.accelerator.current_accelerator(check_available=True)
+        kind = present_accelerator()
         found: dict[int | str, int] = {}
         if kind is not None:
-            for index in range(torch.accelerator.device_count()):
+            for index in range(count_accelerators()):
                 found[index] = int(_SHARE * (free_memory(torch.device(kind.type, index)) or 0))
         found["cpu"] = int(_SHARE * (free_memory(torch.device("cpu")) or 0))
         return found
@@ -83,8 +84,8 @@ def resolve_device(device: Device) -> torch.device:
     """
     if not isinstance(device, int):
         return torch.device(device)
-    kind = torch.accelerator.current_accelerator(check_available=True)
-    count = 0 if kind is None else torch.accelerator.device_count()
+    kind = present_accelerator()
+    count = 0 if kind is None else count_accelerators()
     if kind is None or not 0 <= device < count:
         here = "no accelerator" if kind is None else f"{count} of {kind.type}"
         raise StrategyError(

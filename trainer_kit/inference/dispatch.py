@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError
 from trainer_kit.data.transfer import move_to_device
 from trainer_kit.inference.budget import Device, name_of, resolve_device
@@ -248,7 +249,7 @@ def cpu_offload_with_hook(
         >>> other.offload()
     """
     if execution_device is None:
-        here = torch.accelerator.current_accelerator(check_available=True)
+        here = present_accelerator()
         execution_device = "cpu" if here is None else 0
     hook = UserCpuOffloadHook(model, resolve_device(execution_device), prev_module_hook)
     hook.offload()
