@@ -10,7 +10,6 @@ from typing import Any, Final
 import click
 
 from trainer_kit.commands.questions import ask, choose
-from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.launch.options import SECTIONS, TOP, Option, several_on
@@ -65,6 +64,7 @@ _FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
 def _accelerator() -> tuple[str | None, int]:
     """What torch drives here, and how many."""
+    from trainer_kit.core.devices import count_accelerators, present_accelerator
 
     found = present_accelerator()
     return (None, 0) if found is None else (found.type, count_accelerators())

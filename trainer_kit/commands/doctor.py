@@ -19,7 +19,6 @@ from typing import Any, Final, final
 
 import click
 
-from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import TrainerKitError
 
 __all__ = ["Finding", "doctor"]
@@ -116,6 +115,8 @@ def _versions() -> Iterator[Finding]:
 
 def _devices() -> Iterator[Finding]:
     import torch
+
+    from trainer_kit.core.devices import count_accelerators, present_accelerator
 
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")

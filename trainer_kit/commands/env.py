@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import click
 
-from trainer_kit.core.devices import count_accelerators, present_accelerator
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.secrets import mask_secrets
 
@@ -48,6 +47,8 @@ def _versions() -> Iterator[tuple[str, Any]]:
 def _devices() -> Iterator[tuple[str, Any]]:
     import torch
     import torch.distributed as dist
+
+    from trainer_kit.core.devices import count_accelerators, present_accelerator
 
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU", f"{os.cpu_count()} cores, {usable} usable"

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.environment import Environment, available_devices
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import ORIGINS
@@ -178,6 +177,7 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
 
 
 def _accelerator() -> str | None:
+    from trainer_kit.core.devices import present_accelerator
 
     found = present_accelerator()
     return None if found is None else found.type
