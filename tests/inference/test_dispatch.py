@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import trainer_kit as tk
 from tests.inference.nets import Hard, tokens
@@ -225,6 +226,63 @@ def test_weights_leave_after_an_error_and_inputs_without_values_are_named(tmp_pa
         StrategyError, match=r"an input of 'the model' has no values\n.*\n  fix:   make inputs on 'cpu'"
     ):
         model(torch.ones(2, 4, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_hooks_that_a_module_had_before_use_its_weights_and_may_fail(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    normed: Any = nn.utils.weight_norm(nn.Linear(4, 5))
+    pruned: Any = prune.l1_unstructured(nn.Linear(5, 6), "weight", amount=0.5)  # type: ignore[no-untyped-call]
+    model = nn.Sequential(normed, pruned, nn.utils.spectral_norm(nn.Linear(6, 3)), nn.Linear(3, 2)).eval()
+    x, failing = torch.randn(2, 4), [False]
+
+    def fail(module: nn.Module, args: Any) -> None:
+        if failing[0]:
+            raise ValueError("of the user")
+
+    model.register_forward_pre_hook(fail)
+    model[3].register_forward_pre_hook(fail)
+    with torch.no_grad():
+        expected = model(x)
+        tk.disk_offload(model, tmp_path)
+        for failing[0] in (False, True, True):
+            if failing[0]:
+                with pytest.raises(ValueError, match="of the user"):
+                    model(x)
+            assert {p.device.type for p in model.parameters()} == {"meta"}
+        failing[0] = False
+        assert torch.equal(model(x), expected)
+
+
+def test_what_is_put_in_the_place_of_offloaded_weights_is_not_passed_over(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, other, x = nn.Linear(4, 2), nn.Linear(4, 2), torch.randn(3, 4)
+    export(other.state_dict(), tmp_path / "other")
+    expected = other(x)
+    replaced = r"'(weight|bias)' of the model was replaced after the model was spread\n[^\0]*call dispatch_model again"
+    for device_map in (None, {"": "disk"}):
+        spread = tk.disk_offload(copy.deepcopy(model), tmp_path / "offloaded")
+        tk.load_checkpoint_in_model(spread, tmp_path / "other", device_map)
+        with pytest.raises(StrategyError, match=replaced):
+            spread(x)
+        if device_map is None:  # else nothing of it is in memory
+            assert torch.equal(spread.state_dict()["weight"], other.weight)
+        tk.dispatch_model(spread, {"": "disk"}, offload_dir=tmp_path / "offloaded")
+        assert torch.allclose(spread(x), expected)
+        assert torch.equal(spread.state_dict()["weight"], other.weight)
+
+
+def test_one_module_under_two_names(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    with torch.no_grad():
+        expected = model(x)
+        for device_map in ({"": "disk"}, {"0": "disk", "2": "cpu"}, {"0": "disk", "2": "disk"}, {"": "cpu"}):
+            tk.dispatch_model(model, device_map, offload_dir=tmp_path)
+            assert torch.equal(model(x), expected)
+            assert torch.equal(copy.deepcopy(model)(x), expected)
+    assert layer.weight.device.type == "cpu"
 
 
 def test_two_threads_share_what_is_there(tmp_path: Path) -> None:

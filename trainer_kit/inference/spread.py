@@ -41,12 +41,13 @@ class Spread:
 
     def guard(self, module: nn.Module) -> None:
         """Refuse that a module is moved or cast."""
-        module.__dict__["_apply"] = self.root.refuse_move
-        self.guarded.append(module)
+        if "_apply" not in module.__dict__:  # it may have two names
+            module.__dict__["_apply"] = self.root.refuse_move
+            self.guarded.append(module)
 
     def hook(self, module: nn.Module, visit: Visit | Root) -> None:
-        """Call ``visit`` around the module's forward."""
-        self.handles.append(module.register_forward_pre_hook(visit.arrive, with_kwargs=True))
+        """Call ``visit`` around the module's forward, and around hooks that it has: they, too, use its weights."""
+        self.handles.append(module.register_forward_pre_hook(visit.arrive, prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(visit.leave, always_call=True))
 
 
@@ -59,7 +60,7 @@ class _StateHook:
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key, tensor in self._tensors.items():
-            if f"{prefix}{key}" in state:
+            if f"{prefix}{key}" in state and tensor.rests_in(module, key):
                 state[f"{prefix}{key}"] = tensor.content(torch.device("cpu"))
 
 
@@ -287,11 +288,11 @@ def _attach(
         for slot in slots:
             by_module.setdefault(_loader(model, slot.path, preload), []).append((slot.module, slot.key, tensor))
     modules = dict(model.named_modules(remove_duplicate=False))
-    kept.hook(model, root)
     visited = {"", *by_module, *(name for name in device_map if several and name in modules)}
     for name in sorted(visited, key=lambda name: name.count(".")):
         device = _device_of(name, modules[name], places)
         kept.hook(modules[name], Visit(name, device, by_module.get(name, []), skip, lock))
+    kept.hook(model, root)  # the last one comes first: inputs are where the caller has them
     kept.guard(model)
     for name in {slot.path for _, slots in offloaded for slot in slots} - {""}:
         kept.guard(modules[name])

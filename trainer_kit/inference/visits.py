@@ -82,6 +82,11 @@ class OffloadedTensor:
             read = self.source.read([self.name], device)
         return read[self.name].to(self.rest.dtype)
 
+    def rests_in(self, module: nn.Module, key: str) -> bool:
+        """Whether a module has it, at rest or lent, and nothing else that was put there since."""
+        held = (module._buffers if key in module._buffers else module._parameters).get(key)
+        return held is self.rest or any(held is tensor for tensor, _ in self._lent.values())
+
     def is_lent(self, device: torch.device) -> bool:
         """Whether it is on that device now."""
         return device in self._lent
@@ -138,7 +143,7 @@ class Visit:
         """After the forward, also one that failed."""
         if self.slots:
             with self.lock:
-                self._depth -= 1
+                self._depth = max(0, self._depth - 1)  # a hook that came before `arrive` may have failed
                 if self._depth == 0:
                     self._take_away()
 
@@ -152,6 +157,14 @@ class Visit:
         return move_to_device(value, self.device)
 
     def _bring(self) -> None:
+        for module, key, tensor in self.slots:
+            if not tensor.rests_in(module, key):
+                where = repr(self.name) if self.name else "the model"
+                raise StrategyError(
+                    f"{key!r} of {where} was replaced after the model was spread",
+                    found="another tensor than the one whose values are elsewhere",
+                    fix="call dispatch_model again: it takes what is there now",
+                )
         missing: dict[int, tuple[OnDisk, list[str]]] = {}
         for _, _, tensor in self.slots:
             if tensor.source is not None and not tensor.is_lent(self.device):
@@ -190,6 +203,8 @@ class Root:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Bring the outputs there."""
+        if not self._came_from:
+            return None  # a hook that came before `arrive` failed
         device = self._came_from.pop()
         if output is None:
             return None
