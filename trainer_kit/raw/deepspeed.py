@@ -22,6 +22,7 @@ _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
 }
+_NO_ENGINES: Final = ("parallelism_config", "torch_tp_plugin")  # that they do not go with it is said elsewhere
 _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
 
 
@@ -270,7 +271,7 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     chosen = several if one is None else one
     told = variable("distributed_type")
     if chosen is None and told is not None and told.value == "DEEPSPEED":
-        others = any(value is not None for value in given.values())
+        others = any(value is not None for name, value in given.items() if name not in _NO_ENGINES)
         chosen = None if others else DeepSpeedPlugin()
     if chosen is None:
         return {}

@@ -30,9 +30,16 @@ _PLUGINS: Final[dict[str, type]] = {
     "deepspeed_plugin": DeepSpeedPlugin,
 }
 
+# By the launcher's word; DeepSpeed's is among its plugins already.
+_LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}
+
 
 def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type, Any]:
-    """The plugins of engines among an Accelerator's arguments, by their class; of DeepSpeed's the first.
+    """The plugins of engines by their class: an Accelerator's arguments, else what its launcher names.
+
+    Args:
+        given: arguments, by name.
+        deepspeed: DeepSpeed's plugins by name, the launcher's too; the first counts.
 
     Raises:
         ConfigurationError: for what is given twice.
@@ -49,6 +56,11 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type
         if ParallelismConfig in found:
             raise ConfigurationError("tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config")
         found[ParallelismConfig] = found.pop(TorchTensorParallelPlugin).as_config()
+    told = variable("distributed_type")
+    if told is not None and asked_engine(found) is None and (kind := _LAUNCHED.get(str(told.value))) is not None:
+        found[kind] = kind()
+    if ParallelismConfig not in found and (mesh := ParallelismConfig()).active_mesh_dims:
+        found[ParallelismConfig] = mesh
     return found
 
 

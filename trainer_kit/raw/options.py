@@ -9,8 +9,10 @@ from datetime import timedelta
 from typing import Any
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.origins import variable
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.fsdp_config import KEYS, from_launcher
 
 __all__ = [
     "AutocastKwargs",
@@ -156,7 +158,9 @@ class ProjectConfiguration:
 
 @dataclass(kw_only=True)
 class FullyShardedDataParallelPlugin:
-    """Of FSDP, for ``Accelerator(fsdp_plugin=...)``; what only FSDP1 needed is accepted, and FSDP2 does it by itself.
+    """Of FSDP, for ``Accelerator(fsdp_plugin=...)``; what is not given is what the launcher says.
+
+    What only FSDP1 needed is accepted, and FSDP2 does it by itself.
 
     Attributes:
         sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2".
@@ -198,7 +202,12 @@ class FullyShardedDataParallelPlugin:
 
     def arguments(self) -> dict[str, Any]:
         """What this says, as arguments of `FSDPStrategy`."""
-        found: dict[str, Any] = {"cpu_offload": bool(self.cpu_offload)}
+        engine = variable("distributed_type")
+        launched = engine is not None and engine.value == "FSDP"
+        told = {name: str(chosen.value) for name in KEYS if (chosen := variable(name)) is not None} if launched else {}
+        found: dict[str, Any] = from_launcher(told)
+        if self.cpu_offload is not None:
+            found["cpu_offload"] = bool(self.cpu_offload)
         word = self.sharding_strategy
         if not isinstance(self.reshard_after_forward, (bool, int, type(None))):
             word = self.reshard_after_forward
@@ -206,8 +215,8 @@ class FullyShardedDataParallelPlugin:
             found["reshard_after_forward"] = self.reshard_after_forward
         if word is not None:
             found["sharding_strategy"] = str(getattr(word, "name", word))
-        if self.activation_checkpointing:
-            found["activation_checkpointing_policy"] = True
+        if self.activation_checkpointing is not None:
+            found["activation_checkpointing_policy"] = bool(self.activation_checkpointing)
         if self.mixed_precision_policy is not None:
             found["mixed_precision"] = self.mixed_precision_policy
         if self.ignored_modules is not None:
