@@ -349,6 +349,31 @@ def test_numbering_goes_on_after_a_resume(tmp_path):
     assert make().save_state().endswith("checkpoint_3"), "never over what is there"
 
 
+def test_a_rate_that_is_configured_anew_stays_when_its_scheduler_is_restored(tmp_path):
+    def made(rate):
+        accelerator, model = Accelerator(cpu=True), net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        # Not what they depend on first.
+        scheduler, optimizer, model = [accelerator.prepare(one) for one in (scheduler, optimizer, model)]
+        assert scheduler.optimizers == [optimizer]
+        return accelerator, model, optimizer, scheduler
+
+    def step(accelerator, model, optimizer, scheduler):
+        accelerator.backward(model(torch.ones(1, 6).double()).sum())
+        optimizer.step()
+        scheduler.step()
+        return optimizer.param_groups[0]["lr"]
+
+    first = made(0.1)
+    assert step(*first) == pytest.approx(0.05)
+    first[0].save_state(tmp_path / "state")
+    for rate, then in ((0.1, 0.1 / 3), (0.01, 0.01 / 3)):
+        again = made(rate)
+        again[0].load_state(tmp_path / "state")
+        assert step(*again) == pytest.approx(then)
+
+
 def test_what_is_registered_is_saved_and_what_cannot_be_is_refused(tmp_path):
     class Counter:
         def __init__(self):

@@ -64,6 +64,23 @@ def by_weight(accelerator: tk.Accelerator) -> tuple[nn.Module, nn.Module]:
     return model, teacher
 
 
+def check_an_optimizer_that_comes_before_its_model() -> None:
+    found = []
+    for plugin in (tk.FullyShardedDataParallelPlugin(ignored_modules="0"), None):
+        accelerator, model = made(fsdp_plugin=plugin), make_net().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
+        optimizer, loader, model = [
+            accelerator.prepare(one) for one in (optimizer, DataLoader(SAMPLES, batch_size=3), model)
+        ]
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(F.cross_entropy(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(whole(accelerator.unwrap_model(model).state_dict()))
+    assert_same(*found, 1e-9)
+
+
 def check_a_mix_of_whole_and_divided() -> None:
     plugin = tk.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", ignored_modules="0")
     accelerator = made(fsdp_plugin=plugin)
@@ -86,6 +103,7 @@ def check_a_mix_of_whole_and_divided() -> None:
 @pytest.mark.world_size(2)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     check_a_mix_of_whole_and_divided()
+    check_an_optimizer_that_comes_before_its_model()
     accelerator = made(
         fsdp_plugin=tk.FullyShardedDataParallelPlugin(min_num_params=10, auto_wrap_policy="size_based_wrap")
     )

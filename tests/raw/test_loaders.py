@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from trainer_kit import Accelerator, DataLoaderConfiguration, skip_first_batches
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 
 N = 22
 DATA = TensorDataset(torch.arange(N))
@@ -254,3 +254,26 @@ def test_a_reading_that_failed_does_not_disturb_the_next(kind, tmp_path):
     accelerator, data = make(kind)
     accelerator.load_state(tmp_path / "state")
     assert read(accelerator, data) == seen[3:]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(4, 1), (4, 2), (3, 4), (6, 1)])
+def test_a_position_is_counted_in_samples(tmp_path, size, batch):
+    """Batches of another size go on behind what was read before, or say that they cannot."""
+
+    def made(size):
+        accelerator = Accelerator(cpu=True, seed=0)
+        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=size))
+
+    accelerator, loader = made(size)
+    for number, _ in enumerate(loader, 1):
+        if number == batch:
+            accelerator.save_state(tmp_path / "state")
+    for other in (1, 2, 5):
+        accelerator, loader = made(other)
+        if size * batch % other and size * batch < 10:
+            with pytest.raises(CheckpointError, match=f"{size * batch} samples are no whole number of batches"):
+                accelerator.load_state(tmp_path / "state")
+            continue
+        accelerator.load_state(tmp_path / "state")
+        found = torch.cat([torch.empty(0, dtype=torch.long), *(x for (x,) in loader)]).tolist()
+        assert found == list(range(min(10, size * batch), 10))

@@ -127,6 +127,7 @@ def states_load_anywhere(accelerator: tk.Accelerator, model: nn.Module, others: 
             pair = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in (moments, before)]
             assert torch.equal(*pair)
             assert loader.iteration == 2
+            torch.manual_seed(accelerator.process_index)
             other.save_state(path / str(number))
             resumed, norms = loop(made(**config), True, load=path / "middle")
             assert len(norms) == 4
@@ -136,6 +137,8 @@ def states_load_anywhere(accelerator: tk.Accelerator, model: nn.Module, others: 
             back.load_state(path / str(number))
             found = whole(again)
             assert all(torch.equal(found[name], value) for name, value in expected.items())
+            # They get the same batches, and must draw the same for them.
+            assert len({float(row[0]) for row in back.world.agree([float(torch.rand(()))])}) == 1
 
 
 @pytest.mark.world_size(2, timeout=240)

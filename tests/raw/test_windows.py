@@ -90,6 +90,49 @@ def test_an_evaluation_inside_a_window_changes_nothing():
     assert_close(weights(model), plain(groups_of(8)))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_gradients_may_be_emptied_ahead_of_each_backward(steps):
+    accelerator, model, optimizer, data = make(steps)
+    for _ in range(2):
+        for x, y in data:
+            with accelerator.accumulate(model):
+                optimizer.zero_grad()
+                accelerator.backward(mse(model(x), y))
+                optimizer.step()
+    assert_close(weights(model), plain(groups_of(4 * steps) * 2))
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_window_may_be_given_up_in_its_last_batch(ahead):
+    accelerator, model, optimizer, data = make(2)
+    for number, (x, y) in enumerate(data):
+        with accelerator.accumulate(model):
+            if ahead:
+                optimizer.zero_grad()
+            loss = mse(model(x), y)
+            if number == 1:
+                optimizer.zero_grad()
+                continue
+            accelerator.backward(loss)
+            optimizer.step()
+            if not ahead:
+                optimizer.zero_grad()
+    assert_close(weights(model), plain(groups_of(8)[1:]))
+
+
+def test_loaders_that_are_read_side_by_side_are_all_left_in_the_end():
+    accelerator, *_, data = make()
+    lengths = ((8, 8), (8, 12), (12, 8))
+    for one, two in lengths:
+        loaders = accelerator.prepare(*(DataLoader(TensorDataset(X[:n]), batch_size=4) for n in (one, two)))
+        for _ in zip(*loaders, strict=False):
+            assert accelerator.gradient_state.active_dataloader is loaders[1]
+        assert accelerator.gradient_state.active_dataloader is None
+    for _ in data:
+        list(zip(*loaders, strict=False))
+        assert accelerator.gradient_state.active_dataloader is data
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_optimizers_may_step_behind_the_context(after):
     accelerator, model, optimizer, data = make(2)

@@ -19,6 +19,7 @@ from trainer_kit.engine.optimize import Optimizers
 from trainer_kit.engine.optimizer_states import optimizer_state, parameter_names, restore_optimizer
 from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.schedulers import restore_scheduler
 
 __all__ = [
     "collect",
@@ -27,6 +28,7 @@ __all__ = [
     "own_buffers",
     "own_part",
     "plain_hparams",
+    "ranks_differ",
     "restore",
     "without_own_buffers",
 ]
@@ -183,13 +185,6 @@ def _finished(run: Fit) -> dict[str, int | float]:
     return state
 
 
-def _parts(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, and those that it is made of (``SequentialLR``, ``ChainedScheduler``)."""
-    yield scheduler
-    for part in getattr(scheduler, "_schedulers", ()):
-        yield from _parts(part)
-
-
 def restore(
     run: Fit,
     state: Mapping[str, Any],
@@ -210,7 +205,7 @@ def restore(
             hook(state)
 
     together(world, begin)
-    differs = _ranks_differ(run.strategy, state)
+    differs = ranks_differ(run.strategy, state)
     if differs is None:  # else every rank goes on from what stood for all
         state = {**state, **state.get(own_part(world.rank), {})}
     together(world, lambda: _restore_weights(run, state, strict))
@@ -248,11 +243,7 @@ def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> N
             found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"
             raise CheckpointError("lr_schedulers", None, found)
         for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=True):
-            today = [(part, part.base_lrs) for part in _parts(config.scheduler) if hasattr(part, "base_lrs")]
-            config.scheduler.load_state_dict(dict(saved))
-            if "lr" in changed.get(id(config.optimizer), {}):
-                for part, rates in today:
-                    part.base_lrs = rates
+            restore_scheduler(config.scheduler, saved, "lr" in changed.get(id(config.optimizer), {}))
     with fitting("precision"):
         run.precision.load_state_dict(state["precision"])
     with fitting("progress"):
@@ -272,7 +263,7 @@ def _restore_of_users(
     _restore_of_rank(run, state, differs)
 
 
-def _ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
+def ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
     """In what the ranks are others than those that saved, whose own generators and buffers then fit nobody."""
     world, then = strategy.world, len(state.get("rng", ()))
     if then != world.size:

@@ -126,7 +126,7 @@ class PreparedLoader:
         """One epoch. Leaving it early ends it. A stream is read one batch ahead: only so it says which is its last."""
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
-        outer, window = self.window.batches, self.window
+        window = self.window
         if self._position is not None:
             # A feed reads one epoch at a time: a reading while another is under way, or was given up, has its own.
             self.feed = self._make_feed(self.even)
@@ -135,6 +135,7 @@ class PreparedLoader:
         self.iteration, self.end_of_dataloader = epoch + 1, False
         self._position = (epoch, start)
         self._turns.clear()
+        window.reading.append(self)
         window.batches = self
         known = len(self) if feed.indexed else None
         first, at, after = None, start, _NOT_READ
@@ -166,7 +167,7 @@ class PreparedLoader:
                     self._end()
         finally:
             self._position = None
-            window.batches = outer
+            window.left(self)
 
     def _first(self, epoch: int) -> Any:
         return next(iter(self.feed.epoch(epoch, 0)), EMPTY)
@@ -230,24 +231,34 @@ class PreparedLoader:
         """The next iteration goes on where `state_dict` was taken.
 
         Args:
-            states: of every process then; there may be another number of them now.
+            states: of every process then; there may be another number of them now, and batches of another size.
 
         Raises:
             CheckpointError: batches of another size do not end where it was taken.
         """
-        epoch, batch = int(states[0]["epoch"]), int(states[0]["batch"])
-        if len(states) != self.group.size and batch:
-            batch, rest = divmod(int(states[0]["samples"]), self.total_batch_size)
-            if rest:
-                raise CheckpointError(
-                    "loaders",
-                    "samples",
-                    f"{states[0]['samples']} samples are no whole number of batches of {self.total_batch_size}",
-                    fix="resume with as many processes, or with another batch size",
-                )
+        epoch, batch, samples = (int(states[0][key]) for key in ("epoch", "batch", "samples"))
+        if samples != batch * self.total_batch_size:
+            batch = self._batches_of(samples)
         self.iteration, self._position = epoch, None
         self._resume = (epoch, batch) if batch else None
         self.feed.track.load_state_dict([state["track"] for state in states], self.group.rank)
+
+    def _batches_of(self, samples: int) -> int:
+        """How many batches of an epoch have so many samples."""
+        size, feed = self.total_batch_size, self.feed
+        if feed.indexed and feed.length is not None:
+            last = None if self.dispatch else feed.samples(len(self) - 1)
+            if samples >= (len(self) - 1) * size + (last or size):
+                return len(self)
+        batches, rest = divmod(samples, size)
+        if rest:
+            raise CheckpointError(
+                "loaders",
+                "samples",
+                f"{samples} samples are no whole number of batches of {size}",
+                fix="resume with as many processes and batches of the same size, or with a size that divides them",
+            )
+        return batches
 
 
 @final

@@ -176,7 +176,8 @@ class Loop(Preparing):
         Raises:
             ConfigurationError: the strategy needs every process in a step, so that nobody can be left behind.
         """
-        if (self.strategy.lockstep or hasattr(self.strategy, "complete_gradients")) and self.use_distributed:
+        together = self.strategy.lockstep or hasattr(self.strategy, "complete_gradients")
+        if together and self.strategy.data.size > 1:
             raise ConfigurationError(
                 "a step needs every process, so that all of them need equally many batches",
                 found=f"join_uneven_inputs under {self.strategy.name!r}",

@@ -39,6 +39,11 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer, self._window, self._precision = optimizer, window, precision
         self._before_first_step, self._own_step = before_first_step, step
         self._skipped = False
+        self._emptied = 0  # the micro-batch in which `zero_grad` was called ahead of its backward
+
+    def rebind(self, step: Callable[..., Any] | None) -> None:
+        """From now on the strategy steps it this way."""
+        self._own_step = step
 
     @property
     def step_was_skipped(self) -> bool:
@@ -109,8 +114,12 @@ class AcceleratedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, unless a window is under way."""
-        if self._window.sync:
-            self._window.corrected.discard(self.optimizer)
+        window = self._window
+        drops = window.sync
+        if window.ahead:
+            drops, self._emptied = window.empties(self._emptied), window.turn
+        if drops:
+            window.corrected.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -167,6 +167,7 @@ class Preparing(Gathering):
         elif self._places(device_placement) or self.use_distributed:
             made = self.strategy.wrap_module(model, self.precision)
             self._own_backward = self.strategy.bind_backward(None)
+            self._follow()
         else:
             made = model
         if compiles and not plugin.use_regional_compilation:
@@ -188,13 +189,24 @@ class Preparing(Gathering):
         self.strategy.prepare_optimizer(optimizer)
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
             optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
+        first = None if self._owns_step else self._before_first_step
+        made = AcceleratedOptimizer(optimizer, self.window, self.precision, first, self._bound_step(optimizer))
+        self._optimizers.append(made)
+        for scheduler in self._schedulers:  # that was prepared before
+            if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
+                scheduler.optimizers = [made]
+        return made
+
+    def _bound_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         bound = self.strategy.bind_step(optimizer)
         # Only where it is more than the optimizer's own, which others may wrap later.
-        step = None if bound == optimizer.step else bound
-        first = None if self._owns_step else self._before_first_step
-        made = AcceleratedOptimizer(optimizer, self.window, self.precision, first, step)
-        self._optimizers.append(made)
-        return made
+        return None if bound == optimizer.step else bound
+
+    def _follow(self) -> None:
+        """Optimizers that were prepared before their model step what became of its parameters."""
+        for one in self._optimizers if not self._owns_step else ():
+            self.strategy.prepare_optimizer(one.optimizer)
+            one.rebind(self._bound_step(one.optimizer))
 
     @property
     def _owns_step(self) -> bool:

@@ -21,7 +21,8 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.directories import on_every_rank, on_rank_zero, together
 from trainer_kit.engine.optimizer_states import optimizer_state, restore_optimizer
-from trainer_kit.engine.state import own_buffers, without_own_buffers
+from trainer_kit.engine.schedulers import restore_scheduler
+from trainer_kit.engine.state import own_buffers, ranks_differ, without_own_buffers
 from trainer_kit.raw.options import ProjectConfiguration
 from trainer_kit.raw.process import made_together
 from trainer_kit.raw.weights import Weights, local_directory
@@ -116,6 +117,7 @@ class Saving(Weights):
             return rng_state(self.device), loaders, self.strategy.data.rank
 
         state["rng"], loaders, ranks = map(list, zip(*on_every_rank(self.world, ask), strict=True))
+        state["data_ranks"] = ranks
         by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # of those that read the same, the first
         state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
         buffers = self.world.gather_object(own)
@@ -233,7 +235,7 @@ class Saving(Weights):
         """
         path = self._find(input_dir)
         state = self._read(path)
-        models = list(self._models)
+        models, changed = list(self._models), {}
         for hook in list(self._before_load.values()):
             hook(models, str(_beside(path)))
         self._refuse_others(path, state)
@@ -249,11 +251,14 @@ class Saving(Weights):
                     self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
             names = self._names()
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-                restore_optimizer(self.strategy, optimizer.optimizer, saved, names, self.print)
+                raw = optimizer.optimizer
+                changed[id(raw)] = restore_optimizer(self.strategy, raw, saved, names, self.print)
 
         together(self.world, fill)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+            stepped = getattr(scheduler.scheduler, "optimizer", None)
+            kept = changed.get(id(getattr(stepped, "optimizer", stepped)), {})
+            restore_scheduler(scheduler.scheduler, saved, "lr" in kept)
         self.precision.load_state_dict(state["precision"])
         self.window.load_state_dict(state["window"])
         for one, saved in zip(self._objects, state["objects"], strict=True):
@@ -263,14 +268,15 @@ class Saving(Weights):
         self.step = state["progress"]["step"]
         named = _NUMBERED.fullmatch(path.name)
         self.project_configuration.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
-        if len(state["rng"]) == self.num_processes:
+        differs = ranks_differ(self.strategy, state)
+        if differs is None:
             restore_rng(state["rng"][self.process_index], self.device)
             own = state["buffers"][self.process_index] if "buffers" in state else []
             for model, buffers in zip(self._models, own, strict=False):
                 if any(model is left for left in models):
                     unwrap(model).load_state_dict(buffers, strict=False)
         else:
-            self.print(f"{len(state['rng'])} processes before, {self.num_processes} now: random layers draw anew")
+            self.print(f"resuming {differs}: random layers draw anew")
 
     def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
         kinds: dict[str, list[Any]] = {

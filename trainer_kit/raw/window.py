@@ -49,7 +49,9 @@ class Window:
 
     Attributes:
         sync: whether this micro-batch ends its window.
-        batches: the loader that is read, or None.
+        batches: the loader that gave the current batch, or None.
+        reading: loaders that are being read, in the order in which that began.
+        turn: the number of this micro-batch.
         joining: processes may have left, so nobody is asked.
     """
 
@@ -65,6 +67,8 @@ class Window:
         self.steps, self.data, self.losses, self.sync_with_dataloader = steps, data, losses, sync_with_dataloader
         self.sync = True
         self.batches: Batches | None = None
+        self.reading: list[Batches] = []
+        self.turn = self._reached = 0  # and the last micro-batch with a backward
         self.joining = False
         self.models: tuple[nn.Module, ...] = ()  # of the next micro-batch
         self._quiet, self._complete = quiet, complete
@@ -94,6 +98,7 @@ class Window:
             self._mine += self._weight
         self._weight = 0.0
         self._count += 1
+        self.turn += 1
         batches = self.batches
         last = batches is not None and self.sync_with_dataloader and batches.end_of_dataloader
         self.sync = last or self._count >= self.steps
@@ -124,7 +129,7 @@ class Window:
         Raises:
             ConfigurationError: two losses of one batch weigh differently, or only some are given a weight.
         """
-        inside = self._inside
+        inside, self._reached = self._inside, self.turn
         if weight is not None:
             return self._scale_sum(loss, float(weight))
         if self._explicit and (inside or not self._done):
@@ -180,6 +185,23 @@ class Window:
         return loss
 
     @property
+    def ahead(self) -> bool:
+        """Whether the backward of this micro-batch is still to come."""
+        return self._inside and self._reached != self.turn
+
+    def empties(self, before: int) -> bool:
+        """Whether ``zero_grad`` ahead of a backward drops gradients: once a window, however often a loop calls it.
+
+        Args:
+            before: in which micro-batch it was called ahead of a backward the last time.
+        """
+        earlier = self.turn - self._count  # the last micro-batch of the window before
+        if 0 < self._reached <= earlier:
+            return True
+        # A loop that does not call it ahead of every backward gives the window up.
+        return self.sync and not earlier < before == self._reached
+
+    @property
     def began(self) -> bool:
         """Whether a loss came through `scale` since the window, or everything, began."""
         return self._reference is not None
@@ -218,9 +240,16 @@ class Window:
         if gradients:
             torch._foreach_mul_(gradients, self._expected / found)
 
+    def left(self, batches: Batches) -> None:
+        """A loader is read no longer; of two that were read side by side either may end first."""
+        if batches in self.reading:
+            self.reading.remove(batches)
+        self.batches = self.reading[-1] if self.reading else None
+
     def reset(self) -> None:
         """A step that was begun is given up."""
         self._begin()
+        self.reading.clear()
         self._count, self.sync, self.batches, self.models = 0, True, None, ()
         self.corrected.clear()
 
