@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -15,9 +16,12 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.arrival import patience
 
 SCRIPT = """
-import sys
+import os, signal, sys
+import torch.distributed
 from datetime import timedelta
 from trainer_kit.strategies import DDPStrategy
+if sys.argv[2] == os.environ["RANK"]:
+    torch.distributed.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 strategy = DDPStrategy(timeout=timedelta(seconds=float(sys.argv[1])))
 strategy.start()
 print("started", strategy.world.rank, flush=True)
@@ -26,7 +30,7 @@ strategy.stop()
 
 
 def started(
-    ranks: Iterable[int], world: int, seconds: float = 60, port: int | None = None
+    ranks: Iterable[int], world: int, seconds: float = 60, port: int | None = None, dies: int | None = None
 ) -> list[subprocess.Popen[str]]:
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -38,7 +42,7 @@ def started(
     for rank in ranks:
         own = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         own |= {"TRAINER_KIT_PATIENCE": "0.5"}
-        command = [sys.executable, "-c", SCRIPT, str(seconds)]
+        command = [sys.executable, "-c", SCRIPT, str(seconds), str(dies)]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         made.append(subprocess.Popen(command, env=own, **pipes))
     return made
@@ -49,15 +53,18 @@ def started(
     ("ranks", "world", "missing"), [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")]
 )
 def test_who_has_not_come_is_named(ranks: tuple[int, ...], world: int, missing: str) -> None:
-    some = started(ranks, world, 6)
-    said = [process.communicate(timeout=60)[1] for process in some]
-    assert [process.returncode for process in some] == [1, 1], said
-    waits = [[line for line in text.splitlines() if line.startswith("waiting for")] for text in said]
-    assert waits[0][-1].startswith(f"waiting for {missing}"), said
-    assert not waits[1], "one speaks"
-    for text in said:
-        assert "not every process has come" in text
-        assert f"without {missing}" in text
+    port = free_port()
+    [speaker] = started(ranks[:1], world, 20, port)
+    assert speaker.stderr is not None
+    said = speaker.stderr.readline()  # the other begins when this one is known to be the first
+    [other] = started(ranks[1:], world, 20, port)
+    lines = [said, *speaker.communicate(timeout=100)[1].splitlines()]
+    quiet = other.communicate(timeout=100)[1]
+    assert (speaker.returncode, other.returncode) == (1, 1), (lines, quiet)
+    assert [line for line in lines if line.startswith("waiting for")][-1].startswith(f"waiting for {missing}"), lines
+    assert "waiting for" not in quiet, "one speaks"
+    assert any("not every process has come" in line for line in lines), lines
+    assert any(f"without {missing}" in line for line in lines), lines
 
 
 @pytest.mark.slow
@@ -69,6 +76,19 @@ def test_who_comes_late_is_waited_for() -> None:
     [second] = started([1], 2, port=port)
     assert [one.communicate(timeout=60)[0] for one in (first, second)] == ["started 0\n", "started 1\n"]
     assert line.startswith("waiting for rank 1 of 2: not there after")
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_while_all_connect_is_named() -> None:
+    first, second = started([0, 1], 2, dies=1)
+    assert second.wait(60) == -signal.SIGKILL
+    assert first.stderr is not None
+    while (line := first.stderr.readline()).startswith("waiting for rank 1 of 2: not there"):
+        pass
+    first.kill()
+    first.communicate()
+    second.communicate()
+    assert line.startswith("waiting for rank 1 of 2 to connect")
 
 
 @pytest.mark.parametrize("said", ["30s", "0", "-1"])

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Final
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, LaunchError
 
-__all__ = ["patience", "wait_for_all", "wait_for_master"]
+__all__ = ["named_while_connecting", "patience", "wait_for_all", "wait_for_master"]
 
 _PATIENCE: Final = 30.0
-_COUNT, _ALL = "trainer_kit/come", "trainer_kit/all"
+_COUNT, _ALL, _ALIVE = "trainer_kit/come", "trainer_kit/all", "trainer_kit/alive"
 
 
 def patience() -> float:
@@ -80,14 +82,58 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
         return True
 
     def missing() -> str:
-        gone = [rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])]
-        ranks = ", ".join(map(str, gone[:16])) + (f" and {len(gone) - 16} more" if len(gone) > 16 else "")
-        return f"rank {ranks} of {size}" if len(gone) == 1 else f"ranks {ranks} of {size}"
+        return _named([rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])], size)
 
     def first() -> bool:
         return not any(store.check([f"{_COUNT}/{rank}"]) for rank in range(here.rank))
 
     _waited(come, missing, first, timeout)
+
+
+@contextmanager
+def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
+    """Inside, where C++ waits for every rank's connections, a thread says now and then which ranks are gone.
+
+    Args:
+        store: in which they have met; it is left to the caller, who is blocked in it.
+        here: this rank.
+    """
+    if not hasattr(store, "clone"):  # older torch
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_name_gone, args=(store.clone(), here, over, patience()), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _name_gone(store: Any, here: Environment, over: threading.Event, each: float) -> None:
+    began = time.monotonic()
+    while not over.wait(each):
+        try:
+            store.set(f"{_ALIVE}/{here.rank}", "")
+            if over.wait(min(1.0, each)):  # the others came here at the same moment
+                return
+            alive = [rank for rank in range(here.world_size) if store.check([f"{_ALIVE}/{rank}"])]
+        except RuntimeError:  # it has gone with its process
+            return
+        gone = sorted({*range(here.world_size)} - {*alive})
+        if gone and here.rank == alive[0]:
+            waited = time.monotonic() - began
+            print(
+                f"waiting for {_named(gone, here.world_size)} to connect for {waited:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _named(ranks: list[int], size: int) -> str:
+    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    return f"rank {listed} of {size}" if len(ranks) == 1 else f"ranks {listed} of {size}"
 
 
 def _waited(

@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.launch.arrival import wait_for_all
+from trainer_kit.launch.arrival import named_while_connecting, wait_for_all
 from trainer_kit.launch.machines import meet_without_agent
 
 __all__ = [
@@ -71,9 +71,10 @@ def join_world(
                 if store is None:
                     store = next(rendezvous("env://", timeout=timeout))[0]
                 wait_for_all(store, here, timeout)
-                dist.init_process_group(
-                    backend, timeout=timeout, store=store, rank=here.rank, world_size=here.world_size
-                )
+                with named_while_connecting(store, here):
+                    dist.init_process_group(
+                        backend, timeout=timeout, store=store, rank=here.rank, world_size=here.world_size
+                    )
             elif alone:
                 mine = dist.HashStore()  # type: ignore[attr-defined]
                 dist.init_process_group(backend, timeout=timeout, store=mine, rank=0, world_size=1)
