@@ -308,7 +308,7 @@ def test_mpi_needs_no_options() -> None:
         (["--num_proceses", "2", "raw.py"], "No such option '--num_proceses'"),
         (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
         (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
-        (["--tpu", "raw.py"], "TPU is not here yet"),
+        (["--tpu", "--num_machines", "2", "raw.py"], "the machines of a TPU pod"),
         (["--cpu", "--multi_gpu", "raw.py"], "one kind of run at a time"),
         (
             ["--config_file", "bad.yaml", "raw.py"],

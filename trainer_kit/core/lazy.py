@@ -28,6 +28,6 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
         return getattr(import_module(f".{homes[name]}", package), name)
 
     def names() -> list[str]:
-        return sorted({*vars(import_module(package)), *homes})
+        return list(getattr(import_module(package), "__all__", homes))
 
     return find, names
