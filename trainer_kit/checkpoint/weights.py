@@ -1,4 +1,4 @@
-"""Weights from wherever they come: our checkpoints, safetensors, ``torch.save``, Lightning."""
+"""Weights from wherever they come: our checkpoints, safetensors, ``torch.save``, Lightning, DeepSpeed."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
+from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles, find_deepspeed
 from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_weight_files
 from trainer_kit.checkpoint.layout import Chunk, TensorLayout, read_layout, tensors_in
@@ -35,7 +36,8 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     Args:
         path: a checkpoint directory of ours (its part ``model``); a safetensors file, or a directory of them as Hugging
             Face writes it; a ``torch.save`` file that holds a state_dict; or a Lightning ``.ckpt`` (its
-            ``state_dict``). The content decides, not the suffix.
+            ``state_dict``); or a directory of DeepSpeed's, universal or without ZeRO. The content decides, not the
+            suffix.
         device: where the tensors go.
 
     Raises:
@@ -52,6 +54,8 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     file = locate(path)
     if isinstance(file, Path) and holds_weight_files(file):
         return read_weight_files(find_weight_files(file), device)
+    if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
+        return _of_deepspeed(theirs, device)
     if file.is_dir():
         return _tensors(file, read_checkpoint(file, parts=["model"], device=device)["model"])
     if isinstance(file, RemotePath):
@@ -68,6 +72,30 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         "this is neither a checkpoint directory, nor safetensors, nor a torch.save file",
         fix="check how it was written, and whether it was copied in full",
     )
+
+
+def _of_deepspeed(theirs: DeepSpeedFiles, device: torch.device | str) -> dict[str, Tensor]:
+    states = theirs.states
+    content = _torch_load(states, device)
+    kept = content.get("module") if isinstance(content, dict) else None
+    if not isinstance(kept, dict):
+        raise CheckpointError(states, "module", "there is no state_dict")
+    if theirs.parameters:
+        # What is trained lies apart in full precision, and buffers as float32: those of the module are as they were.
+        buffers = content.get("buffer_names") or ()
+        frozen = content.get("frozen_param_shapes") or ()
+        kept = {name: value for name, value in kept.items() if name in buffers or name in frozen}
+    weights = _tensors(states, kept, states.stat().st_size)
+    for name, file in theirs.parameters.items():
+        if name not in weights:
+            one = _torch_load(file, device)
+            value = one.get("param") if isinstance(one, dict) else None
+            weights |= _tensors(file, {name: value}, file.stat().st_size)
+    shared = content.get("shared_params") if isinstance(content, dict) else None
+    for name, first in shared.items() if theirs.parameters and isinstance(shared, dict) else ():
+        if first in weights:
+            weights[name] = weights[first]
+    return weights
 
 
 def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -201,7 +229,7 @@ def _tensors(file: Location, content: Any, most: float = math.inf) -> dict[str, 
 def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Weights and the hyperparameters beside them (none where there are none), for ``load_from_checkpoint``."""
     file = locate(path)
-    if isinstance(file, Path) and holds_weight_files(file):
+    if isinstance(file, Path) and (holds_weight_files(file) or find_deepspeed(file) is not None):
         return read_weights(file), {}
     if file.is_dir():
         weights = read_weights(file)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.checkpoint.commit import io_failure, remove_checkpoint, write_checkpoint
+from trainer_kit.checkpoint.deepspeed import refuse_deepspeed
 from trainer_kit.checkpoint.mend import newest_verified
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
@@ -206,6 +207,7 @@ class Saving(Weights):
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The state; of divided tensors this process's parts."""
+        refuse_deepspeed(path)
         if not self.strategy.sharded:
             return read_checkpoint(path)
         from trainer_kit.checkpoint.reshard import read_divided
