@@ -17,7 +17,17 @@ from torch.optim import Optimizer
 from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
 
-__all__ = ["CheckpointRequest", "Group", "Logger", "MicroSteps", "ModuleLike", "Precision", "Strategy", "TrainerLike"]
+__all__ = [
+    "CheckpointRequest",
+    "Group",
+    "Logger",
+    "LossScaler",
+    "MicroSteps",
+    "ModuleLike",
+    "Precision",
+    "Strategy",
+    "TrainerLike",
+]
 
 
 @runtime_checkable
@@ -228,6 +238,15 @@ class Strategy(Protocol):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
+
+
+class LossScaler(Protocol):
+    """Of an engine that scales losses by itself; ``skipped``: its last step was left out, gradients overflowed."""
+
+    skipped: bool
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Precision(Protocol):

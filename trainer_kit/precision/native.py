@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.core.protocols import LossScaler
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
@@ -66,6 +67,7 @@ class TruePrecision:
     """
 
     scales = False
+    _engine: LossScaler | None = None  # which scales by itself
     param_dtype: torch.dtype | None = None  # stored in the dtype that computes
     reduce_dtype: torch.dtype | None = None
 
@@ -118,6 +120,10 @@ class TruePrecision:
         """Layers are made in this dtype at once."""
         return _default_dtype(self.dtype) if self.converts_batch else nullcontext()
 
+    def hand_over(self, scaler: LossScaler | None = None) -> None:
+        """An engine scales losses by itself; its scaler, if it shows one, says what it skipped."""
+        self.scales, self._engine = scaler is not None, scaler
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss itself."""
         return loss
@@ -128,7 +134,7 @@ class TruePrecision:
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step``."""
         step()
-        return True
+        return self._engine is None or not self._engine.skipped
 
     def end_step(self) -> None:
         """Nothing to update."""
@@ -137,11 +143,13 @@ class TruePrecision:
         """Nothing was begun."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
-        return {}
+        """An engine's scale; else nothing to keep."""
+        return {} if self._engine is None else self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to restore."""
+        """Take over what ``state_dict`` returned."""
+        if self._engine is not None:
+            self._engine.load_state_dict(state)
 
 
 @final
@@ -169,6 +177,7 @@ class MixedPrecision:
     """
 
     converts_batch = False
+    _engine: LossScaler | None = None  # which scales by itself
 
     def __init__(
         self,
@@ -242,9 +251,9 @@ class MixedPrecision:
         """Layers are made in float32."""
         return nullcontext()
 
-    def hand_over(self) -> None:
-        """An engine scales losses by itself: nothing is scaled here."""
-        self.scales, self.scaler = False, None
+    def hand_over(self, scaler: LossScaler | None = None) -> None:
+        """An engine scales losses by itself; its scaler, if it shows one, says what it skipped."""
+        self.scales, self.scaler, self._engine = scaler is not None, None, scaler
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale; the scale adapts first if a step of this turn has been finished (manual mode)."""
@@ -274,7 +283,7 @@ class MixedPrecision:
         """Run ``step`` unless this optimizer's gradients overflowed."""
         if self.scaler is None or not has_gradients(optimizer):
             step()
-            return True
+            return self._engine is None or not self._engine.skipped
         self.unscale_gradients(optimizer)
         self._stepped.add(id(optimizer))
         seen = self._seen[id(optimizer)]
@@ -303,12 +312,14 @@ class MixedPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
-        return {} if self.scaler is None else self.scaler.state_dict()
+        scaler = self._engine or self.scaler
+        return {} if scaler is None else scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; nothing without a scaler, or from a run without one."""
-        if self.scaler is not None and state:
-            self.scaler.load_state_dict(dict(state))
+        scaler = self._engine or self.scaler
+        if scaler is not None and state:
+            scaler.load_state_dict(dict(state))
 
 
 class _DefaultDtype:

@@ -15,12 +15,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
-from trainer_kit.core.errors import PrecisionError, StrategyError
+from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
 from trainer_kit.strategies.deepspeed_costs import deepspeed_costs
-from trainer_kit.strategies.deepspeed_gradients import OpenWindow, Windows
-from trainer_kit.strategies.deepspeed_library import deepspeed_of, dividing, let_go, local_rank, quiet, release
+from trainer_kit.strategies.deepspeed_gradients import OpenWindow, Windows, take_step
+from trainer_kit.strategies.deepspeed_library import (
+    check_float16,
+    deepspeed_of,
+    dividing,
+    let_go,
+    local_rank,
+    quiet,
+    release,
+)
 from trainer_kit.strategies.deepspeed_module import (
     Step,
     check_clipped,
@@ -31,6 +39,7 @@ from trainer_kit.strategies.deepspeed_module import (
     nothing,
     refuse_group,
 )
+from trainer_kit.strategies.deepspeed_scaler import EngineScaler
 from trainer_kit.strategies.deepspeed_sections import Sections
 from trainer_kit.strategies.deepspeed_state import (
     Piece,
@@ -99,6 +108,7 @@ class DeepSpeedStrategy:
         self.backend, self.timeout = process_group_backend, timeout
         self._facts, self._step = RunFacts(), Step(nn.Module())
         self._engine: Any = None
+        self._scaler = EngineScaler()
         self._optimizer: Optimizer | None = None
         self._groups: list[list[nn.Parameter]] = []
         self._pieces: dict[nn.Parameter, Piece] = {}
@@ -142,13 +152,8 @@ class DeepSpeedStrategy:
         """What the run says, for the JSON: fields of `RunFacts`. Contradictions are raised here."""
         self._facts = replace(self._facts, world=self.world.size, **facts)
         filled(self.config, self._facts)
-        if (
-            self._facts.precision.startswith("16-")
-            and not deepspeed_of(self.device).accelerator.get_accelerator().is_fp16_supported()
-        ):
-            raise PrecisionError(
-                "DeepSpeed cannot run float16 on this device", found=self.device.type, fix='precision="bf16-mixed"'
-            )
+        if self._facts.precision.startswith("16-"):
+            check_float16(self.device)
 
     def stop(self) -> None:
         """The engine lets go of the module; at stage 3 nobody else could run it, so there it stays."""
@@ -184,8 +189,8 @@ class DeepSpeedStrategy:
         """Check what the engine cannot do; it takes the module over when the optimizer is known, too."""
         check_module(module, manual)
         self.configure(precision=precision.name, hidden_size=hidden_size(module))
-        if precision.scales:
-            precision.hand_over()  # type: ignore[attr-defined]
+        if precision.scales or precision.name.startswith("16-"):
+            precision.hand_over(self._scaler)  # type: ignore[attr-defined]
         self._engine = self._optimizer = None
         self._pieces, self._step = {}, Step(module)
         if not self._release(module):
@@ -253,6 +258,7 @@ class DeepSpeedStrategy:
         self._own_clip = self._clip = config["gradient_clipping"]
         with quiet(), local_rank():
             self._engine, *_ = deepspeed.initialize(model=self._step, optimizer=optimizer, config=config)
+        self._scaler.follow(self._engine)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Through the engine, which gathers parameters for it at stage 3."""
@@ -282,7 +288,7 @@ class DeepSpeedStrategy:
         return self._backward if self._window is None else self._backward_alone
 
     def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss, scale_wrt_gas=False)  # each loss is weighed already
+        self._engine.backward(self._scaler.scale(loss), scale_wrt_gas=False)  # each loss is weighed already
 
     def _backward_alone(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self._optimizer is None or self._window is None:
@@ -290,25 +296,21 @@ class DeepSpeedStrategy:
                 "DeepSpeed's engine, which runs backward, is made when model and optimizer are known",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )
-        self._window.backward(self._engine, loss, retain_graph)
+        self._window.backward(self._engine, self._scaler.scale(loss), retain_graph)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The engine's, which clips."""
         return self._take_step
 
     def _take_step(self, closure: Any = None) -> Any:
-        engine, window = self._engine, self._window
+        engine, window, self._scaler.skipped = self._engine, self._window, False
         found = closure() if closure is not None and window is not None else None
         if window is not None:
             if not window.begun:
                 return found
             window.complete(engine)
             window.over()
-        engine._config.gradient_clipping = self._clip
-        if hasattr(engine.optimizer, "clip_grad"):
-            engine.optimizer.clip_grad = self._clip
-        engine.set_gradient_accumulation_boundary(True)
-        engine.step()
+        self._scaler.skipped = not take_step(engine, self._clip)
         self._clip, self._windows.unfinished = self._own_clip, False
         return found
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 
-__all__ = ["OpenWindow", "Windows"]
+__all__ = ["OpenWindow", "Windows", "take_step"]
 
 
 def _begin(engine: Any, unfinished: bool) -> None:
@@ -54,6 +54,21 @@ def _finish(engine: Any) -> None:
         engine.optimizer.finalize_gradient_accumulation_boundary()
     else:
         engine.allreduce_gradients()
+
+
+def take_step(engine: Any, clip: float) -> bool:
+    """Clip and step; returns whether it did, or gradients overflowed.
+
+    Args:
+        engine: DeepSpeed's.
+        clip: the largest 2-norm of all gradients; 0 for any.
+    """
+    engine._config.gradient_clipping = clip
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = clip
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    return bool(engine.was_step_applied())
 
 
 @final
@@ -182,4 +197,4 @@ def _of(tensors: Sequence[Tensor] | Sequence[nn.Parameter]) -> list[Tensor]:
 
 
 def _scale(engine: Any) -> float:
-    return float(getattr(engine.optimizer, "cur_scale", 1.0))  # no sync point: a number of the host's
+    return float(getattr(engine.optimizer, "loss_scale", 1.0))  # no sync point: a number of the host's

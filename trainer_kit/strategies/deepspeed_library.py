@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["deepspeed_of", "dividing", "let_go", "local_rank", "quiet", "release"]
+from trainer_kit.core.errors import PrecisionError
+
+__all__ = ["check_float16", "deepspeed_of", "dividing", "let_go", "local_rank", "quiet", "release"]
 
 
 def deepspeed_of(device: torch.device) -> Any:
@@ -33,6 +35,14 @@ def deepspeed_of(device: torch.device) -> Any:
             with local_rank():
                 deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
+
+
+def check_float16(device: torch.device) -> None:
+    """Raise a PrecisionError where DeepSpeed has no float16."""
+    if not deepspeed_of(device).accelerator.get_accelerator().is_fp16_supported():
+        raise PrecisionError(
+            "DeepSpeed cannot run float16 on this device", found=device.type, fix='precision="bf16-mixed"'
+        )
 
 
 @contextmanager
