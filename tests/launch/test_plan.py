@@ -175,7 +175,7 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert strategy.sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 1, "tp": 2}
     monkeypatch.setenv("TRAINER_KIT_PARALLELISM_CONFIG_CP_SIZE", "2")
     found = tk.ParallelismConfig(tp_size=1)
-    assert found.sizes == {"dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}
+    assert found.sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}
     assert found.cp_handler.cp_comm_strategy == "alltoall"
     mesh = "parallelism_config: {parallelism_config_tp_size: 2}\n"
     with pytest.raises(ConfigurationError, match="an engine of its own cannot divide a mesh"):

@@ -90,12 +90,20 @@ class Noisy(Writer):
 def test_two_ranks() -> None:
     for schedule in SCHEDULES:
         with case(schedule=schedule):
-            alone, staged = both(Writer, schedule)
+            alone, staged = both(Writer, schedule, max_epochs=1)
             heard = staged.module.heard
             assert sorted(heard) == sorted(alone.module.heard)
             assert heard[:8] == [("start", i) for i in range(4)] + [("end", i, 4) for i in range(4)]
-    check_options()
     check_evaluation()
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks_with_options() -> None:
+    check_options()
+
+
+@pytest.mark.world_size(2)
+def test_two_ranks_draw_and_compute_as_one() -> None:
     check_what_a_step_draws()
     check_random_data()
     check_that_stages_drop_by_themselves()

@@ -16,6 +16,7 @@ import trainer_kit as tk
 from tests.parity.language import assert_alike, make_language, make_texts, whole
 from tests.parity.plain import case
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.strategies.transforms import called
 
 pytestmark = pytest.mark.slow
 PLAN = tk.ParallelPlan(tensor="llama")
@@ -82,14 +83,20 @@ def loop(
     return model, norms
 
 
-def compare(config: Any, save: Path | None = None, **options: Any) -> tuple[tk.Accelerator, nn.Module]:
-    for weighed in (False, True):
+def compare(
+    config: Any, save: Path | None = None, both: bool = True, **options: Any
+) -> tuple[tk.Accelerator, nn.Module]:
+    for weighed in (False, True) if both else (True,):
         with case(config=config, weighed=weighed):
             one, expected = by_hand(weighed, **options)
             accelerator = made(**config)
             mine, norms = loop(accelerator, weighed, save=save if weighed else None, **options)
             assert norms == pytest.approx(expected, rel=1e-9)
-            assert_alike(mine, one)
+            if accelerator.strategy.pipeline is None:
+                assert_alike(mine, one)
+            theirs, own = whole(one), whole(mine)
+            for name, value in own.items():  # those of this process's stages
+                torch.testing.assert_close(value, theirs[name], rtol=0, atol=1e-10)
     return accelerator, mine
 
 
@@ -147,10 +154,15 @@ def test_two_processes(tmp_path: Path) -> None:
     what_a_mesh_says(accelerator)
     states_load_anywhere(accelerator, model, [{}, axes(dp_shard=2)], tmp_path)
     what_is_gathered_is_there_once(accelerator)
-    compare(axes(SEQUENCES, tp=2), tied=True, normed=True)
-    compare({"torch_tp_plugin": tk.TorchTensorParallelPlugin(tp_size=2, plan=PLAN)})
-    for heads in (4, 1):
-        compare(axes(cp=2), heads=heads)
+    compare(axes(SEQUENCES, tp=2), both=False, tied=True, normed=True)
+    plugin = made(torch_tp_plugin=tk.TorchTensorParallelPlugin(tp_size=2, plan=PLAN))
+    assert plugin.parallelism_config.tp_size == 2
+
+
+@pytest.mark.world_size(2, timeout=240)
+def test_sequences() -> None:
+    compare(axes(cp=2))
+    compare(axes(cp=2), both=False, heads=1)
     buffers_are_whole_again(made(**axes(cp=2)))
     assert made(**axes(dp_replicate=2)).strategy.name == "ddp"
     what_is_refused()
@@ -194,6 +206,114 @@ def buffers_are_whole_again(accelerator: tk.Accelerator) -> None:
         x + 1
 
 
+@pytest.mark.world_size(2, timeout=240)
+def test_stages(tmp_path: Path) -> None:
+    """They train when a window ends."""
+    accelerator, model = compare(axes(pp=2), tmp_path / "middle", tied=True)
+    assert "mesh pp=2 on cpu (1F1B); the same batches on ranks 0 1; this rank holds" in accelerator.explain()
+    assert "parallelism_config_pp_size" in accelerator.explain()
+    states_of_stages(accelerator, model, tmp_path)
+    calls_of_any_kind(made(**axes(pp=2)))
+    what_is_dropped_is_dropped_again(made(**axes(pp=2)))
+    what_overflows_on_one_stage_is_skipped_on_all(made(**axes(pp=2), mixed_precision="fp16"))
+
+
+def what_is_dropped_is_dropped_again(accelerator: tk.Accelerator) -> None:
+    """A call is computed twice, on the same numbers; the next one draws others."""
+    net, optimizer, _ = prepared(accelerator, texts(4, False), dropout=0.5)
+    ((tokens, _),) = make_texts([2])
+    seen: list[Tensor] = []
+    run = called._Call._loss
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(called._Call, "_loss", lambda call, output: (seen.append(output.detach()), run(call, output))[1])
+        outputs = [net(tokens) for _ in range(2)]
+        accelerator.backward(torch.stack(outputs).square().mean())
+        optimizer.step()
+    assert not torch.equal(*outputs)
+    assert len(seen) == 2 * accelerator.is_last_process
+    assert all(torch.equal(again, output) for again, output in zip(seen, outputs, strict=False))
+
+
+def what_overflows_on_one_stage_is_skipped_on_all(accelerator: tk.Accelerator) -> None:
+    accelerator.gradient_accumulation_steps = 1
+    alone, mine = make_language().float(), make_language().float()
+    step = 0
+    mine.get_parameter("layers.0.mlp.up_proj.weight").register_hook(lambda g: g * float("inf") if step == 1 else g)
+    optimizer = accelerator.prepare(torch.optim.SGD(mine.parameters(), lr=0.1))  # ahead of its model
+    net = accelerator.prepare(mine)
+    one, skipped = torch.optim.SGD(alone.parameters(), lr=0.1), []
+    for step, (x, y) in enumerate(make_texts([3, 3, 2])):
+        with accelerator.accumulate(net):
+            accelerator.backward(cross_entropy(net(x), y, "mean"))
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        if step != 1:
+            cross_entropy(alone(x), y, "mean").backward()
+            one.step()
+            one.zero_grad()
+    assert skipped == [False, True, False]
+    assert accelerator.scaler.get_scale() == 2.0**15
+    expected = alone.state_dict()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3)
+
+
+def states_of_stages(accelerator: tk.Accelerator, model: nn.Module, path: Path) -> None:
+    accelerator.save_model(model, path / "model")
+    alone = make_language(seed=5, tied=True)
+    alone.load_state_dict(load_file(path / "model" / "model.safetensors"))
+    mine, names = model.state_dict(), alone.state_dict()
+    assert 0 < len(mine) < len(names)
+    for config in (axes(tp=2), {}):
+        resumed, norms = loop(made(**config), True, load=path / "middle", tied=True)
+        assert len(norms) == 4
+        assert_alike(getattr(resumed, "module", resumed), alone)
+    resumed, _ = loop(made(**axes(pp=2)), True, load=path / "middle", tied=True)
+    assert all(torch.equal(value, mine[name]) for name, value in resumed.state_dict().items())
+
+
+def calls_of_any_kind(accelerator: tk.Accelerator) -> None:
+    """Two in one loss, one whose output is written into, one that nobody goes back through, evaluation between them."""
+    accelerator.gradient_accumulation_steps = 1
+
+    def train(net: nn.Module, optimizer: Any, backward: Any) -> Tensor:
+        for number, (x, y) in enumerate(make_texts([3, 3, 2, 3])):
+            net(y)
+            logits = net(x)
+            logits.mul_(0.5)
+            loss = cross_entropy(logits, y.clamp(min=0), "mean") + net(x.flip(0)).square().mean()
+            backward(loss)
+            if number == 2:  # given up
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                seen = net(x)
+        return seen
+
+    alone = make_language()
+    expected = train(alone, torch.optim.SGD(alone.parameters(), lr=0.1), lambda loss: loss.backward())
+    net, optimizer, _ = prepared(accelerator, texts(4, False))
+    net, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    found = train(net, optimizer, accelerator.backward)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    whole = alone.state_dict()
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-10)
+    (x, _), *_ = make_texts([2])
+    accelerator.backward(net(x).square().mean())
+    x.clamp_(max=3)
+    with pytest.raises(StrategyError, match=r"was called with was written into(.|\n)*shape \(2, 8\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(StrategyError, match="an input that requires gradients"):
+        net(torch.ones(1, 8, requires_grad=True))
+    with pytest.raises(StrategyError, match="several models"):
+        accelerator.prepare(make_language())
+
+
 def what_is_refused() -> None:
     with pytest.raises(StrategyError, match="mesh has 4 places but 2 processes"):
         made(**axes(tp=4))
@@ -210,15 +330,20 @@ def what_is_refused() -> None:
 
 @pytest.mark.world_size(4, timeout=240)
 def test_four_processes(tmp_path: Path) -> None:
-    for sizes in ({"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}):
-        accelerator, model = compare(axes(**sizes), tmp_path / "middle" if "tp" in sizes else None)
-        if "tp" in sizes:
-            states_load_anywhere(accelerator, model, [{}, axes(dp_shard=4), axes(dp_shard=2, tp=2)], tmp_path)
-        what_is_gathered_is_there_once(accelerator)
+    accelerator, model = compare(axes(dp_shard=2, tp=2), tmp_path / "middle")
+    states_load_anywhere(accelerator, model, [axes(dp_shard=4)], tmp_path)
+    what_is_gathered_is_there_once(accelerator)
     plugin = tk.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], reshard_after_forward=False)
-    accelerator, _ = compare({"fsdp_plugin": plugin, **axes(dp_replicate=2, tp=2)})
+    accelerator, _ = compare({"fsdp_plugin": plugin, **axes(dp_replicate=2, tp=2)}, both=False)
     assert "dp_replicate=2 × tp=2" in accelerator.explain()
     two_models_of_one_loop(made(**axes(dp_shard=2, tp=2)))
+
+
+@pytest.mark.world_size(4, timeout=240)
+def test_two_copies_or_parts_of_what_is_divided_again() -> None:
+    for sizes in ({"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "dp_shard": 2}):
+        accelerator, _ = compare(axes(**sizes), both=False)
+        what_is_gathered_is_there_once(accelerator)
 
 
 def two_models_of_one_loop(accelerator: tk.Accelerator) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainer_kit.engine.state import fitting, own_part
 __all__ = [
     "find_checkpoint",
     "find_start",
+    "held_of",
     "holds_weights",
     "load_weights",
     "read_rest",
@@ -191,6 +192,17 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
     return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
 
 
+def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection[str]]:
+    """What this rank holds of a module, by the names that checkpoints have for it, and those of what it does not."""
+    like = strategy.module_state(module)
+    held_elsewhere = getattr(strategy, "held_elsewhere", None)
+    absent = () if held_elsewhere is None else held_elsewhere(module)
+    others = getattr(strategy, "shared_names", None)
+    if others is not None:
+        like = {**like, **{first: like[name] for name, first in others(module).items() if name in like}}
+    return like, absent
+
+
 def read_rest(
     state: dict[str, Any], path: Location, weights_only: bool, strategy: Strategy, module: Any
 ) -> dict[str, Any]:
@@ -203,12 +215,7 @@ def read_rest(
 
     known = read_manifest(path)["parts"]
     parts = [part for part in known if part == "model" or not (weights_only or part.startswith(own_part("")))]
-    like = strategy.module_state(module)
-    held_elsewhere = getattr(strategy, "held_elsewhere", None)
-    absent = () if held_elsewhere is None else held_elsewhere(module)
-    others = getattr(strategy, "shared_names", None)
-    if others is not None:
-        like = {**like, **{first: like[name] for name, first in others(module).items() if name in like}}
+    like, absent = held_of(strategy, module)
     elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
     state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
     mine = own_part(strategy.world.rank)

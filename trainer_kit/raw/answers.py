@@ -94,7 +94,7 @@ class Answers(Tracking):
             return None
         mesh: Any = self.torch_device_mesh
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
-        axes = {f"{axis}_size": sizes[axis] for axis in ("dp_replicate", "dp_shard", "tp", "cp")}
+        axes = {f"{axis}_size": sizes[axis] for axis in sizes}
         return ParallelismConfig(**axes, plan=getattr(self.strategy, "plan", None))
 
     @property

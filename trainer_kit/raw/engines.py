@@ -129,7 +129,7 @@ def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
     """The sizes of a mesh that are not 1, with their origins."""
     config = options.get(ParallelismConfig)
     found: dict[str, Chosen] = {}
-    for key in KEYS:
+    for key in (*KEYS, "parallelism_config_pp_size"):
         told = variable(key)
         size = getattr(config, key.removeprefix("parallelism_config_"), None)
         if size is not None and (told is None or str(told.value) != str(size)):

@@ -20,7 +20,7 @@ __all__ = [
     "TorchTensorParallelPlugin",
 ]
 
-_AXES: Final = ("dp_replicate", "dp_shard", "cp", "tp")
+_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass
@@ -61,6 +61,7 @@ class ParallelismConfig:
         dp_shard_size: among how many parameters, gradients and optimizer states are divided (FSDP).
         tp_size: among how many each layer is divided.
         cp_size: among how many each sequence is divided, inside of `Accelerator.maybe_context_parallel`.
+        pp_size: among how many the model's blocks are divided, as stages of a pipeline (not Accelerate's).
         cp_backend: "torch".
         sp_size: DeepSpeed's way to divide sequences: refused, ``cp_size`` does it.
         sp_backend: "deepspeed".
@@ -86,6 +87,7 @@ class ParallelismConfig:
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: Any = None
     plan: ParallelPlan | None = None
+    pp_size: int | None = None
 
     def __post_init__(self) -> None:
         for axis in (*_AXES, "sp"):
@@ -120,7 +122,7 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Processes that get the same batches."""
-        return abs(self.sizes["tp"] * self.sizes["cp"])
+        return abs(self.sizes["tp"] * self.sizes["cp"] * self.sizes["pp"])
 
     @property
     def dp_replicate_enabled(self) -> bool:
@@ -160,7 +162,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Those along which batches are the same."""
-        return self._active("tp", "cp")
+        return self._active("tp", "cp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,8 @@ from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.directories import on_every_rank, on_rank_zero, together
-from trainer_kit.engine.optimizer_states import optimizer_state, restore_optimizer
+from trainer_kit.engine.optimizer_states import optimizer_state, parameter_names, restore_optimizer
+from trainer_kit.engine.resume import held_of
 from trainer_kit.engine.schedulers import restore_scheduler
 from trainer_kit.engine.state import own_buffers, ranks_differ, without_own_buffers
 from trainer_kit.raw.options import ProjectConfiguration
@@ -131,9 +132,9 @@ class Saving(Weights):
     def _names(self) -> dict[int, str]:
         several = len(self._models) > 1
         return {
-            id(parameter): f"{i}.{name}" if several else name
+            parameter: f"{i}.{name}" if several else name
             for i, model in enumerate(self._models)
-            for name, parameter in unwrap(model).named_parameters()
+            for parameter, name in parameter_names(self.strategy, unwrap(model)).items()
         }
 
     # -- states ----------------------------------------------------------------------------------------------------
@@ -213,10 +214,13 @@ class Saving(Weights):
         from trainer_kit.checkpoint.reshard import read_divided
 
         like: dict[str, Any] = {}
+        elsewhere: dict[str, Collection[str]] = {}
         for i, model in enumerate(self._models):
-            for name, tensor in self.strategy.module_state(unwrap(model)).items():
+            held, absent = held_of(self.strategy, unwrap(model))
+            elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # of one model, where there are any
+            for name, tensor in held.items():
                 like[name] = like[f"{i}.{name}"] = tensor
-        return read_divided(path, like, group=self.world.apart())
+        return read_divided(path, like, elsewhere=elsewhere, group=self.world.apart())
 
     @made_together
     def load_state(

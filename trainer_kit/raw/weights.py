@@ -26,8 +26,8 @@ class Weights(Loop):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The weights of a prepared model, whole, by the user's names.
 
-        Where they are divided (FSDP, DeepSpeed) every process calls it, and the main process gets them, on the CPU; the
-        others get an empty dict: a device never holds more than one whole weight at a time.
+        Where they are divided (FSDP, DeepSpeed, a mesh) every process calls it, and the main process gets them, on the
+        CPU; the others get an empty dict: a device never holds more than one whole weight at a time.
         """
         own = self.unwrap_model(model) if unwrap else model
         if self._owns_step:
@@ -36,13 +36,29 @@ class Weights(Loop):
         found = dict(own.state_dict())
         if not self.strategy.sharded:
             return found
-        for name in list(found):
-            value = found.pop(name)
+        pipeline = getattr(self.strategy, "pipeline", None)
+        names = list(found) if pipeline is None else pipeline.names
+        held = None if pipeline is None else self.world.all_gather_object(list(found))
+        for name in names:
+            value = found.pop(name, None)
             if hasattr(value, "full_tensor"):
                 value = value.full_tensor()
+            if held is not None:
+                value = self._handed_over(value, next(rank for rank, theirs in enumerate(held) if name in theirs))
             if self.is_main_process:
                 found[name] = value.cpu() if isinstance(value, torch.Tensor) else value  # sync point: a checkpoint
         return found
+
+    def _handed_over(self, value: Any, source: int) -> Any:
+        """What process ``source`` has, for the main process; every process calls it."""
+        if source == 0:
+            return value
+        has = isinstance(value, torch.Tensor)
+        told = self.world.broadcast((tuple(value.shape), value.dtype) if has else value, source)
+        if not (isinstance(told, tuple) and isinstance(told[-1], torch.dtype)):
+            return told
+        mine = value if self.process_index == source else torch.empty(told[0], dtype=told[1], device=self.device)
+        return self.world.broadcast(mine.detach(), source)
 
     def save_model(
         self,

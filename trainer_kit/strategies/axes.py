@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies.process_group import inherit_timeout
 
-__all__ = ["AXES", "axes_in_words", "check_options", "check_sizes", "data_mesh", "places"]
+__all__ = ["AXES", "axes_in_words", "check_options", "check_sizes", "data_mesh", "places", "refuse_by_hand"]
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
@@ -100,3 +100,23 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     if mesh["cp"].size() > 1:
         shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
     return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+
+
+def refuse_by_hand(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None:
+    """What a loop of the user's own cannot have, for it is done around a whole step.
+
+    Args:
+        mesh: with its axes.
+        loss_parallel: whether the plan divides losses.
+        several: whether there is a model already.
+
+    Raises:
+        StrategyError: it is asked for.
+    """
+    pp, cp = mesh["pp"].size(), mesh["cp"].size()
+    if loss_parallel or (pp > 1 and (cp > 1 or several)):
+        raise StrategyError(
+            "a loop of your own has no whole steps, around which this would be done",
+            found=f"pp={pp}, cp={cp}, loss_parallel={loss_parallel}, {'several models' if several else 'one model'}",
+            fix="use loss_parallel=False, and pp > 1 without cp and for one model; or a Trainer",
+        )

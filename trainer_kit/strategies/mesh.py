@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
-from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.around_steps import AroundSteps
-from trainer_kit.strategies.axes import check_options, check_sizes, places
+from trainer_kit.strategies.axes import check_options, check_sizes, places, refuse_by_hand
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local
 from trainer_kit.strategies.holding import mesh_in_words
@@ -192,12 +191,7 @@ class MeshStrategy:
         Raises:
             StrategyError: a loop of the user's own cannot have it, for it is done around a whole step.
         """
-        if self.pipeline is not None or self._plan_of(module).loss_parallel:
-            raise StrategyError(
-                "stages and losses are divided around whole steps, and a loop of your own has none",
-                found=f"pp={self.mesh['pp'].size()}, loss_parallel={self._plan_of(module).loss_parallel}",
-                fix="use pp=1 and loss_parallel=False, or a Trainer",
-            )
+        refuse_by_hand(self.mesh, self._plan_of(module).loss_parallel, bool(self._modules))
         others, self._by_hand = self._modules, True
         self._divide(module, precision, lambda: self._data_axes.wrap_module(module, precision))
         self._modules = [*others, module]  # such a loop may have several
@@ -208,7 +202,7 @@ class MeshStrategy:
         before, again = parameters_of(module), self.pipeline is not None and self.pipeline.has(module)
         weights = InitialWeights(module, self.world, given=again)  # stages have names of their own by then
         if self.pipeline is not None and not again:
-            self.pipeline.apply(module, plan, precision)
+            self.pipeline.apply(module, plan, precision, self._by_hand)
         if self.mesh["tp"].size() > 1:
             TensorParallel(plan).apply(module, self.mesh["tp"])
             if self._by_hand and self.losses.size > 1:
@@ -267,7 +261,7 @@ class MeshStrategy:
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """As the data axes have it; for each kind of parameter by itself, where it handles many at once."""
-        if self.pipeline is not None:
+        if self.pipeline is not None and self.pipeline.stages:  # else it is bound again when there are some
             self.pipeline.ties.check_groups(optimizer)
         return step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
 
@@ -298,6 +292,8 @@ class MeshStrategy:
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """The same at the end of a window of the user's own; returns this rank's parts."""
+        if isinstance(self._data_axes, Staged):
+            self._data_axes.complete()
         self._complete()
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         return [local(gradient) for gradient in gradients if gradient is not None]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -54,6 +55,16 @@ class Staged:
         if manual:
             raise _not_here("manual optimization", "set automatic_optimization = True, or train without pp=")
         self.place_module(module, precision)
+        self._take_scale(module, precision)
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """The same; it is called as it was before."""
+        self.place_module(module, precision)
+        self._take_scale(module, precision)
+        self.pipeline.take_calls()
+        return module
+
+    def _take_scale(self, module: nn.Module, precision: Precision) -> None:
         self._scales = precision.scales
         if self._scales:
             rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
@@ -63,10 +74,6 @@ class Staged:
                     found=f"nothing on ranks {', '.join(str(rank) for rank, row in enumerate(rows) if not row[0])}",
                     fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
                 )
-
-    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Nobody's own loop calls a stage."""
-        raise _not_here("a loop of your own", "use the Trainer, or a mesh without pp=")
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Up to the model on every rank, and through it on the last."""
@@ -98,12 +105,27 @@ class Staged:
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """A window is a schedule; what no stage's modules hold is averaged behind it."""
-        try:
+        with self._giving_up():
             self.pipeline.forward_backward(micro)
+        self._average()
+
+    def complete(self) -> None:
+        """The same for the calls of a loop of the user's own."""
+        with self._giving_up():
+            found = self.pipeline.complete()
+        if found:
+            self._average()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             for unit in self._units:
                 abandon(unit)
             raise
+
+    def _average(self) -> None:
         loose = self.pipeline.loose
         if self.sharding is not None and loose:
             average_gradients(loose, self.group)

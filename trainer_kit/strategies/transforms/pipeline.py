@@ -5,13 +5,11 @@ Nothing of the user's is written for it: his step runs up to the model on every 
 
 from __future__ import annotations
 
-import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 from trainer_kit.core.errors import DataError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
-from trainer_kit.core.seed import preserved_rng
 from trainer_kit.strategies.state import load_module_parts
-from trainer_kit.strategies.transforms.rehearsal import copied, tensors_of, untouched
+from trainer_kit.strategies.transforms.called import Calls
+from trainer_kit.strategies.transforms.rehearsal import copied, drawing, shapes_of, untouched
 from trainer_kit.strategies.transforms.relay import Relay
 from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
 from trainer_kit.strategies.transforms.split import Stage, StandIn, Turn, make_stages
@@ -80,19 +78,25 @@ class Pipeline:
         self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._takes = self._answers = False
         self._answer: Any = None
+        self._gone: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.calls: Calls | None = None
         self.ties: Ties
         self._relay: Relay
         self._schedules: Schedules
 
     # -- the model -----------------------------------------------------------------------------------------------
 
-    def apply(self, module: nn.Module, parallel: ParallelPlan | None, precision: Precision) -> None:
+    def apply(
+        self, module: nn.Module, parallel: ParallelPlan | None, precision: Precision, by_hand: bool = False
+    ) -> None:
         """Leave of the module, in place, what the stages of this rank hold.
+
+        ``by_hand``: a loop of the user's own calls the module, so that all of it is what becomes stages.
 
         Raises:
             StrategyError: the module cannot be split that way.
         """
-        plan = (parallel and parallel.pipeline) or PipelinePlan()
+        plan = (parallel and parallel.pipeline) or PipelinePlan(model="" if by_hand else None)
         name, model = pipelined_model(module, plan)
         inside = {id(parameter) for parameter in model.parameters()}
         outside = [key for key, parameter in module.named_parameters() if id(parameter) not in inside]
@@ -114,7 +118,10 @@ class Pipeline:
         self.ties = Ties(shared, self.ranks, self.group)
         self.names = list(module.state_dict())
         self.elsewhere = sum(parameter.numel() for parameter in module.parameters())
+        before = list(module.parameters())
         self.stages = make_stages(model, layout, self.own, self.device)
+        kept = {id(parameter) for parameter in module.parameters()}
+        self._gone = {id(one): weakref.ref(one) for one in before if id(one) not in kept}
         self.elsewhere -= sum(parameter.numel() for parameter in module.parameters())
         context = precision.forward_context()
         for stage in self.stages:
@@ -153,10 +160,16 @@ class Pipeline:
         if self._takes:
             self._inputs = (args, kwargs)
             raise _Taken
+        if self.calls is not None and torch.is_grad_enabled():
+            return self.calls(args, kwargs)
         if not self._answers:
             # Every rank of the pipeline is here at the same time; what it draws, the step around it does not.
-            with torch.no_grad(), _drawing(self._noise, self.device):
-                return self._relay.run(args, kwargs)
+            noise = self._noise if self.calls is None else self._draw_seeds()[1 + dist.get_rank(self.group)]
+            with torch.no_grad(), drawing(noise, self.device):
+                output = self._relay.run(args, kwargs)
+            if self.calls is not None:  # nobody else does it behind a step
+                self._relay.reshard()
+            return output
         if self._answer is None:
             raise StrategyError(
                 "a step calls the pipelined model twice",
@@ -172,7 +185,7 @@ class Pipeline:
 
         def step(batch: Any, index: int) -> Any:
             # Whatever it draws, it draws the same on the rank that has the inputs and on the one that has the loss.
-            with _drawing(self._seed + index, self.device):
+            with drawing(self._seed + index, self.device):
                 return method(batch, index)
 
         return step
@@ -185,18 +198,31 @@ class Pipeline:
             seeds = self._draw_seeds()
             own, self._noise = self._noise, seeds[1 + dist.get_rank(self.group)]
             try:
-                with _drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
+                with drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
                     return method(*args)
             finally:
                 self._noise = own
 
         return step
 
+    def take_calls(self) -> None:
+        """From now on a loop of the user's own calls the model, and says when a window ends: `complete`."""
+        self.calls = Calls(self._relay, self._schedules, self.world, self.device)
+
+    def complete(self) -> bool:
+        """Bring the gradients of all calls since to the parameters; whether there were any."""
+        assert self.calls is not None
+        with self._own_errors():
+            found = self.calls.run()
+        if found:
+            self.ties.add_gradients()
+        return found
+
     # -- inference alone -----------------------------------------------------------------------------------------
 
     def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The model's outputs for several batches that follow each other, on the rank that has the last stage."""
-        with torch.no_grad(), _drawing(self._draw_seeds()[1 + dist.get_rank(self.group)], self.device):
+        with torch.no_grad(), drawing(self._draw_seeds()[1 + dist.get_rank(self.group)], self.device):
             return self._relay.follow(inputs)
 
     def share(self, value: Any, last: bool = True) -> Any:
@@ -240,13 +266,13 @@ class Pipeline:
             return run
 
         for start in sorted(unknown):
-            self._relay.learn(_shapes(batches[start]), *inputs[start])
+            self._relay.learn(shapes_of(batches[start]), *inputs[start])
         for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
-            key = _shapes(batches[start])
+            key = shapes_of(batches[start])
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
             # Stages draw by themselves, and leave the generators as they were: collate functions and hooks draw the
             # same on all of them, or the first one's inputs and the last one's targets would be of two batches.
-            with self._own_errors(), _drawing(self._noise + start, self.device):
+            with self._own_errors(), drawing(self._noise + start, self.device):
                 self._schedules.run(key, self._relay.known[key], turns)
         self.ties.add_gradients()
         for index, batch in enumerate(batches):
@@ -258,7 +284,7 @@ class Pipeline:
 
         All data ranks take part in one schedule's exchanges, so they run the same ones.
         """
-        shapes = [_shapes(batch) for batch in batches]
+        shapes = [shapes_of(batch) for batch in batches]
         changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
         new = [shape not in self._relay.known for shape in shapes]
         seeds = self._draw_seeds()
@@ -318,9 +344,21 @@ class Pipeline:
             raise
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Leave out what other stages train, where a group was made of parameters by their places in the model."""
+        """Leave out what other stages train, where groups were made by places in the model, or ahead of its division.
+
+        In a loop of the user's own, gradients that are on their way are dropped with those that have arrived.
+        """
+        gone = self._gone
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if not parameter.is_meta]
+            group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
+        if self.calls is not None:
+            forget, drop = self.calls.forget, optimizer.zero_grad
+
+            def zero_grad(set_to_none: bool = True) -> None:
+                forget()
+                drop(set_to_none)
+
+            optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def load_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Put what this rank holds of the whole module's state back; what is missing is missed on every rank."""
@@ -354,18 +392,3 @@ def _nothing_of(output: Any) -> Tensor:
     """A loss that depends on the output, and changes nothing."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
-
-
-def _shapes(batch: Any) -> tuple[Any, ...]:
-    """What decides about the shapes of everything that is computed from a batch."""
-    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
-
-
-@contextmanager
-def _drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Every global generator starts from ``seed``; outside they are where they were."""
-    with preserved_rng(device):
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.manual_seed(seed)
-        yield

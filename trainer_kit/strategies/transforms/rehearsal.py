@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.seed import preserved_rng
 
-__all__ = ["copied", "tensors_of", "untouched"]
+__all__ = ["copied", "drawing", "shapes_of", "tensors_of", "untouched"]
 
 
 def copied(batch: Any) -> Any:
@@ -65,3 +69,18 @@ def untouched(batch: Any) -> Iterator[None]:
                 found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",
                 fix="make a new one (y = y * 10), or do it behind the model's call or in on_after_batch_transfer",
             )
+
+
+def shapes_of(batch: Any) -> tuple[Any, ...]:
+    """What decides about the shapes of everything that is computed from a batch."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
+
+
+@contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """Every global generator starts from ``seed``; outside they are where they were."""
+    with preserved_rng(device):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        yield

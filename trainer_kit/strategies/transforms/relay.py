@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
@@ -41,27 +42,40 @@ class Relay:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the last stage, on every rank."""
-        output, _ = self._pass(args, kwargs)
+        output, _ = self._pass(Turn(args, kwargs))
         return self.share(output, self.ranks[-1])
 
     def follow(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The outputs of several batches, which are under way together, on the rank of the last stage."""
-        return [self._pass(args, kwargs)[0] for args, kwargs in inputs]
+        return [self._pass(Turn(args, kwargs))[0] for args, kwargs in inputs]
+
+    def output(self, key: Any, turn: Turn) -> Any:
+        """The output of the last stage, on every rank; of all else only the shapes are remembered, under ``key``."""
+        with self._leaving_no_trace():
+            output, self.known[key] = self._pass(turn)
+        return self.share(output, self.ranks[-1])
 
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember the shapes between the stages under ``key``; nothing else is changed."""
+        with self._leaving_no_trace():
+            _, self.known[key] = self._pass(Turn(args, kwargs), to_end=False)
+
+    @contextmanager
+    def _leaving_no_trace(self) -> Iterator[None]:
         with torch.no_grad(), preserved_rng(self.device):
             before = [(b, b.detach().clone()) for stage in self.stages.values() for b in stage.buffers()]
-            _, self.known[key] = self._pass(args, kwargs, to_end=False)
+            yield
             for buffer, value in before:
                 buffer.detach().copy_(value)
-            for part in (part for stage in self.stages.values() for part in stage.modules()):
-                if isinstance(part, FSDPModule):  # what it gathered: gradients belong to the parts
-                    part.reshard()
+            self.reshard()
 
-    def _pass(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], to_end: bool = True
-    ) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+    def reshard(self) -> None:
+        """Divide again what FSDP has gathered: gradients belong to the parts, and optimizers step them."""
+        for part in (part for stage in self.stages.values() for part in stage.modules()):
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+    def _pass(self, turn: Turn, to_end: bool = True) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         shapes: dict[int, tuple[Tensor, ...]] = {}
         handed: Any = ()
         me = dist.get_rank(self.group)
@@ -75,7 +89,7 @@ class Relay:
             if last and not to_end:
                 break
             stage = self.stages[index]
-            stage.turns = iter([Turn(args, kwargs)])
+            stage.turns = iter([turn])
             handed = stage(*handed)
             if not last:
                 shapes[index + 1] = tuple(map(_without_storage, handed))
