@@ -52,6 +52,7 @@ class Window:
         batches: the loader that gave the current batch, or None.
         reading: loaders that are being read, in the order in which that began.
         turn: the number of this micro-batch.
+        ahead: whether its backward is still to come.
         joining: processes may have left, so nobody is asked.
     """
 
@@ -75,6 +76,7 @@ class Window:
         self._silence: AbstractContextManager[None] | None = None
         self._count = 0  # micro-batches since a window began
         self._inside = False  # an `accumulate` context
+        self.ahead = False
         self._reference: float | None = None  # what losses were divided by
         self._expected = 0.0  # what a correction compares with
         self._known = self._mine = 0.0  # of the micro-batches before: over all processes, and of this one alone
@@ -102,14 +104,14 @@ class Window:
         batches = self.batches
         last = batches is not None and self.sync_with_dataloader and batches.end_of_dataloader
         self.sync = last or self._count >= self.steps
-        self._inside = True
+        self._inside = self.ahead = True
         if self._quiet is not None and not self.sync:
             self._silence = self._quiet(*self.models)
             self._silence.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         """The micro-batch is over."""
-        self._inside = False
+        self._inside = self.ahead = False
         if self._silence is not None:
             silence, self._silence = self._silence, None
             silence.__exit__(*error)
@@ -129,7 +131,7 @@ class Window:
         Raises:
             ConfigurationError: two losses of one batch weigh differently, or only some are given a weight.
         """
-        inside, self._reached = self._inside, self.turn
+        inside, self._reached, self.ahead = self._inside, self.turn, False
         if weight is not None:
             return self._scale_sum(loss, float(weight))
         if self._explicit and (inside or not self._done):
@@ -183,11 +185,6 @@ class Window:
         self._reference, self._expected = 1.0, float(self.losses.size)
         self._weight, self._shared = weight, False
         return loss
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the backward of this micro-batch is still to come."""
-        return self._inside and self._reached != self.turn
 
     def empties(self, before: int) -> bool:
         """Whether ``zero_grad`` ahead of a backward drops gradients: once a window, however often a loop calls it.
