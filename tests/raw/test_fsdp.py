@@ -81,6 +81,21 @@ def check_an_optimizer_that_comes_before_its_model() -> None:
     assert_same(*found, 1e-9)
 
 
+def check_any_norm() -> None:
+    """Of parts, of whole parameters beside them, and of a part of which this process has nothing."""
+    found = []
+    for options in ({"fsdp_plugin": tk.FullyShardedDataParallelPlugin(ignored_modules=r"0\.0")}, {}):
+        accelerator = tk.Accelerator(cpu=True, seed=0, **options)
+        model = nn.Sequential(make_net(), nn.Linear(4, 1)).double()
+        model = accelerator.prepare(model)
+        accelerator.backward(model(SAMPLES.tensors[0]).square().mean())
+        norms = [float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p)) for p in (1, 2, 3.5, "inf")]
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3, norm_type=1)
+        found.append((norms, whole({n: p.grad for n, p in accelerator.unwrap_model(model).named_parameters()})))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
+    assert_same(found[0][1], found[1][1], 1e-12)
+
+
 def check_a_mix_of_whole_and_divided() -> None:
     plugin = tk.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", ignored_modules="0")
     accelerator = made(fsdp_plugin=plugin)
@@ -102,6 +117,7 @@ def check_a_mix_of_whole_and_divided() -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
+    check_any_norm()
     check_a_mix_of_whole_and_divided()
     check_an_optimizer_that_comes_before_its_model()
     accelerator = made(

@@ -19,6 +19,7 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.strategies.transforms import called
 
 pytestmark = pytest.mark.slow
+OTHER_NORMS = (1, 3.5, "inf")
 PLAN = tk.ParallelPlan(tensor="llama")
 SEQUENCES = tk.ParallelPlan(tensor="llama", sequence_parallel=True)
 
@@ -41,6 +42,7 @@ def by_hand(weighed: bool, **options: Any) -> tuple[nn.Module, list[float]]:
         for start in range(0, len(batches), 2):
             x, y = (torch.cat(part) for part in zip(*batches[start : start + 2], strict=True))
             cross_entropy(model(x), y, "mean").backward()
+            norms += [float(nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)) for p in OTHER_NORMS]
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
             optimizer.step()
             optimizer.zero_grad()
@@ -75,6 +77,7 @@ def loop(
                 else:
                     accelerator.backward(cross_entropy(model(x), y, "mean"))
                 if accelerator.sync_gradients:
+                    norms += [float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p)) for p in OTHER_NORMS]
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -137,7 +140,7 @@ def states_load_anywhere(accelerator: tk.Accelerator, model: nn.Module, others: 
             torch.manual_seed(accelerator.process_index)
             other.save_state(path / str(number))
             resumed, norms = loop(made(**config), True, load=path / "middle")
-            assert len(norms) == 4
+            assert len(norms) == 4 * (1 + len(OTHER_NORMS))
             assert_alike(other.unwrap_model(resumed), model)
             back = made(**axes(tp=accelerator.num_processes))
             again, *_ = prepared(back, texts(20, True), seed=4)
@@ -267,7 +270,7 @@ def states_of_stages(accelerator: tk.Accelerator, model: nn.Module, path: Path) 
     assert 0 < len(mine) < len(names)
     for config in (axes(tp=2), {}):
         resumed, norms = loop(made(**config), True, load=path / "middle", tied=True)
-        assert len(norms) == 4
+        assert len(norms) == 4 * (1 + len(OTHER_NORMS))
         assert_alike(getattr(resumed, "module", resumed), alone)
     resumed, _ = loop(made(**axes(pp=2)), True, load=path / "middle", tied=True)
     assert all(torch.equal(value, mine[name]) for name, value in resumed.state_dict().items())

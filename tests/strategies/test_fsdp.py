@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -18,11 +19,11 @@ from torch.utils.data import DataLoader
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, sgd, train
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.parts import choose_strategy
 from trainer_kit.strategies import FSDPStrategy
 from trainer_kit.strategies.fsdp_config import from_launcher
-from trainer_kit.strategies.gradients import clip_sharded_gradients, total_norm
+from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow, total_norm
 from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.transforms.units import units
@@ -189,23 +190,34 @@ def check_a_fit_keeps_no_other_fits_weights() -> None:
 def check_clipping_over_a_mix() -> None:
     row, other = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
     torch.manual_seed(3)
-    values = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2)]
+    values = [torch.randn(5, 3), torch.randn(4), torch.randn(2, 2), torch.randn(1)]
     kept = [nn.Parameter(value.clone()) for value in values]
     mixed = [
         nn.Parameter(distribute_tensor(values[0], row, [Shard(0)])),
         nn.Parameter(distribute_tensor(values[1], other, [Shard(0), Shard(0)])),
         nn.Parameter(values[2].clone()),
+        nn.Parameter(distribute_tensor(values[3], row, [Shard(0)])),  # the other rank has nothing of it
     ]
-    for parameter in [*kept, *mixed]:
-        parameter.grad = parameter.detach() * 2
-    norm = nn.utils.clip_grad_norm_(kept, 0.5)
-    assert torch.allclose(total_norm([p.grad for p in mixed]), norm)
-    found = clip_sharded_gradients(mixed, 0.5, "norm")
-    assert found is not None
-    assert torch.allclose(found, norm)
-    for one, other_one in zip(mixed, kept, strict=True):
-        gradient: Tensor = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
-        assert torch.allclose(gradient, other_one.grad)
+    for norm_type in (2.0, 1.0, 3.5, torch.inf):
+        for parameter in [*kept, *mixed]:
+            parameter.grad = parameter.detach() * 2
+        norm = nn.utils.clip_grad_norm_(kept, 0.5, norm_type)
+        assert torch.allclose(total_norm([p.grad for p in mixed], norm_type), norm)
+        found = clip_sharded_gradients(mixed, 0.5, "norm", norm_type)
+        assert found is not None
+        assert torch.allclose(found, norm)
+        for one, other_one in zip(mixed, kept, strict=True):
+            gradient: Tensor = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            assert torch.allclose(gradient, other_one.grad)
+    with pytest.raises(ConfigurationError, match="norm_type=0"):
+        clip_sharded_gradients(mixed, 0.5, "norm", 0.0)
+    half = distribute_tensor(torch.full((2, 3), 2e4).half(), row, [Shard(0)])
+    torch.testing.assert_close(total_norm([half]), half.full_tensor().norm())  # no square overflows
+    bad = DTensor.from_local(torch.full((2,), torch.nan if dist.get_rank() else 1.0), row, [Shard(0)])
+    assert total_norm([bad], torch.inf).isnan()
+    empty = distribute_tensor(values[3].clone(), row, [Shard(0)])
+    spread_overflow([bad, empty], row.get_group())
+    assert empty.full_tensor().isnan()
 
 
 @pytest.mark.slow

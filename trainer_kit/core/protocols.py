@@ -132,11 +132,9 @@ class Strategy(Protocol):
     checkpoint. ``shared_names(module) -> {name: name}`` of parameters here to those that checkpoints have for them,
     because another rank holds the same parameter under that one. ``finish(module)``: training ended by itself.
 
-    Optional, for loops of the user's own: ``complete_gradients(optimizer) -> list[Tensor]``, called on every rank
-    after the last backward of a window: exchanges what is not exchanged in a backward, and returns the gradients, where
-    the engine keeps them. ``keeps_gradients``: that is not ``.grad``. ``owns_step``: the engine puts parameters of its
-    own into an optimizer, and a module's weights are whole only in `module_state`. ``end_batch()``: the loop is done
-    with a batch, and no window is under way.
+    Optional, for loops of the user's own: ``complete_gradients(optimizer) -> list[Tensor]``, by every rank behind the
+    last backward of a window: exchanges what is left, and returns gradients where the engine keeps them. ``owns_step``:
+    it steps parameters of its own; weights are whole only in `module_state`. ``end_batch()``: a batch outside windows.
     """
 
     name: str
@@ -226,8 +224,10 @@ class Strategy(Protocol):
     def arm(self, loss: Tensor) -> None:
         """Manual optimization: the next backward, of ``loss``, synchronises."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
-        """Clip unscaled gradients, over all shards; ``algorithm`` is norm, whose value before it returns, or value."""
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip unscaled gradients, over all shards, by norm, which it returns as it was, or by value."""
 
     @property
     def own_buffers(self) -> bool:

@@ -128,13 +128,7 @@ class Loop(Preparing):
         if not self.window.sync:
             return None
         ready = self._ready(parameters)
-        if norm_type == 2:
-            return self.strategy.clip_gradients(ready, max_norm, "norm")
-        if getattr(self.strategy, "keeps_gradients", False):
-            raise ConfigurationError(
-                f"{self.strategy.name} clips by the 2-norm only", found=f"norm_type={norm_type}", fix="leave it out"
-            )
-        return nn.utils.clip_grad_norm_(ready, max_norm, norm_type)
+        return self.strategy.clip_gradients(ready, max_norm, "norm", float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip each element; only at the end of a window."""

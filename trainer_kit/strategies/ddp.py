@@ -267,9 +267,11 @@ class DDPStrategy:
             self._ddp.require_backward_grad_sync = True
             self._ddp.reducer.prepare_for_backward([loss])
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip by norm or by value: every rank has the whole gradients."""
-        return clip_gradients(parameters, value, algorithm)
+        return clip_gradients(parameters, value, algorithm, norm_type)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""

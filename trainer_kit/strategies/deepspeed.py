@@ -87,7 +87,7 @@ class DeepSpeedStrategy:
     name = "deepspeed"
     sharded = False
     lockstep = True
-    keeps_gradients = owns_step = True
+    owns_step = True
     shard_batch = None
 
     def __init__(
@@ -323,10 +323,13 @@ class DeepSpeedStrategy:
     def arm(self, loss: Tensor) -> None:
         """There is no manual optimization."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """The engine clips all gradients in its step, by norm."""
-        if algorithm != "norm":
-            raise StrategyError("DeepSpeed clips by norm only", found=repr(algorithm), fix='algorithm="norm"')
+        if algorithm != "norm" or norm_type != 2:
+            problem, found = "DeepSpeed clips by norm only, and by the 2-norm only", f"{algorithm!r}, p={norm_type:g}"
+            raise StrategyError(problem, found=found, fix='algorithm="norm", without norm_type')
         self._clip = value
         if self._window is None:
             return None

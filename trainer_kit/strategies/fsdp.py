@@ -305,9 +305,11 @@ class FSDPStrategy:
     def arm(self, loss: Tensor) -> None:
         """Every backward of manual optimization exchanges gradients."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
-        return clip_sharded_gradients(parameters, value, algorithm)
+        return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own, in parts."""

@@ -15,19 +15,22 @@ from trainer_kit.core.protocols import Group
 __all__ = ["clip_gradients", "clip_parts", "clip_sharded_gradients", "local", "spread_overflow", "total_norm"]
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+) -> Tensor | None:
     """Clip whole gradients.
 
     Args:
         parameters: whose gradients; those without one are left out.
         value: the largest norm of all gradients together, or the largest absolute value of each element.
         algorithm: ``"norm"`` (Pascanu et al., 2013) or ``"value"``.
+        norm_type: the p of the norm; ``inf`` for the largest absolute value.
 
     Returns:
         The norm before, on the device; None when clipping by value.
     """
     if algorithm == "norm":
-        return nn.utils.clip_grad_norm_(parameters, value)
+        return nn.utils.clip_grad_norm_(parameters, value, norm_type)
     if algorithm != "value":
         raise _unknown(algorithm)
     nn.utils.clip_grad_value_(parameters, value)
@@ -38,6 +41,7 @@ def clip_sharded_gradients(
     parameters: Iterable[nn.Parameter],
     value: float,
     algorithm: str,
+    norm_type: float = 2.0,
     stages: Group | None = None,
     repeated: Collection[nn.Parameter] = (),
 ) -> Tensor | None:
@@ -47,21 +51,26 @@ def clip_sharded_gradients(
         parameters: of any mix: in parts over one mesh or several, and whole ones that all ranks hold alike.
         value: as there.
         algorithm: as there.
+        norm_type: as there, above 0.
         stages: ranks with other parameters of the same model.
         repeated: parameters that count once, on another of these ranks.
 
     Returns:
         The norm before, on the device; None when clipping by value.
+
+    Raises:
+        ConfigurationError: for another way to clip, and for a norm that parts of a whole do not have.
     """
     given = [(p, p.grad) for p in parameters if p.grad is not None]
     counted = [gradient for p, gradient in given if p not in repeated] if repeated else None
-    return clip_parts([gradient for _, gradient in given], value, algorithm, stages, counted)
+    return clip_parts([gradient for _, gradient in given], value, algorithm, norm_type, stages, counted)
 
 
 def clip_parts(
     gradients: Sequence[Tensor],
     value: float | Tensor,
     algorithm: str,
+    norm_type: float = 2.0,
     stages: Group | None = None,
     counted: Sequence[Tensor] | None = None,
 ) -> Tensor | None:
@@ -72,9 +81,13 @@ def clip_parts(
         return None
     if algorithm != "norm":
         raise _unknown(algorithm)
-    norm = total_norm(gradients if counted is None else counted)
+    if not norm_type > 0:
+        raise ConfigurationError(
+            "gradients that are divided are clipped by a p-norm", found=f"norm_type={norm_type}", fix="give p above 0"
+        )
+    norm = total_norm(gradients if counted is None else counted, norm_type)
     if stages is not None:  # in one dtype: a stage may have no gradient
-        norm = stages.all_reduce(norm.to(torch.float64).square()).sqrt()
+        norm = torch.linalg.vector_norm(stages.all_gather(norm.to(torch.float64)), norm_type)
     factor = (value / (norm + 1e-6)).clamp(max=1.0)  # no look at whether it is needed: that would be a sync
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
@@ -92,15 +105,18 @@ def spread_overflow(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> No
         group: of the ranks that have the others; none of them looks at a value.
     """
     parts = [local(gradient) for gradient in gradients]
-    largest = torch.stack(torch._foreach_norm(parts, torch.inf)).max()  # NaN, where there is one
-    overflowed = largest.isfinite().logical_not_().float()
+    overflowed = _norm(parts, torch.inf).isfinite().logical_not_().float()
     dist.all_reduce(overflowed, dist.ReduceOp.MAX, group=group)
     torch._foreach_add_(parts, torch.where(overflowed > 0, torch.nan, 0.0))
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, over all ranks; one exchange for each way in which they are divided."""
-    squares: list[Tensor] = []
+def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
+    """The p-norm of all gradients together, over all ranks; one exchange for each way in which they are divided.
+
+    Norms are gathered, and their norm is taken as torch takes that of several tensors: no power of theirs overflows
+    before one process's would, and a NaN of any rank is seen, which reductions to the largest pass over.
+    """
+    norms: list[Tensor] = []
     by_layout: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         mesh = getattr(gradient, "device_mesh", None)
@@ -108,13 +124,22 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
         axes = tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
         by_layout.setdefault((mesh, axes), []).append(local(gradient))
     for (mesh, axes), parts in by_layout.items():
-        square = nn.utils.get_total_norm(parts).square()
+        norm = _norm(parts, norm_type)
         for axis in axes:
-            dist.all_reduce(square, group=mesh.get_group(axis))
-        squares.append(square)
-    if not squares:
+            theirs = [torch.empty_like(norm) for _ in range(mesh.size(axis))]
+            dist.all_gather(theirs, norm, group=mesh.get_group(axis))
+            norm = torch.linalg.vector_norm(torch.stack(theirs), norm_type)
+        norms.append(norm)
+    if not norms:
         return torch.zeros(())
-    return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt()
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    return total
+
+
+def _norm(parts: Sequence[Tensor], norm_type: float) -> Tensor:
+    """That of what this rank holds: of what is divided unevenly it may be nothing, which has no largest value."""
+    held = [part for part in parts if part.numel()]
+    return nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
 
 
 def local(gradient: Tensor) -> Tensor:

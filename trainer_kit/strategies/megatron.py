@@ -48,7 +48,6 @@ class MegatronStrategy:
     """
 
     name = "megatron"
-    keeps_gradients = True  # in buffers of its wrapper
     lockstep = True  # its schedule wants a loss for each micro-batch
     shard_batch = None
     gradient_divisor = 1  # it adds up
@@ -286,7 +285,9 @@ class MegatronStrategy:
     def arm(self, loss: Tensor) -> None:
         """There is no manual optimization."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip what its wrapper keeps, over the tensor ranks too; its optimizer would read the norm on the host."""
         kept = self._gradients
         parameter: Any
@@ -294,7 +295,7 @@ class MegatronStrategy:
             if parameter not in kept and parameter.requires_grad:
                 kept[parameter] = self._parts.placed(parameter.main_grad, parameter)
         scale = self._optimizer.get_loss_scale() if self._half == "fp16" else 1.0
-        norm = clip_parts([kept[p] for p in parameters if p.requires_grad], value * scale, algorithm)
+        norm = clip_parts([kept[p] for p in parameters if p.requires_grad], value * scale, algorithm, norm_type)
         return None if norm is None else norm / scale
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:

@@ -310,13 +310,15 @@ class MeshStrategy:
         """As the data axes have it."""
         self._data_axes.arm(loss)
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
         if self.pipeline is None:
-            return clip_sharded_gradients(parameters, value, algorithm)
+            return clip_sharded_gradients(parameters, value, algorithm, norm_type)
         repeated = self.pipeline.ties.repeated
-        return clip_sharded_gradients(parameters, value, algorithm, self.groups.stages, repeated)
+        return clip_sharded_gradients(parameters, value, algorithm, norm_type, self.groups.stages, repeated)
 
     # -- state ---------------------------------------------------------------------------------------------------
 

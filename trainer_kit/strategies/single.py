@@ -134,9 +134,11 @@ class SingleDeviceStrategy:
     def arm(self, loss: Tensor) -> None:
         """Nothing to synchronise."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip by norm or by value."""
-        return clip_gradients(parameters, value, algorithm)
+        return clip_gradients(parameters, value, algorithm, norm_type)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""

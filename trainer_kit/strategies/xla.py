@@ -256,9 +256,11 @@ class XLAStrategy:
     def arm(self, loss: Tensor) -> None:
         """Nothing to synchronise."""
 
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], value: float, algorithm: str) -> Tensor | None:
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
         """Clip by norm or by value: gradients are whole, also where the compiler divides them."""
-        return clip_gradients(parameters, value, algorithm)
+        return clip_gradients(parameters, value, algorithm, norm_type)
 
     @property
     def own_buffers(self) -> bool:
