@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 import torch
@@ -58,6 +61,7 @@ def join_world(
         timeout: how long a collective may take.
         alone: whether a process that nobody launched makes a group of its own.
     """
+    _mind_the_exit()
     make_current(device)  # ahead of everything that would use another one
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
@@ -100,6 +104,28 @@ def _leave_world() -> None:
     # A loop of the user's own may hold a wrapped model to the end. Groups of gloo alone need no farewell.
     if any(backend != "gloo" for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))):
         dist.destroy_process_group()
+
+
+@functools.cache
+def _mind_the_exit() -> None:
+    atexit.register(_let_gloo_finish)
+
+
+def _let_gloo_finish() -> None:
+    """Return when no thread of gloo is busy, or after a second.
+
+    A collective that a backward has begun keeps something of that backward's until gloo's thread lets go of it, which
+    may be after its end was told, and for which the thread needs the interpreter. Where that is being shut down by then
+    it ends the thread, and with it the process ("terminate called without an active exception"): CPython up to 3.13.
+    """
+    threads = Path("/proc/self/task")
+    if not threads.is_dir():
+        return
+    states = [thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in (thread / "comm").read_text()]
+    asleep, end = 0, time.monotonic() + 1
+    while states and asleep < 3 and time.monotonic() < end:
+        time.sleep(0.001)  # without the interpreter's lock: who waits for that is asleep, too
+        asleep = asleep + 1 if all(") S " in state.read_text() for state in states) else 0
 
 
 @final
