@@ -934,6 +934,36 @@ def test_a_new_trainer_finds_the_last_checkpoint_below_its_root(trained, tmp_pat
     assert (module.counts["train"], again.current_epoch) == (10, 4)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one directory", "two directories"])
+def test_last_is_what_a_run_can_go_on_from_where_weights_are_kept_beside_it(tmp_path, apart):
+    """Weights of the same step, and here of a later one, are no run."""
+
+    def keepers():
+        whole = ModelCheckpoint(dirpath=tmp_path / "a", every_n_train_steps=2)
+        place = tmp_path / ("b" if apart else "a")
+        return [
+            whole,
+            ModelCheckpoint(dirpath=place, filename="w-{step}", every_n_train_steps=1, save_weights_only=True),
+        ]
+
+    make(max_steps=5, callbacks=keepers(), default_root_dir=tmp_path).fit(Net(), loader(9))
+    trainer = make(max_steps=7, callbacks=keepers(), default_root_dir=tmp_path)
+    steps = []
+    trainer.on("train_start")(lambda trainer, module: steps.append(trainer.global_step))
+    trainer.fit(Net(), loader(9), ckpt_path="last")
+    assert (steps, trainer.global_step) == ([4], 7)
+
+
+def test_last_says_so_where_there_are_weights_alone(tmp_path):
+    def fit(steps, **options):
+        keeper = ModelCheckpoint(dirpath=tmp_path / "a", every_n_train_steps=1, save_weights_only=True)
+        make(max_steps=steps, callbacks=[keeper], default_root_dir=tmp_path).fit(Net(), loader(4), **options)
+
+    fit(2)
+    with pytest.raises(CheckpointError, match="holds weights, not a run"):
+        fit(3, ckpt_path="last")
+
+
 # -- hyperparameters -----------------------------------------------------------------------------------------------
 
 

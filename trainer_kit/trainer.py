@@ -317,7 +317,7 @@ class Trainer(Session):
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
         with Verb(self, "predict", model, dataloaders, datamodule) as verb:
             outputs = predict(verb.compose_evaluation(ckpt_path), return_predictions)
-        return None if not return_predictions else outputs if len(outputs) > 1 else outputs[0]
+        return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
 
     def _evaluate(
         self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any

@@ -164,3 +164,13 @@ def test_bad_arguments(make_trainer):
     same = Adam(groups(a={"name": "x"}, b={"name": "x"}))
     with pytest.raises(ConfigurationError, match="lr-Adam have the same name"):
         make_trainer(LearningRateMonitor(), optimizers=[same]).begin()
+
+
+def test_a_scheduler_that_names_no_optimizer_hides_none(make_trainer):
+    class Steps:
+        def step(self): ...
+
+    optimizer = SGD(parameter(), lr=0.5)
+    trainer = make_trainer(LearningRateMonitor("step"), optimizers=[optimizer], lr_scheduler_configs=[config(Steps())])
+    trainer.begin()
+    assert trainer.logged == [(0, {"lr-SGD": 0.5})]

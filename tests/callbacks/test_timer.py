@@ -97,6 +97,20 @@ def test_a_restart_without_time_left_stops_before_the_first_step(make_trainer, c
     assert trainer.stops == ["training took 0:00:50 of 0:00:10"]
 
 
+def test_another_fit_has_all_of_its_time(make_trainer, clock):
+    timer = Timer("10s")
+    make_trainer(timer).begin([{"time_elapsed": {"train": 6.0}}])
+    clock(5)
+    again = make_trainer(timer).begin()
+    assert (again.stops, timer.time_remaining()) == ([], 10.0)
+    clock(9)
+    again.step()
+    assert not again.stops
+    clock(2)
+    again.step()
+    assert again.stops
+
+
 def test_stages(make_trainer, clock):
     timer = Timer()
     trainer = make_trainer(timer)

@@ -214,3 +214,33 @@ def test_an_export_runs_in_evaluation_mode_and_leaves_the_modes(monkeypatch):
     assert torch.equal(seen[0][1][0], net.example_input_array)
     assert seen[0][2] == {"opset_version": 18}
     assert (net.training, net.dropout.training) == (True, False)
+
+
+def test_extra_state_comes_with_the_weights(tmp_path):
+    class Counts(Net):
+        count = 0
+
+        def get_extra_state(self):
+            return {"count": self.count}
+
+        def set_extra_state(self, state):
+            self.count = state["count"]
+
+    net = Counts()
+    net.count = 7
+    trainer = Trainer(**QUIET, max_steps=1)
+    trainer.fit(net, [torch.randn(2, 2)])
+    trainer.save_checkpoint(tmp_path / "c")
+    assert Counts.load_from_checkpoint(tmp_path / "c").count == 7
+    other = Counts()
+    Trainer(**QUIET, max_steps=1).fit(other, [torch.randn(2, 2)], ckpt_path=tmp_path / "c", weights_only=True)
+    assert other.count == 7
+
+
+def test_a_group_of_ones_own_is_not_gathered_from():
+    class Gathers(Net):
+        def training_step(self, batch, batch_idx):
+            self.all_gather(batch, group=object())
+
+    with pytest.raises(ConfigurationError, match="data ranks"):
+        Trainer(**QUIET, max_steps=1).fit(Gathers(), [torch.randn(2, 2)])

@@ -161,16 +161,18 @@ def test_validation_is_weighted_over_ranks():
 
 
 @pytest.mark.world_size(2)
-def test_what_end_of_epoch_hooks_log_is_reduced_over_ranks():
+@pytest.mark.parametrize(("count", "validated"), [(8, 4), (7, 3)], ids=["even", "uneven last batches"])
+def test_what_end_of_epoch_hooks_log_is_reduced_over_ranks(count, validated):
     class Ends(Net):
         def on_train_epoch_end(self):
             self.log("end", float(rank()))
 
         def on_validation_epoch_end(self):
             self.log("val_end", float(rank()), reduce_fx="sum")
+            self.log("val_mean", float(rank()))
 
-    loader = torch.utils.data.DataLoader(torch.arange(4.0), batch_size=2)
-    assert values(fit(Ends(), loader, count=8), "end", "val_end") == [0.5, 1.0]
+    loader = torch.utils.data.DataLoader(torch.arange(float(validated)), batch_size=2)
+    assert values(fit(Ends(), loader, count=count), "end", "val_end", "val_mean") == [0.5, 1.0, 0.5]
 
 
 @pytest.mark.world_size(2)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainer_kit import Trainer
+from trainer_kit import DataModule, Trainer
+from trainer_kit.callbacks import TQDMProgressBar
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.testing import TinyModule
 
@@ -66,3 +67,20 @@ def test_what_can_be_read_only_once_is_told_before_the_first_step(capsys: pytest
         fit(max_epochs=3)
     assert "a generator can be read once: where it ends, the next of 3 epochs is an error" in capsys.readouterr().out
     assert fit(max_epochs=1) == fit(max_steps=3) == fit(count=6, max_epochs=3, limit_train_batches=2) == ""
+
+
+def test_what_is_said_does_not_depend_on_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    class Talks(DataModule):
+        def setup(self, stage: str) -> None:
+            self.trainer.print("in setup, ahead of the bar's own")
+
+        def train_dataloader(self) -> Any:
+            return BATCHES
+
+    for bar in (TQDMProgressBar(), TQDMProgressBar(refresh_rate=0)):
+        trainer = Trainer(
+            max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False, callbacks=bar
+        )
+        trainer.on("train_start")(lambda trainer, module: trainer.print("in training"))
+        trainer.fit(TinyModule(), datamodule=Talks())
+        assert capsys.readouterr().out == "in setup, ahead of the bar's own\nin training\n"

@@ -110,7 +110,9 @@ class LearningRateMonitor(Callback):
         scheduled: list[Optimizer] = []
         chosen: list[tuple[Optimizer, str, bool]] = []
         for config in trainer.lr_scheduler_configs:
-            optimizer = config.scheduler.optimizer
+            optimizer = getattr(config.scheduler, "optimizer", None)
+            if optimizer is None:  # anything with `step` is a scheduler: whose rates it sets, it need not say
+                continue
             scheduled.append(optimizer)
             base = config.name if config.name is not None else f"lr-{type(optimizer).__name__}"
             chosen.append((optimizer, base, interval in (None, config.interval)))

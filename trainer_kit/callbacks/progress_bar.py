@@ -63,6 +63,11 @@ class TQDMProgressBar(Callback):
         """Whether it draws at all."""
         return self._enabled and self.refresh_rate > 0
 
+    @property
+    def is_drawn(self) -> bool:
+        """Whether there is a line now, that printing would tear."""
+        return self._line is not None
+
     def enable(self) -> None:
         """Draw, from the next start of a verb on."""
         self._enabled = True

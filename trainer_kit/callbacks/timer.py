@@ -88,6 +88,12 @@ class Timer(Callback):
         self._before = float(state_dict["time_elapsed"].get("train", 0.0))
         self._started.pop("train", None)
 
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":  # another fit has all of its time; one that is restored is told what it used before
+            self._before = 0.0
+            self._started.pop("train", None)
+            self._ended.pop("train", None)
+
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         # A restored run may have used up its time already.
         self._stop_if_over(trainer)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.lock import DirectoryLock
@@ -22,6 +22,8 @@ from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["Repair", "candidates", "newest_verified", "repair", "set_aside"]
 
+_ANYBODY: Final = object()
+"""Who wrote what cannot be read."""
 _NUMBER: Final = re.compile(r"(\d+)(?:-v\d+)?$")
 
 
@@ -43,7 +45,7 @@ class Repair:
     discarded: int
 
 
-def candidates(directory: str | os.PathLike[str], run: str | None = None) -> list[Location]:
+def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False) -> list[Location]:
     """What is or was a checkpoint in ``directory``, damaged or not, the best to go on from first.
 
     That is what the index calls ``last``; then what was taken before it, by falling step; then the others.
@@ -51,13 +53,15 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None) -> lis
     Args:
         directory: of checkpoints.
         run: leave out what another run wrote, and what holds weights alone.
+        whole_first: what holds weights alone comes behind all that a run can go on from.
     """
     root = locate(directory)
     index = read_index(root) or {}
     counted = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
     mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
     try:
-        ours = (e for e in mine if run is None or _can_continue(e, run))
+        known = {e: _content(e) if whole_first or run is not None else (None, True) for e in mine}
+        ours = (e for e, (by, _) in known.items() if run is None or by in (run, _ANYBODY))
         found = sorted(((_step(e), _time(e), e) for e in ours), reverse=True)
     except OSError as error:
         raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
@@ -65,23 +69,25 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None) -> lis
     last = next((step for step, _, entry in found if entry.name == named), None)
     if last is not None:
         found.sort(key=lambda item: (item[2].name != named, item[0] > last))
-    return [entry for *_, entry in found]
+    whole, weights = ([entry for *_, entry in found if known[entry][1] is holds] for holds in (True, False))
+    return whole if run is not None else [*whole, *weights]
 
 
 def newest_verified(
-    directory: str | os.PathLike[str], run: str | None = None
+    directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False
 ) -> tuple[Location | None, list[tuple[Location, CheckpointError]]]:
     """The first of `candidates` of which every byte is as it was written, and the damaged ones ahead of it.
 
     Args:
         directory: of checkpoints.
         run: only what this run can go on from.
+        whole_first: as for `candidates`.
 
     Raises:
         CheckpointError: one cannot be judged: it is of a newer format, or may not be read.
     """
     damaged: list[tuple[Location, CheckpointError]] = []
-    for path in candidates(directory, run):
+    for path in candidates(directory, run, whole_first):
         problem = _damage(path)
         if problem is None:
             return path, damaged
@@ -163,13 +169,14 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
         mark(root, **names)
 
 
-def _can_continue(path: Location, run: str) -> bool:
+def _content(path: Location) -> tuple[Any, bool]:
+    """Which run wrote it, and whether a run can go on from it: it holds more than weights."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        return True  # whose it was, nobody can tell: it is to be named
+        return _ANYBODY, True  # nobody can tell: it is to be named
     info = manifest["info"]
-    return isinstance(info, dict) and info.get("run") == run and "progress" in manifest["parts"]
+    return info.get("run") if isinstance(info, dict) else None, "progress" in manifest["parts"]
 
 
 def _damage(path: Location) -> CheckpointError | None:

@@ -27,6 +27,7 @@ from trainer_kit.core.location import Location, RemotePath, locate
 __all__ = ["map_weights", "read_module", "read_weights", "weight_layout", "weight_shapes"]
 
 _ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
+_EXTRA: Final = "_extra_state"  # what torch calls what modules keep besides tensors
 _UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
 
 
@@ -216,7 +217,7 @@ def _tensors(file: Location, content: Any, most: float = math.inf) -> dict[str, 
             if value.numel() * value.element_size() > most:  # strides of 0 make a byte stand for all memory
                 raise CheckpointError(file, name, f"a tensor of {list(value.shape)} is larger than its file")
             weights[name] = value.detach()
-        elif not (isinstance(name, str) and name.endswith("_extra_state")):
+        elif not (isinstance(name, str) and name.endswith(_EXTRA)):
             raise CheckpointError(
                 file,
                 name if isinstance(name, str) else f"a {type(name).__name__}",
@@ -226,15 +227,17 @@ def _tensors(file: Location, content: Any, most: float = math.inf) -> dict[str, 
     return weights
 
 
-def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Weights and the hyperparameters beside them (none where there are none), for ``load_from_checkpoint``."""
+def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A module's ``state_dict`` and the hyperparameters beside it (none where there are none).
+
+    For ``load_from_checkpoint``: of a checkpoint of ours also what modules keep as extra state.
+    """
     file = locate(path)
     if isinstance(file, Path) and (holds_weight_files(file) or find_deepspeed(file) is not None):
         return read_weights(file), {}
     if file.is_dir():
-        weights = read_weights(file)
-        parts = ["hyper_parameters"] if _has_hparams(file) else []
-        kept = read_checkpoint(file, parts=parts).get("hyper_parameters", {})
+        content = read_checkpoint(file, parts=["model", *(["hyper_parameters"] if _has_hparams(file) else [])])
+        weights, kept = _with_extra_state(file, content["model"]), content.get("hyper_parameters", {})
     elif isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
             return read_module(here / file.name)
@@ -246,6 +249,11 @@ def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[s
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
     return weights, dict(kept)
+
+
+def _with_extra_state(file: Location, content: Any) -> dict[str, Any]:
+    weights: dict[str, Any] = dict(_tensors(file, content))
+    return {**weights, **{name: value for name, value in content.items() if str(name).endswith(_EXTRA)}}
 
 
 def _has_hparams(directory: Location) -> bool:

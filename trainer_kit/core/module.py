@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -267,7 +268,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return [] if trainer is None else trainer.loggers
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack every tensor of ``data`` over the data ranks: shape (world, *shape). Every rank must call it."""
+        """Stack tensors in ``data`` over the data ranks: (ranks, *shape); one rank's stay. Every rank must call it."""
+        if group is not None:
+            raise ConfigurationError("all_gather goes over the data ranks", found="a group", fix="leave group out")
         return self.trainer.all_gather(data, sync_grads=sync_grads)
 
     # -- optimization --------------------------------------------------------------------------------------------
@@ -393,7 +396,5 @@ def _is_repr(value: Any) -> bool:
 
 
 def _takes(cls: type, name: str) -> bool:
-    import inspect
-
     parameters = inspect.signature(cls).parameters
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

@@ -82,6 +82,7 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
             else:
                 run.metrics.absent.add(run.metrics.loader)
         run.metrics.loader = None
+        run.metrics.leave_batch()
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
         for hook in run.listeners("epoch_end"):
             hook()

@@ -181,6 +181,11 @@ class Metrics:
         """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
         self._tables[stage] = self.table = {}
         self.loader, self.by_batch = None, False
+        self.leave_batch()
+
+    def leave_batch(self) -> None:
+        """What is logged from here on is of no batch: in a mean over the ranks each of them counts once."""
+        self.weight = 1.0
 
     @property
     def evaluating(self) -> bool:
@@ -207,7 +212,8 @@ class Metrics:
         """A new run: nothing recorded, nothing reduced."""
         self._tables = {"train": {}}
         self.table = self._tables["train"]
-        self.hook, self.weight = "", 1.0
+        self.hook = ""
+        self.leave_batch()
         self._shown = {}
         for kept in (self.callback, self.logged, self.progress_bar):
             kept.clear()

@@ -50,7 +50,7 @@ def find_start(
     if taken is None:
         if trainer.resume == "auto" and not trainer.settings.fast:
             trainer.print(f'resume="auto": {_why_new(trainer)}: starting anew')
-        path = find_checkpoint(trainer, ckpt_path, keepers)
+        path = find_checkpoint(trainer, ckpt_path, keepers, whole_first=not weights_only)
         return path, weights_only, f"resuming from step {{step}} ({path})"
     again = "" if trainer.record.args == taken.args else f"; it was started with: {' '.join(taken.args) or 'nothing'}"
     end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
@@ -58,7 +58,7 @@ def find_start(
     path = on_rank_zero(trainer.strategy.world, lambda: _choose(trainer, places, taken.id))
     if path is None:
         trainer.print(f"run {taken.directory} has no checkpoint yet: starting it from the beginning{end}")
-        path = find_checkpoint(trainer, ckpt_path, keepers)
+        path = find_checkpoint(trainer, ckpt_path, keepers, whole_first=not weights_only)
         return path, weights_only, f"resuming from step {{step}} ({path})"
     done = ", which has finished" if taken.status == "finished" else ""
     return path, False, f"resuming from step {{step}} (verified) of run {taken.directory}{done}{end}"
@@ -70,13 +70,14 @@ def _why_new(trainer: Any) -> str:
     return f"no unfinished run of {trainer.record.program} in {trainer.record.root}"
 
 
-def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Location | None:
+def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any], whole_first: bool = False) -> Location | None:
     """The path behind ``ckpt_path``; None for None, and for ``"last"`` ahead of the first checkpoint of a fit.
 
     Args:
         trainer: its directories are searched. For ``"last"`` damaged checkpoints are passed by, and named.
         ckpt_path: as the user gave it.
         keepers: the callbacks that keep checkpoints.
+        whole_first: for ``"last"``, what holds weights alone is taken only where there is nothing else.
     """
     if ckpt_path is None:
         return None
@@ -86,7 +87,7 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Loc
                 return locate(callback.best_model_path)
         raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
     if ckpt_path == "last":
-        newest = on_rank_zero(trainer.strategy.world, lambda: _newest(trainer, keepers))
+        newest = on_rank_zero(trainer.strategy.world, lambda: _newest(trainer, keepers, whole_first))
         if newest is None and trainer.state_verb != "fit":
             raise CheckpointError("last", None, f"no checkpoint below {trainer.default_root_dir}")
         if newest is None:  # the same command starts a run and goes on with it
@@ -102,9 +103,9 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any]) -> Loc
     return path
 
 
-def _newest(trainer: Any, keepers: Sequence[Any]) -> Location | None:
+def _newest(trainer: Any, keepers: Sequence[Any], whole_first: bool) -> Location | None:
     """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
-    found = _choose(trainer, _own(trainer, keepers))
+    found = _choose(trainer, _own(trainer, keepers), whole_first=whole_first)
     if found is not None:
         return found
     if is_url(trainer.default_root_dir):
@@ -116,7 +117,8 @@ def _newest(trainer: Any, keepers: Sequence[Any]) -> Location | None:
     newest = max(earlier, key=_changed)
     # Of runs beside each other their records say which is the newest; clocks jump.
     beside = [place for place in earlier if place.parent.parent == newest.parent.parent]
-    return _choose(trainer, [max(beside, key=lambda place: (_number(place), _changed(place)))])
+    newest = max(beside, key=lambda place: (_number(place), _changed(place)))
+    return _choose(trainer, [newest], whole_first=whole_first)
 
 
 def _own(trainer: Any, keepers: Sequence[Any]) -> list[Location]:
@@ -124,26 +126,28 @@ def _own(trainer: Any, keepers: Sequence[Any]) -> list[Location]:
     return list(dict.fromkeys([*named, absolute(trainer.checkpoint_dir)]))
 
 
-def _choose(trainer: Any, places: list[Location], run: str | None = None) -> Location | None:
+def _choose(trainer: Any, places: list[Location], run: str | None = None, whole_first: bool = False) -> Location | None:
     """The newest sound one of these directories; damaged ones ahead of it are named, and set aside by a fit.
 
     Args:
         trainer: that looks for it.
         places: the directories.
         run: look only at what this run can be continued from.
+        whole_first: as for `find_checkpoint`.
     """
-    sound: list[tuple[int, Location]] = []
+    sound: list[tuple[bool, int, Location]] = []
     rejected: list[tuple[Location, CheckpointError]] = []
     for place in places:
         if trainer.state_verb == "fit" and is_free(place):
             found = clean_directory(place)
             if found:
                 trainer.print(f"{discarded(found)} in {place}")
-        path, damaged = newest_verified(place, run)
+        path, damaged = newest_verified(place, run, whole_first)
         rejected += damaged
         if path is not None:
             step = step_of(read_info(path))
-            sound.append((-1 if step is None else step, path))
+            whole = not whole_first or "progress" in read_manifest(path)["parts"]
+            sound.append((whole, -1 if step is None else step, path))
     if rejected and not sound:
         path, problem = rejected[0]
         raise CheckpointError(
@@ -152,7 +156,7 @@ def _choose(trainer: Any, places: list[Location], run: str | None = None) -> Loc
             f"{problem.reason}; there is no sound checkpoint in {path.parent}",
             fix="pass the ckpt_path of another one, or leave ckpt_path out to start anew",
         )
-    chosen = max(sound, key=lambda item: item[0], default=(0, None))[1]
+    chosen = max(sound, key=lambda item: item[:2], default=(False, 0, None))[2]
     for path, problem in rejected:
         where = f"; it is now {set_aside(path).name}" if trainer.state_verb == "fit" and is_free(path.parent) else ""
         trainer.print(
@@ -174,8 +178,9 @@ def _changed(directory: Path) -> int:
 
 def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
     """The whole state, or the weights of anything that holds weights."""
-    if path.is_dir() and is_complete(path) and not weights_only:
-        parts = [part for part in read_manifest(path)["parts"] if not part.startswith(own_part(""))]
+    if path.is_dir() and is_complete(path):
+        known = ["model"] if weights_only else read_manifest(path)["parts"]
+        parts = [part for part in known if not part.startswith(own_part(""))]
         return _with_weights(path, read_checkpoint(path, parts=parts))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)

@@ -318,7 +318,7 @@ class Session(Position):
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Stack every tensor of ``data`` over the data ranks: shape (world, *shape)."""
+        """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); one rank's stays as it is."""
         if sync_grads:
             raise ConfigurationError("all_gather does not carry gradients", fix="pass sync_grads=False")
         return apply_to_collection(data, (Tensor, int, float), self._gather_one)
@@ -389,10 +389,8 @@ class Session(Position):
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
-        if bar is not None and self.state_verb:
-            bar.print(*values, **options)
-        else:
-            print(*values, **options)
+        say = bar.print if getattr(bar, "is_drawn", False) else print
+        say(*values, **options)
 
 
 def _nothing() -> None:

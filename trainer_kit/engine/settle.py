@@ -55,6 +55,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     """The batches of an epoch are over, or the run is. Returns whether training goes on."""
     progress, schedule, bus = run.progress, run.schedule, run.bus
     run.whole = completed
+    run.metrics.leave_batch()
     _pass_time(run)
     check_finite(run)
     if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
