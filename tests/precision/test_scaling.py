@@ -241,3 +241,21 @@ def test_optimizers_that_ask_for_the_loss_again_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="cannot run with scaled gradients"):
         fit(Again(), [batch()])
+
+
+def test_groups_that_are_empty_here_or_come_later_are_unscaled() -> None:
+    # Stages of a pipeline may hold nothing of a group; whole parameters and parts of a mesh are looked at apart.
+    precision, whole, part = scaling(), nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([{"params": []}, {"params": [whole]}], lr=1.0)
+    part.device_mesh = "of its own"  # type: ignore[attr-defined]
+    for group in ([], [{"params": [part]}], [{"params": [nn.Parameter(torch.ones(3))]}]):
+        for one in group:
+            optimizer.add_param_group(one)
+        parameters = [p for one in optimizer.param_groups for p in one["params"]]
+        before = [p.detach().clone() for p in parameters]
+        for p in parameters:
+            p.grad = torch.full((3,), START)
+        assert precision.optimizer_step(optimizer, optimizer.step)
+        precision.end_step()
+        for p, was in zip(parameters, before, strict=True):
+            assert torch.equal(p.detach(), was - 1)

@@ -272,12 +272,14 @@ class MixedPrecision:
             if has_gradients(optimizer):
                 if not self._began:  # this rank had no data yet: its gradients are those of the others
                     self._began = True
-                    self.scaler.scale(torch.zeros((), device=optimizer.param_groups[0]["params"][0].device))
-                if id(optimizer) not in self._seen:
-                    self._seen[id(optimizer)] = seen_optimizers(optimizer)
-                for seen in self._seen[id(optimizer)]:
-                    if seen.only is None or has_gradients(seen):
-                        self.scaler.unscale_(seen)  # type: ignore[arg-type]
+                    first = next(p for group in optimizer.param_groups for p in group["params"])
+                    self.scaler.scale(torch.zeros((), device=first.device))
+                seen = self._seen.get(id(optimizer))
+                if seen is None or seen[0].groups != len(optimizer.param_groups):  # further ones may be of other kinds
+                    seen = self._seen[id(optimizer)] = seen_optimizers(optimizer)
+                for one in seen:
+                    if one.only is None or has_gradients(one):
+                        self.scaler.unscale_(one)  # type: ignore[arg-type]
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step`` unless this optimizer's gradients overflowed."""

@@ -17,10 +17,13 @@ class SeenOptimizer:
     Args:
         optimizer: the user's.
         only: those of its parameters that are looked at; None for all.
+
+    Attributes:
+        groups: how many it had when this was made.
     """
 
     def __init__(self, optimizer: Optimizer, only: set[Tensor] | None = None) -> None:
-        self.optimizer, self.only = optimizer, only
+        self.optimizer, self.only, self.groups = optimizer, only, len(optimizer.param_groups)
         self.run: Callable[[], Any] = optimizer.step if only is None else _nothing
 
     @property
