@@ -150,6 +150,13 @@ def test_layers_context_recipe_and_state(renamed: bool, monkeypatch: pytest.Monk
     assert one["first"]["scaling_fwd"]["amax_history"].min() > 0
 
 
+def test_norms_that_it_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    Engine(monkeypatch, renamed=True)
+    net = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False))
+    tk.precision.TransformerEnginePrecision("bf16-mixed").convert_module(net)
+    assert [type(part) is nn.LayerNorm for part in net] == [False, True, True]
+
+
 def test_words_and_what_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(monkeypatch, renamed=True)
     assert trainer("transformer-engine").precision_plugin.base.name == "bf16-true"

@@ -81,7 +81,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         wanted: dict[str, Any] = {
             name: part
             for name, part in module.named_modules()
-            if self.replace_layers and type(part) in (nn.Linear, nn.LayerNorm) and not is_excepted(name, exempt)
+            if self.replace_layers and _has_one(part) and not is_excepted(name, exempt)
         }
         odd = [name for name, part in wanted.items() if isinstance(part, nn.Linear) and _odd(part)]
         if odd:
@@ -178,6 +178,11 @@ def _recipe(given: Any) -> Any:
     if isinstance(options.get("fp8_format"), str):
         options["fp8_format"] = getattr(recipes.Format, options["fp8_format"])
     return recipes.DelayedScaling(**options)
+
+
+def _has_one(part: nn.Module) -> bool:
+    """Whether the engine has such a layer; its layer norms have a weight and a bias."""
+    return type(part) is nn.Linear or (type(part) is nn.LayerNorm and part.weight is not None and part.bias is not None)
 
 
 def _odd(layer: nn.Linear) -> bool:
