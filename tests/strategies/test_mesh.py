@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +17,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.axes import check_options
+from trainer_kit.strategies.noise import digest
 from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.transforms.context import ContextParallel
 from trainer_kit.strategies.transforms.tensor import TensorParallel
@@ -150,6 +153,10 @@ def test_a_rank_gets_its_part_of_a_sequence() -> None:
         "features": tokens.tolist(),
         "at": [[3, 4, 5]],
     }
+    given = UserDict(ids=tokens)  # as a tokenizer's batch
+    assert type(context(dims={"ids": 1}, positions="at").shard_batch(given)) is UserDict
+    assert list(given) == ["ids"]
+    assert given["ids"] is tokens
     given = {"ids": tokens, "at": tokens}
     assert context(positions="at").shard_batch(given)["at"].tolist() == pair[0].tolist()
     assert context(dims={1: 0}).shard_batch([tokens, torch.arange(4)])[1].tolist() == [2, 3]
@@ -188,3 +195,13 @@ def test_an_optimizer_of_one_kind_is_stepped_as_it_is() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), foreach=True)
     step = optimizer.step
     assert step_by_kind(optimizer, step) is step
+
+
+def test_processes_that_draw_alike_find_it_out_by_one_number() -> None:
+    state: dict[str, Any] = {
+        "python": (3, (1, 2, 3), None),
+        "numpy": ("MT19937", np.arange(4, dtype=np.uint32), 4, 0, 0.0),
+        "torch": torch.arange(4, dtype=torch.uint8),
+    }
+    assert digest(state) == 3815203509, "another number in another process: whole states would be sent in every step"
+    assert len({digest({**state, "python": (3, (1, 2, 3), gauss)}) for gauss in (None, 0.0, 0.5)}) == 3

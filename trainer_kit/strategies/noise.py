@@ -41,7 +41,10 @@ def digest(state: dict[str, Any]) -> int:
         True
     """
     _, keys, *rest = state["numpy"]
-    found = zlib.crc32(keys.tobytes(), hash((state["python"], *rest)) & 0xFFFFFFFF)
+    version, words, gauss = state["python"]
+    # Of numbers alone: before Python 3.12 the hash of None is its place in memory.
+    numbers = (version, words, -1 if gauss is None else gauss, *rest)
+    found = zlib.crc32(keys.tobytes(), hash(numbers) & 0xFFFFFFFF)
     for name in ("torch", "device"):
         one = state.get(name)
         if isinstance(one, Tensor):

@@ -58,7 +58,6 @@ class XLAStrategy:
         self.device = torch.device("xla")
         self.shard_batch: Callable[[Any], Any] | None = None
         self._mesh: Any = None
-        self._manual = False
         self._parameters: list[nn.Parameter] = []
         self._moved = Moved()
 

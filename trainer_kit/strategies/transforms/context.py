@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
 
@@ -76,8 +77,8 @@ class ContextParallel:
             made = apply_to_collection(batch, Tensor, lambda t: self.part(t, dims))
             return with_positions(self.plan, made, self.rank)
         if isinstance(batch, Mapping):
-            made = {key: self.part(value, dims[key]) if key in dims else value for key, value in batch.items()}
-            return with_positions(self.plan, made, self.rank)
+            named = {key: self.part(batch[key], dim) for key, dim in dims.items() if key in batch}
+            return with_positions(self.plan, _with(batch, named), self.rank)
         parts = [self.part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
@@ -298,7 +299,14 @@ def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
     dim = dims if isinstance(dims, int) else next(iter(dims.values()))
     like = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim)
     first = part * like.shape[dim]
-    return {**batch, key: torch.arange(first, first + like.shape[dim], device=like.device).unsqueeze(0)}
+    return _with(batch, {key: torch.arange(first, first + like.shape[dim], device=like.device).unsqueeze(0)})
+
+
+def _with(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """A batch of the same kind with these values: tokenizers' batches have more than their keys."""
+    made: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    made.update(values)
+    return made
 
 
 def context_parallel(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
