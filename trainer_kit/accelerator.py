@@ -323,10 +323,10 @@ def _accumulation(
                 "accumulation is given twice",
                 found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
             )
-        return plugin
+        chosen = plugin.num_steps
     if chosen < 1:
         raise ConfigurationError("a step takes at least one batch", found=f"gradient_accumulation_steps={chosen}")
-    return GradientAccumulationPlugin(num_steps=chosen)
+    return plugin or GradientAccumulationPlugin(num_steps=chosen)
 
 
 def _several(given: Any) -> list[Any]:

@@ -12,6 +12,7 @@ from trainer_kit import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
     PartialState,
     ProjectConfiguration,
     set_seed,
@@ -590,3 +591,7 @@ def test_what_is_not_here_is_said():
             gradient_accumulation_steps=2,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
         )
+    with pytest.raises(ConfigurationError, match="a step takes at least one batch"):
+        Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0))
+    with pytest.raises(ConfigurationError, match="processes meet where their launcher says"):
+        InitProcessGroupKwargs(init_method="tcp://10.0.0.1:2345")

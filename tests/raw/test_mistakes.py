@@ -144,6 +144,15 @@ def test_a_batch_on_another_device():
 
     accelerator.prepare(Lengths(3, 1))(X, torch.ones(16, device="meta"))  # as lengths of sequences, which stay behind
 
+    class Gathers(nn.Linear):
+        def forward(self, x):
+            return x
+
+    offloaded = Gathers(3, 1)
+    for parameter in offloaded.parameters():
+        parameter.device_mesh = "of devices"  # as FSDP's parts have one, which lie in the host's memory
+    accelerator.prepare(offloaded)(X.to("meta"))
+
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_no_look_is_left_after_the_first_steps(steps):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -318,7 +320,7 @@ def test_prepared_models_are_compiled(backend):
     model = accelerator.prepare(own)
     assert model is not own
     assert accelerator.unwrap_model(model) is own
-    assert accelerator.prepare(model) is model
+    assert accelerator.prepare(model) is accelerator.prepare(own) is model
     x = torch.ones(3, 2)
     assert torch.equal(model(x), own(x))
 
@@ -333,6 +335,43 @@ def test_blocks_are_compiled_each_by_itself():
     assert model._compiled_call_impl is None
     with pytest.raises(StrategyError, match="no blocks to compile each by itself"):
         accelerator.prepare(nn.Linear(2, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, which leaves a profiler's mark out
+def test_a_compiled_model_keeps_gradients_to_itself_where_it_is_told_to():
+    accelerator = tk.Accelerator(cpu=True, dynamo_backend="eager", gradient_accumulation_steps=2)
+    own = nn.Linear(2, 1, bias=False)
+    model = accelerator.prepare(own)
+    assert accelerator.prepare(own) is model, "the user's own is prepared too"
+    x = torch.full((1, 2), accelerator.process_index + 1.0)
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            model(x).sum().backward()
+        if not accelerator.sync_gradients:
+            assert own.weight.grad.tolist() == x.tolist()
+    assert own.weight.grad.tolist() == [[3.0, 3.0]]
+    own.weight.grad = None
+    with accelerator.no_sync(model):
+        loss = model(x).sum()
+    with accelerator.trigger_sync_in_backward(model):
+        loss.backward()
+    assert own.weight.grad.tolist() == [[1.5, 1.5]]
+
+
+@pytest.mark.parametrize("precision", ["no", "fp16"])
+def test_what_is_freed_is_gone(precision):
+    accelerator = tk.Accelerator(cpu=True, mixed_precision=precision)
+    own = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))
+    accelerator.backward(model(torch.ones(3, 2)).sum())
+    optimizer.step()
+    held = weakref.ref(own.weight), weakref.ref(optimizer.optimizer)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    del own
+    gc.collect()
+    assert [one() for one in held] == [None, None]
 
 
 def test_a_compiled_model_may_stay_compiled():

@@ -14,6 +14,7 @@ from trainer_kit.raw.deepspeed import DeepSpeedPlugin
 from trainer_kit.raw.loader import PreparedLoader
 from trainer_kit.raw.parallelism import ParallelismConfig
 from trainer_kit.raw.tracking import Tracking
+from trainer_kit.raw.wrapping import uncompiled
 from trainer_kit.strategies.transforms.context import dividing
 
 __all__ = ["Answers", "GradientState"]
@@ -199,6 +200,7 @@ class Answers(Tracking):
     @contextmanager
     def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
         """Inside, the next backward exchanges gradients, also where its forward ran under `no_sync`."""
+        model = uncompiled(model)
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             yield
             return

@@ -46,9 +46,9 @@ def synchronize(
 
     Args:
         world: the processes; every one calls it.
-        kinds: of "torch", "cuda", "generator", "python", "numpy".
+        kinds: of "torch", "cuda", "xla", "generator", "python", "numpy".
         generator: for the kind "generator".
-        device: whose generator is meant by "cuda".
+        device: whose generator is meant by "cuda" and "xla".
 
     Raises:
         ConfigurationError: an unknown kind.
@@ -58,7 +58,7 @@ def synchronize(
         if word not in _KINDS:
             raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))
     mine = rng_state(device)
-    wanted = {"device" if word == "cuda" else word for word in words}
+    wanted = {"device" if word in ("cuda", "xla") else word for word in words}
     theirs = world.broadcast({key: value for key, value in mine.items() if key in wanted})
     restore_rng(theirs, device)
     if "generator" in words and generator is not None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.precision.overflow import has_gradients
 from trainer_kit.raw.loader import skip_first_batches
 from trainer_kit.raw.options import (
     AutocastKwargs,
@@ -101,7 +102,7 @@ class Loop(Preparing):
             self._watch = None
 
     def _before_first_step(self, optimizer: Optimizer) -> None:
-        if self.precision.scales and not self.window.began and _has_gradients(optimizer):
+        if self.precision.scales and not self.window.began and has_gradients(optimizer):
             raise ConfigurationError(
                 "gradients are stepped with that were never scaled for float16",
                 found="loss.backward()",
@@ -198,7 +199,3 @@ class Loop(Preparing):
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """A loader whose iterations begin with batch ``num_batches``."""
         return skip_first_batches(dataloader, num_batches)
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])

@@ -81,11 +81,28 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Of ``torch.distributed.init_process_group``; the backend is by default torch's own choice for the device."""
+    """Of ``torch.distributed.init_process_group``.
+
+    Attributes:
+        backend: by default torch's own choice for the device.
+        init_method: "env://": processes meet where their launcher says.
+        timeout: how long a collective may take.
+
+    Raises:
+        ConfigurationError: another way to meet.
+    """
 
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        if self.init_method not in (None, "env://"):
+            raise ConfigurationError(
+                "processes meet where their launcher says",
+                found=f"init_method={self.init_method!r}",
+                fix="leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
+            )
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import variable
@@ -12,6 +12,7 @@ from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.raw.options import FullyShardedDataParallelPlugin
+from trainer_kit.strategies.axes import AXES
 
 __all__ = [
     "ParallelismConfig",
@@ -19,8 +20,6 @@ __all__ = [
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
 ]
-
-_AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass
@@ -90,7 +89,7 @@ class ParallelismConfig:
     pp_size: int | None = None
 
     def __post_init__(self) -> None:
-        for axis in (*_AXES, "sp"):
+        for axis in (*AXES, "sp"):
             setattr(self, f"{axis}_size", _size(f"{axis}_size", getattr(self, f"{axis}_size")))
         if self.sp_size != 1:
             raise ConfigurationError(
@@ -107,7 +106,7 @@ class ParallelismConfig:
     @property
     def sizes(self) -> dict[str, int]:
         """By axis."""
-        return {axis: getattr(self, f"{axis}_size") for axis in _AXES}
+        return {axis: getattr(self, f"{axis}_size") for axis in AXES}
 
     @property
     def total_size(self) -> int:

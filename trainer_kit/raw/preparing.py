@@ -23,7 +23,7 @@ from trainer_kit.raw.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.raw.options import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
 from trainer_kit.raw.process import DistributedType
 from trainer_kit.raw.watch import Watch
-from trainer_kit.raw.wrapping import apply_precision, compile_options, compiled, unwrap
+from trainer_kit.raw.wrapping import apply_precision, compile_options, compiled, uncompiled, unwrap
 from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["Preparing"]
@@ -152,8 +152,9 @@ class Preparing(Gathering):
             device_placement: whether it is moved.
             evaluation_mode: it is not trained, so gradients need no exchange.
         """
-        if any(model is known for known in self._models):
-            return model
+        for known in self._models:
+            if model is known or model is unwrap(known):  # a second wrapper would exchange its gradients once more
+                return known
         plugin = self.dynamo_plugin
         compiles = plugin.backend.lower() != "no"
         if self._watch is not None and not evaluation_mode and not compiles:  # a hook would break the compiled graph
@@ -267,8 +268,8 @@ class Preparing(Gathering):
             keep_torch_compile: a compiled model stays compiled.
         """
         own = unwrap(model, keep_fp32_wrapper)
-        if keep_torch_compile and isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            return model if model._orig_mod is own else compiled(own, self.dynamo_plugin)
+        if keep_torch_compile and (inner := uncompiled(model)) is not model:
+            return model if inner is own else compiled(own, self.dynamo_plugin)
         return own
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -278,6 +279,7 @@ class Preparing(Gathering):
         self._schedulers.clear()
         self._dataloaders.clear()
         self.strategy.stop()
+        self.precision.abandon_step()  # what scales losses knows optimizers
         self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
         self.window.reset()
         gc.collect()

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.protocols import Strategy
+from trainer_kit.strategies.transforms.rehearsal import tensors_of
 
 __all__ = ["Watch"]
 
@@ -57,8 +58,9 @@ class Watch:
 
     @staticmethod
     def _compare_devices(model: nn.Module, given: Any) -> None:
-        places = {parameter.device for parameter in model.parameters()}
-        found = {tensor.device for tensor in _tensors(given) if tensor.ndim}
+        # Parts that FSDP has offloaded come to where the model computes.
+        places = {parameter.device for parameter in model.parameters() if not hasattr(parameter, "device_mesh")}
+        found = {tensor.device for tensor in tensors_of(given) if tensor.ndim}
         # Lengths of sequences belong on the CPU: only a call with nothing in the right place is a mistake.
         if len(places) == 1 and found and not places & found:
             raise ConfigurationError(
@@ -160,17 +162,6 @@ def _remove(handle: RemovableHandle) -> None:
     handle.remove()
 
 
-def _tensors(data: Any) -> Iterator[Tensor]:
-    if isinstance(data, Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for part in data.values():
-            yield from _tensors(part)
-    elif isinstance(data, (list, tuple)):
-        for part in data:
-            yield from _tensors(part)
-
-
 def _fingerprint(data: Any) -> float | None:
-    numbers = [tensor.detach().double().sum() for tensor in _tensors(data) if tensor.ndim and not tensor.is_complex()]
+    numbers = [tensor.detach().double().sum() for tensor in tensors_of(data) if tensor.ndim and not tensor.is_complex()]
     return float(torch.stack(numbers).sum()) if numbers else None  # sync point: before the first step, once

@@ -14,7 +14,15 @@ from trainer_kit.raw.collectives import each_tensor
 from trainer_kit.raw.options import TorchDynamoPlugin
 from trainer_kit.strategies.engine_module import EngineModule
 
-__all__ = ["apply_precision", "compile_options", "compiled", "remove_precision", "unwrap", "without_exchange"]
+__all__ = [
+    "apply_precision",
+    "compile_options",
+    "compiled",
+    "remove_precision",
+    "uncompiled",
+    "unwrap",
+    "without_exchange",
+]
 
 
 @final
@@ -62,8 +70,8 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
+        elif (inner := uncompiled(model)) is not model:
+            model = inner
         else:
             break
     if not keep_fp32_wrapper:
@@ -71,11 +79,17 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
     return model
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` made the model of, with its wrapper; the model itself where nothing is compiled."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
 @contextmanager
 def without_exchange(*models: nn.Module) -> Iterator[None]:
     """Gradients of backwards inside stay on their process, until the next one outside."""
     with ExitStack() as stack:
-        for model in models:
+        for model in map(uncompiled, models):
             if isinstance(model, nn.parallel.DistributedDataParallel):
                 stack.enter_context(model.no_sync())
             elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
