@@ -154,6 +154,63 @@ def test_gone_on_with_in_every_bit_from_every_step(tmp_path: Path) -> None:
     assert anew.n_averaged == 6  # steps 11 to 16
 
 
+class Regrown(Norms):
+    """The second epoch begins with another head, and each step with another tensor for a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+        self.register_buffer("turns", torch.zeros(1))
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            (group,), old, new = self.optimizers().param_groups, self.net[-1], nn.Linear(16, 4)
+            now = dict(zip(old.parameters(), new.parameters(), strict=True))
+            group["params"] = [now.get(parameter, parameter) for parameter in group["params"]]
+            self.net[-1] = new
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()  # of those that it has by now
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.turns = self.turns + 1
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
+def test_what_is_replaced_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def mean(own: list[Any], name: str) -> torch.Tensor:
+        return torch.stack([one[name] for one in own]).mean(0)
+
+    def ema(own: list[Any], name: str) -> torch.Tensor:
+        average = own[0][name].clone()
+        for one in own[1:]:
+            average.lerp_(one[name], 1 - DECAY)
+        return average
+
+    for number, (callback, expected) in enumerate(
+        ((WeightAveraging, mean), (lambda: EMAWeightAveraging(decay=DECAY), ema))
+    ):
+        module = Regrown()
+        beside = Beside(module, (), ())
+        keeper = ModelCheckpoint(tmp_path / str(number), every_n_train_steps=1, save_top_k=-1)
+        averaging = callback()
+        train(module, [averaging, beside, keeper], val_check_interval=4)
+        assert capsys.readouterr().out.count("the average of 2 weights begins anew") == 1
+        found = copied(module)
+        for name in ("net.0.weight", "net.1.running_mean", "turns", "net.4.weight", "net.4.bias"):
+            own = beside.own[4:] if name.startswith("net.4") else beside.own
+            torch.testing.assert_close(found[name], expected(own, name), rtol=0, atol=1e-6)
+        first_since = module.validated[2]["net.4.weight"]  # each validates two batches
+        torch.testing.assert_close(first_since, expected(beside.own[4:6], "net.4.weight"), rtol=0, atol=1e-6)
+        last = read_checkpoint(keeper.last_model_path)
+        assert_same(last["model"], found, 0.0)
+        assert_same({**last["model"], **last["current_model_state"]}, beside.own[-1], 0.0)
+        again, resumed = Regrown(), callback()
+        train(again, resumed, val_check_interval=4, ckpt_path=str(tmp_path / str(number) / "step-00000009"))
+        assert_same(copied(again), found, 0.0)
+
+
 def test_after_an_exception_the_module_has_its_own_weights(tmp_path: Path) -> None:
     class Fails(Norms):
         def validation_step(self, batch: Any, batch_idx: int) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import trainer_kit as tk
 from tests.parity.plain import case
-from tests.strategies.pipelines import stages
+from tests.strategies.pipelines import Writer, stages, texts, words
 from trainer_kit.callbacks import EMAWeightAveraging
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.core.errors import ConfigurationError
@@ -111,6 +111,7 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
 def test_what_is_each_ranks_own_what_is_gathered_and_what_is_refused() -> None:
     check_own_buffers(shared_directory())
     check_what_a_step_leaves_gathered()
+    check_tied_weights_of_sixteen_bits(shared_directory())
     check_refused()
 
 
@@ -135,6 +136,39 @@ def check_what_a_step_leaves_gathered() -> None:
         trainer, _ = fit(name, LooksAgain, 24, 6 // devices, devices, num_sanity_val_steps=0, **options)
         values.append(float(trainer.callback_metrics["val"]))
     assert values[0] == pytest.approx(values[1], rel=1e-9)
+
+
+class LooksAt(tk.Callback):
+    def __init__(self, ema: EMAWeightAveraging) -> None:
+        self.ema, self.kept = ema, {}
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        averages = self.ema._averages
+        self.kept = {name: value.clone() for name, value in averages._kept.items()} if averages else {}
+
+
+def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
+    """A checkpoint has their average once, and a stage may know it by another name; their weights are it, rounded."""
+    path, kept = str(directory / f"tied-{dist.get_rank()}"), []
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    for strategy, devices, more in (("auto", 1, {}), (stages(), 2, {"ckpt_path": path})):
+        ema = EMAWeightAveraging(decay=0.999)
+        looks = LooksAt(ema)
+        trainer = tk.Trainer(
+            accelerator="cpu", strategy=strategy, devices=devices, precision="bf16-true", max_steps=4 + len(more),
+            callbacks=[ema, looks], enable_checkpointing=False, **quiet,
+        )  # fmt: skip
+        trainer.fit(Writer(words(tied="ends")), texts((4,) * 6), **more)
+        if not more:
+            trainer.save_checkpoint(path)
+            assert ema._averages is not None
+            kept.append(dict(ema._averages._kept))
+        kept.append(looks.kept)
+    named = {name.replace("head.weight", "embedding.weight"): value for name, value in kept[-1].items()}
+    assert 0 < len(named) < len(kept[0])
+    assert_same(named, {name: kept[0][name] for name in named}, 0.0)
+    tied = kept[0]["net.embedding.weight"]
+    assert not torch.equal(tied, tied.bfloat16().float())
 
 
 def check_own_buffers(directory: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trainer_kit.callbacks.averages import Averages, AvgFn, MultiAvgFn
+from trainer_kit.callbacks.averages import Averages, AvgFn, MultiAvgFn, divide_again
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -34,6 +34,10 @@ class WeightAveraging(Callback):
     A module that is divided (FSDP, tensor and pipeline parallel) has averages that are divided alike: nothing is
     gathered, and a step costs one fused operation on what a rank holds. Averages of 16-bit weights are kept in 32 bits,
     which can hold what one step adds.
+
+    A parameter that the module has anew while it is trained (a submodule that was replaced, a tie that was cut) begins
+    an average of its own, which a line says once; the others go on. That is seen by the next update, validation or
+    checkpoint, by comparing the parameters themselves.
 
     Override `should_update` to choose the steps.
 
@@ -108,33 +112,34 @@ class WeightAveraging(Callback):
         if "averaging_state" not in checkpoint:
             trainer.print("weight averaging begins here: the checkpoint is of a run without it")
             return
-        self._averages = self._made(module)
-        new = self._averages.load(checkpoint["averaging_state"], checkpoint["state_dict"])
+        self._averages = self._made(trainer, module)
+        others = getattr(trainer.strategy, "shared_names", None)
+        shared = None if others is None else others(module)
+        new = self._averages.load(checkpoint["averaging_state"], checkpoint["state_dict"], shared)
         if new:
             trainer.print(f"weight averaging begins here for {len(new)} weights that were not averaged: {new[0]}, ...")
 
     def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self.should_update(step_idx=trainer.progress.step - 1):
-            self._update(module)
+            self._update(trainer, module)
 
     def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         # A run that ends inside of an epoch goes on there when it is resumed: the epoch is averaged in once.
         if trainer.epoch_is_whole and self.should_update(epoch_idx=trainer.current_epoch):
-            self._update(module)
+            self._update(trainer, module)
 
-    def _update(self, module: ModuleLike) -> None:
+    def _update(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._averages is None:
-            self._averages = self._made(module)
+            self._averages = self._made(trainer, module)
         self._averages.update()
 
-    def _made(self, module: Any) -> Averages:
-        _divide_again(module)
-        return Averages(module, self.use_buffers, self.device, self._avg_fn, self._multi_avg_fn)
+    def _made(self, trainer: TrainerLike, module: Any) -> Averages:
+        return Averages(module, self.use_buffers, self.device, self._avg_fn, self._multi_avg_fn, trainer.print)
 
     def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._fits and self.n_averaged:
             assert self._averages is not None
-            _divide_again(module)
+            divide_again(module)
             self._averages.put_in()
             # Each rank has averaged buffers of its own; the first one's count, as they do without averages.
             self._lending.enter_context(trainer.strategy.shared_buffers(module))
@@ -164,6 +169,7 @@ class WeightAveraging(Callback):
             if "optimizer_states" in checkpoint:
                 checkpoint["averaging_state"] = {"n_averaged": 0, "averages": {}}
             return
+        averages.follow()
         weights, mine = checkpoint["state_dict"], averages.own_weights()
         averaged = averages.averaged()
         if not mine:  # else the module has the averages, and maybe what was made of them
@@ -174,13 +180,6 @@ class WeightAveraging(Callback):
             checkpoint["current_model_state"] = without_own_buffers(trainer.strategy, module, mine)  # type: ignore[arg-type]
             state["averages"] = without_own_buffers(trainer.strategy, module, state["averages"])  # type: ignore[arg-type]
             checkpoint["averaging_state"] = state
-
-
-def _divide_again(module: Any) -> None:
-    """Let FSDP put away what a step has gathered and only read: those are copies, and not for long."""
-    for part in module.modules():
-        if hasattr(part, "reshard"):
-            part.reshard()
 
 
 def refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.device | None = None) -> None:
