@@ -20,6 +20,7 @@ from trainer_kit.strategies.comm_hooks import register_comm_hook
 from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
@@ -33,7 +34,7 @@ __all__ = ["DDPStrategy"]
 
 
 @final
-class DDPStrategy:
+class DDPStrategy(Ported):
     """torch's DistributedDataParallel (Li et al., VLDB 2020; https://pytorch.org/docs/stable/notes/ddp.html).
 
     Gradients are exchanged once an optimizer step: not at all inside an accumulation window. A rank that has no data
@@ -317,14 +318,6 @@ class DDPStrategy:
         """Training is over: weights that are each rank's own become one."""
         if self._replicas is not None:
             self._replicas.unite(module)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A value of rank ``src`` for everyone."""
-        return self.world.broadcast(value, src)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Whole copies; one all-reduce of all gradients a step, in the dtype of the communication hook."""

@@ -50,6 +50,7 @@ from trainer_kit.strategies.deepspeed_state import (
     optimizer_states,
 )
 from trainer_kit.strategies.engine_module import EngineModule
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, refuse_whole
 
@@ -57,7 +58,7 @@ __all__ = ["DeepSpeedStrategy"]
 
 
 @final
-class DeepSpeedStrategy:
+class DeepSpeedStrategy(Ported):
     """DeepSpeed's ZeRO (Rajbhandari et al., SC 2020; https://www.deepspeed.ai).
 
     The engine runs backward, averages gradients, clips and steps; windows, weights, hooks and checkpoints are ours.
@@ -378,14 +379,6 @@ class DeepSpeedStrategy:
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
         return borrowed_buffers(module, self.world)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A value of rank ``src`` for everyone."""
-        return self.world.broadcast(value, src)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """By the stage."""

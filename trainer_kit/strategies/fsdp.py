@@ -20,6 +20,7 @@ from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.exchanging_backward import ExchangingBackward
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.initial import InitialWeights, built_once
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     borrowed_buffers,
@@ -51,7 +52,7 @@ _RESHARDS: Final[Mapping[str, bool | None]] = {
 
 
 @final
-class FSDPStrategy:
+class FSDPStrategy(Ported):
     """torch's FSDP2 (Zhao et al., VLDB 2023; https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 
     A unit's parameters are gathered while it computes, gradients are reduced into parts once an optimizer step. The
@@ -337,14 +338,6 @@ class FSDPStrategy:
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
         return borrowed_buffers(module, self.world)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A value of rank ``src`` for everyone."""
-        return self.world.broadcast(value, src)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """A part of everything; parameters are gathered in a forward and again for its backward, gradients reduced."""

@@ -20,6 +20,7 @@ from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron_config import check_model, megatron_model, optimizer_options
 from trainer_kit.strategies.megatron_costs import megatron_costs
 from trainer_kit.strategies.megatron_state import TensorParts, keep_state, kept_state
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, part_of
 
@@ -27,7 +28,7 @@ __all__ = ["MegatronStrategy"]
 
 
 @final
-class MegatronStrategy:
+class MegatronStrategy(Ported):
     """megatron-core (https://docs.nvidia.com/megatron-core/): data and tensor parallel, for models of its layers.
 
     ``configure_model`` builds the model, as ``self.net = GPTModel(TransformerConfig(...), ...)``, with the sizes that
@@ -345,14 +346,6 @@ class MegatronStrategy:
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, buffers are those of data rank 0."""
         return borrowed_buffers(module, self.data)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A value of rank ``src`` for everyone."""
-        return self.world.broadcast(value, src)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Of a tensor rank, as it was built."""

@@ -25,6 +25,7 @@ from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
 from trainer_kit.strategies.mesh_groups import mesh_groups
 from trainer_kit.strategies.noise import agree_on_noise, drawing_alike
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
@@ -52,7 +53,7 @@ __all__ = ["MeshStrategy"]
 
 
 @final
-class MeshStrategy:
+class MeshStrategy(Ported):
     """Data, tensor, context and pipeline parallel together, on one ``DeviceMesh``.
 
     Each global batch is divided over ``dp_replicate × dp_shard``; the other ranks of a place there get the same batch.
@@ -361,14 +362,6 @@ class MeshStrategy:
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
         return borrowed_buffers(module, self.world if self.pipeline is None else self.losses)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every rank."""
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A value of rank ``src`` for everyone."""
-        return self.world.broadcast(value, src)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """As the data axes have it, of what the others leave; layers are divided by the plan when a verb begins."""

@@ -15,6 +15,7 @@ from trainer_kit.core.devices import make_current
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
 
 __all__ = ["Alone", "SingleDeviceStrategy"]
@@ -59,7 +60,7 @@ class Alone:
 
 
 @final
-class SingleDeviceStrategy:
+class SingleDeviceStrategy(Ported):
     """One process trains on one device.
 
     Args:
@@ -171,13 +172,6 @@ class SingleDeviceStrategy:
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """There is one copy."""
         return nullcontext()
-
-    def barrier(self, name: str | None = None) -> None:
-        """Nobody to wait for."""
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """The value itself."""
-        return value
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Everything, and nothing to send."""

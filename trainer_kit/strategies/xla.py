@@ -17,6 +17,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps, Precision
 from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
 from trainer_kit.strategies.xla_group import XLAGroup
@@ -25,7 +26,7 @@ __all__ = ["XLAStrategy"]
 
 
 @final
-class XLAStrategy:
+class XLAStrategy(Ported):
     """torch_xla (https://docs.pytorch.org/xla): one process drives all devices of its machine, or each drives one.
 
     - One process, one device: a step is one compiled graph, which ends where the optimizer has stepped.
@@ -269,14 +270,6 @@ class XLAStrategy:
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Each process evaluates with its own."""
         return nullcontext()
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for every process."""
-        self.world.barrier()
-
-    def broadcast(self, value: Any, src: int = 0) -> Any:
-        """A value of process ``src`` for everyone."""
-        return self.world.broadcast(value, src)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Of a process; what devices of one process send each other is the compiler's choice."""
