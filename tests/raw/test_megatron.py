@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_kit as tk
 from tests.parity.plain import make_batches, merged
 from tests.strategies.megatron_stand_in import Model, install
+from trainer_kit.checkpoint import read_weights
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.testing.conformance import assert_same
 
@@ -25,10 +26,12 @@ def made(megatron: bool, **options: Any) -> tk.Accelerator:
     return tk.Accelerator(cpu=True, gradient_accumulation_steps=2, seed=0, **engine)
 
 
-def prepared(accelerator: tk.Accelerator) -> Any:
+def prepared(accelerator: tk.Accelerator, adam: bool = False) -> Any:
     torch.manual_seed(0)
     model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if adam:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, eps=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     return accelerator.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=3), scheduler)
 
@@ -102,11 +105,45 @@ def test_it_trains_and_saves_as_ddp_does(tmp_path: Path) -> None:
         assert_same(loop(other, things, 0.2)[0], second, 1e-5)
         other.clear()
 
+    # A data rank steps, and has gradients of, a part only: norms are those of the whole.
+    ddp = made(False)
+    things = prepared(ddp, adam=True)
+    first, norms = loop(ddp, things, 0.1)
+    first = weights(first)
+    second = weights(loop(ddp, things, 0.2, tokens=True)[0])
+    divided = made(True, use_distributed_optimizer=True)
+    things = prepared(divided, adam=True)
+    own, own_norms = loop(divided, things, 0.1)
+    assert_same(own, first, 1e-5)
+    torch.testing.assert_close(own_norms, norms, check_dtype=False)
+    divided.save_state(tmp_path / "divided")
+    assert_same(loop(divided, things, 0.2, tokens=True)[0], second, 1e-5)
+    divided.clear()
+    divided = made(True, use_distributed_optimizer=True)
+    things = prepared(divided, adam=True)
+    divided.load_state(tmp_path / "divided")
+    assert_same(loop(divided, things, 0.2, tokens=True)[0], second, 1e-5)
+    divided.clear()
+
+    # Weights of which tensor ranks have parts are whole where they are handed out.
+    both, rank = made(True, tp_degree=2), torch.distributed.get_rank()
+    model, whole = Model(tensor_model_parallel_size=2), Model().state_dict()
+    for value in whole.values():
+        torch.distributed.broadcast(value, 0)
+    model.load_state_dict(whole)
+    part: Any = torch.nn.Parameter(whole["up.weight"].chunk(2)[rank].clone())
+    part.tensor_model_parallel, part.partition_dim = True, 0
+    model.up.weight = part
+    model = both.prepare(model)
+    both.save_model(model, tmp_path / "weights")
+    if rank == 0:
+        assert_same(read_weights(tmp_path / "weights"), whole, 0.0)
+
 
 def test_what_is_said_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, told in (
         ({"pp_degree": 2}, "megatron_lm_pp_degree.*MeshStrategy"),
-        ({"use_distributed_optimizer": True}, "megatron_lm_use_distributed_optimizer"),
+        ({"use_precision_aware_optimizer": True}, "megatron_lm_use_precision_aware_optimizer"),
         ({"num_micro_batches": 4}, "gradient_accumulation_steps"),
         ({"expert_model_parallel_size": 2}, "experts are not here yet"),
         ({"recompute_activations": True}, "TransformerConfig"),
@@ -119,11 +156,13 @@ def test_what_is_said_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     assert tk.MegatronLMPlugin(num_micro_batches=1, gradient_clipping=0, other_megatron_args=None).options == {
         "tensor_parallel": 1,
         "sequence_parallel": False,
+        "distributed_optimizer": False,
         "gradient_clipping": 0.0,
     }
     monkeypatch.setenv("TRAINER_KIT_MEGATRON_LM_TP_DEGREE", "4")
     monkeypatch.setenv("TRAINER_KIT_MEGATRON_LM_GRADIENT_CLIPPING", "0.5")
     found = tk.MegatronLMPlugin(sequence_parallelism=True).options
-    assert found == {"tensor_parallel": 4, "sequence_parallel": True, "gradient_clipping": 0.5}
+    sizes = {"tensor_parallel": 4, "sequence_parallel": True, "distributed_optimizer": False}
+    assert found == {**sizes, "gradient_clipping": 0.5}
     with pytest.raises(StrategyError, match="megatron-core is not installed"):
         tk.Accelerator(cpu=True, megatron_lm_plugin=tk.MegatronLMPlugin())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from functools import partial
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -20,11 +21,13 @@ from tests.parity.plain import make_batches, merged
 from tests.strategies.megatron_stand_in import Model, Stepper, install
 from trainer_kit.core.costs import optimizer_bytes
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.engine.resume import read_state
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision import make_precision
 from trainer_kit.strategies import MegatronStrategy
 from trainer_kit.strategies.megatron_config import KEYS, check_model, from_launcher, megatron_model, optimizer_options
 from trainer_kit.strategies.megatron_costs import megatron_costs
+from trainer_kit.strategies.megatron_state import find_pieces
 
 
 class Task(tk.TrainModule):
@@ -47,10 +50,10 @@ class Task(tk.TrainModule):
 
 def train(strategy: Any, save: str | None = None, **options: Any) -> tuple[tk.Trainer, dict[str, Tensor]]:
     """Five batches of six samples and one of five, of three on each rank: the last one has three and two."""
-    path, steps = options.pop("ckpt_path", None), options.pop("max_steps", -1)
-    settings: dict[str, Any] = {"max_epochs": 1, "max_steps": steps, "accelerator": "cpu", "devices": 2, "seed": 0}
+    path, module = options.pop("ckpt_path", None), options.pop("module", None) or Task()
+    settings: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 2, "seed": 0, **options}
     settings |= {"barebones": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    trainer, module = tk.Trainer(strategy=strategy, **settings), Task()
+    trainer = tk.Trainer(strategy=strategy, **settings)
     trainer.print = lambda *values, **said: None  # type: ignore[method-assign]
     x, y = merged(make_batches(1, size=35))
     trainer.fit(module, DataLoader(TensorDataset(x, y), batch_size=3), ckpt_path=path)
@@ -100,8 +103,8 @@ def test_it_is_told_what_it_needs_and_trains_as_ddp_does() -> None:
 @pytest.mark.world_size(2)
 def test_parts_of_tensor_ranks_are_put_together() -> None:
     install()
-    sys.modules["megatron.core.parallel_state"].get_tensor_model_parallel_group = lambda: dist.group.WORLD  # type: ignore[attr-defined]
     rank, strategy, module, whole = dist.get_rank(), MegatronStrategy("cpu", tensor_parallel=2), Task(), Task()
+    strategy.start()
     module.net, whole.net = Model(), Model()
     for name, axis in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
         layer, key = module.net.get_submodule(name.split(".")[0]), name.split(".")[1]
@@ -119,8 +122,9 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
     # Moments, too; those of one optimizer into another one's.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     chunk = SimpleNamespace(parameters=module.parameters)
-    config = SimpleNamespace(lr=0.1, sgd_momentum=0.9, weight_decay=0.0)
+    config = SimpleNamespace(lr=0.1, sgd_momentum=0.9, weight_decay=0.0, optimizer="sgd")
     strategy._optimizer = Stepper([], config, [chunk], {})
+    strategy._pieces = find_pieces(strategy._optimizer, module.parameters(), divided=False)
     inner = strategy._optimizer.optimizer.state
     for parameter in module.parameters():
         inner[parameter] = {"momentum_buffer": parameter.detach().clone()}
@@ -132,6 +136,74 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
     strategy.load_optimizer_state(optimizer, [{"lr": 0.3}], moments)
     for parameter in module.parameters():
         torch.testing.assert_close(inner[parameter]["momentum_buffer"], parameter.detach() * 2)
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=0.05, eps=1e-2, weight_decay=0.1)
+
+
+class Overflowing(Task):
+    """The gradients of the second window overflow in float16, and so do those of the third."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1e8 if batch_idx in (3, 4) else 1.0)
+
+
+def whole_run(path: str) -> dict[str, Any]:
+    state = read_state(Path(path), False)
+    return {"model": state["state_dict"], "moments": state["optimizer_states"][0]["state"], **state["precision"]}
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_distributed_optimizer_is_the_same_training() -> None:
+    """Its pieces are stepped by an optimizer that counts steps by group, as the fused ones do."""
+    _, _ = train("ddp", module=Task(adam), save="ddp", max_steps=2)
+    _, expected = train("ddp", module=Task(adam), save="ddp-3")
+    calls = install()
+    distributed = partial(MegatronStrategy, "cpu", distributed_optimizer=True)
+    trainer, _ = train(distributed(), module=Task(adam), save="divided", max_steps=2)
+    assert calls[2] == ("wrap", {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}, True)
+    assert calls[4][1]["use_distributed_optimizer"] is True
+    assert "distributed optimizer" in trainer.strategy.describe()
+    train(MegatronStrategy("cpu"), module=Task(adam), save="whole", max_steps=2)
+    for path, strategy in (
+        ("divided", distributed()), ("divided", "ddp"), ("divided", MegatronStrategy("cpu")), ("ddp", distributed()),
+        ("whole", distributed()), (None, distributed()),
+    ):  # fmt: skip
+        _, found = train(strategy, module=Task(adam), ckpt_path=path, save="again")
+        same(found, expected)
+        reference = whole_run("ddp-3")
+        for name, moments in whole_run("again")["moments"].items():
+            assert moments.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            torch.testing.assert_close(moments, reference["moments"][name], rtol=1e-4, atol=1e-7)
+    # Masters are what a checkpoint has of weights in half precision: runs go on in every bit, and elsewhere.
+    for precision, half, optimized in (("bf16-mixed", "bf16", True), ("bf16-mixed", "bf16", False)):
+        task = partial(Task, adam, **{half: True})
+        strategy = distributed if optimized else partial(MegatronStrategy, "cpu")
+        train(strategy(), module=task(), precision=precision, save="half", max_steps=2)
+        weights = whole_run("half")["model"]
+        assert all(value.dtype == torch.float32 for value in weights.values())
+        assert any((value != value.bfloat16().float()).any() for value in weights.values())
+        train(strategy(), module=task(), precision=precision, save="straight")
+        _, found = train(strategy(), module=task(), precision=precision, save="resumed", ckpt_path="half")
+        assert found["net.up.weight"].dtype == torch.bfloat16
+        torch.testing.assert_close(whole_run("resumed"), whole_run("straight"), rtol=0, atol=0)
+        _, found = train("ddp", module=Task(adam), ckpt_path="half")
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.02)
+    # Steps that it skips are the run's, and none of the schedule's; the scale is in checkpoints.
+    module, sixteen = Overflowing(adam, fp16=True), {"precision": "16-mixed"}
+    trainer, _ = train(distributed(), module=module, save="scaled", **sixteen)
+    assert trainer.global_step == 3
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05, "two of three steps were skipped, the next halves it"
+    scale = whole_run("scaled")
+    assert (scale["scale"], scale["_growth_tracker"], scale["megatron"]) == (2.0**19, 0, {"hysteresis_tracker": 0})
+    other = Overflowing(adam, fp16=True)
+    trainer, _ = train(distributed(), module=other, ckpt_path="scaled", max_epochs=2, max_steps=4, **sixteen)
+    assert trainer.precision_plugin.state_dict()["scale"] == 2.0**19
+    assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 1
+    with pytest.raises(StrategyError, match="distributed optimizer has no SGD"):
+        train(distributed())
 
 
 def dist_whole(value: Any) -> Tensor:
@@ -188,8 +260,14 @@ def test_what_megatron_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_key_of_accelerates_is_taken_or_refused() -> None:
     assert set(KEYS) == set(SECTIONS["megatron_lm_config"])
     told = {"megatron_lm_tp_degree": "4", "megatron_lm_sequence_parallelism": "True", "megatron_lm_pp_degree": "1"}
-    assert from_launcher(told) == {"tensor_parallel": 4, "sequence_parallel": True, "gradient_clipping": 1.0}
-    for key, value in (("pp_degree", "2"), ("recompute_activations", "true"), ("use_distributed_optimizer", "true")):
+    told["megatron_lm_use_distributed_optimizer"] = "true"
+    assert from_launcher(told) == {
+        "tensor_parallel": 4,
+        "sequence_parallel": True,
+        "distributed_optimizer": True,
+        "gradient_clipping": 1.0,
+    }
+    for key, value in (("pp_degree", "2"), ("recompute_activations", "true"), ("context_parallel_size", "2")):
         with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is said elsewhere here"):
             from_launcher({f"megatron_lm_{key}": value})
 
@@ -198,7 +276,7 @@ def test_what_a_rank_holds_and_sends() -> None:
     module = Model()  # 212 parameters
     optimizer = torch.optim.Adam(module.parameters())
     strategy = object.__new__(MegatronStrategy)
-    strategy.tensor_parallel = 2
+    strategy.tensor_parallel, strategy.distributed_optimizer = 2, False
     costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
     assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 212 * 4)
     assert optimizer_bytes([optimizer], costs) == 2 * 212 * 4 + 4 * 4  # moments in full precision, and steps
@@ -207,6 +285,12 @@ def test_what_a_rank_holds_and_sends() -> None:
     assert "4 data ranks; each of 2 tensor ranks" in costs.layout
     (alone,) = megatron_costs(module, "32-true", 2, 1).exchanges
     assert alone.sent == 212 * 4
+    strategy.distributed_optimizer = True
+    costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
+    assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 53 * 4)
+    assert optimizer_bytes([optimizer], costs) == 2 * 53 * 4 + 4
+    scattered, gathered, _ = costs.exchanges
+    assert (scattered.sent, gathered.sent) == (3 * 212 * 4 // 4, 3 * 212 * 2 // 4)
 
 
 @pytest.mark.gpu
@@ -236,8 +320,14 @@ def test_the_real_one() -> None:
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.01)
 
-    losses: list[float] = []
     data = DataLoader(TensorDataset(torch.arange(8).repeat(12, 1)), batch_size=3)
-    trainer = tk.Trainer(accelerator="cuda", devices=1, strategy=MegatronStrategy(), max_epochs=5, barebones=True)
-    trainer.fit(Language(), data)
-    assert losses[-1] < losses[0] / 2
+    found = []
+    for distributed in (False, True):
+        losses: list[float] = []
+        strategy = MegatronStrategy(distributed_optimizer=distributed)
+        trainer = tk.Trainer(accelerator="cuda", devices=1, strategy=strategy, max_epochs=5, barebones=True, seed=0)
+        trainer.fit(Language(), data)
+        assert losses[-1] < losses[0] / 2
+        trainer.save_checkpoint(f"{distributed}")
+        found.append(read_state(Path(f"{distributed}"), False)["optimizer_states"][0]["state"])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -48,6 +48,7 @@ class MegatronLMPlugin:
         sequence_parallelism: norms and dropout are divided along the sequence among them.
         gradient_clipping: the largest norm of all gradients together; 0: nothing is clipped. By default 1.
         pp_degree: 1; `MeshStrategy` has pipelines.
+        use_distributed_optimizer: a data rank has a part of the optimizer.
         num_micro_batches: 1; ``gradient_accumulation_steps`` and ``accumulate`` say it.
         others: keys of ``megatron_lm_config`` and of Accelerate's plugin, which are refused by name with where they
             are said here.

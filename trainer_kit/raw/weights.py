@@ -33,9 +33,9 @@ class Weights(Loop):
         if self._owns_step:
             whole = self.strategy.module_state(self.unwrap_model(model))
             return _on_cpu(whole) if self.is_main_process else {}
-        found = dict(own.state_dict())
         if not self.strategy.sharded:
-            return found
+            return dict(own.state_dict())
+        found = self.strategy.module_state(own)
         pipeline = getattr(self.strategy, "pipeline", None)
         names = list(found) if pipeline is None else pipeline.names
         held = None if pipeline is None else self.world.all_gather_object(list(found))

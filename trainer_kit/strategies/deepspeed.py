@@ -42,7 +42,6 @@ from trainer_kit.strategies.deepspeed_module import (
 from trainer_kit.strategies.deepspeed_scaler import EngineScaler
 from trainer_kit.strategies.deepspeed_sections import Sections
 from trainer_kit.strategies.deepspeed_state import (
-    Piece,
     find_pieces,
     load_module,
     load_optimizer,
@@ -50,6 +49,7 @@ from trainer_kit.strategies.deepspeed_state import (
     optimizer_states,
 )
 from trainer_kit.strategies.engine_module import EngineModule
+from trainer_kit.strategies.pieces import Piece
 from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, refuse_whole

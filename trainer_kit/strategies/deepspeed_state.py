@@ -7,7 +7,6 @@ it keeps several, and parameters, too, are in pieces. What is written here is wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -15,36 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Piece", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states", "shape_of"]
+from trainer_kit.strategies.pieces import Piece, unkept, whole_of
+
+__all__ = ["find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states", "shape_of"]
 
 _STEP: Final = "step"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Where this rank has its piece of a parameter.
-
-    Attributes:
-        master: what the optimizer steps.
-        start: the first element in it.
-        first: the first element in the parameter.
-        count: how many; 0 where other ranks have all of it.
-        divided: whether other ranks have other pieces.
-    """
-
-    master: Tensor
-    start: int
-    first: int
-    count: int
-    divided: bool = True
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The same elements of the master, or of a moment of it; a view."""
-        return tensor.detach().view(-1).narrow(0, self.start, self.count)
-
-    def in_whole(self, tensor: Tensor) -> Tensor:
-        """The same elements of the whole parameter, or of a whole moment of it; a view where it is contiguous."""
-        return tensor.detach().reshape(-1).narrow(0, self.first, self.count)
 
 
 def shape_of(parameter: nn.Parameter) -> torch.Size:
@@ -94,29 +68,7 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
 
 
 def _whole(parameter: nn.Parameter, piece: Piece, tensor: Tensor, keep: bool) -> Tensor:
-    """The pieces of all ranks as one tensor on the CPU; zeros that take no memory where it is not kept."""
-    shape = shape_of(parameter)
-    if not piece.divided:
-        return piece.of(tensor).view(shape).clone() if keep else _unkept(shape, tensor.dtype)
-    whole = torch.zeros(shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor))
-    piece.in_whole(whole).copy_(piece.of(tensor))
-    # As integers, of which all but one are zero: every bit arrives, the sign of a zero too.
-    dist.all_reduce(whole.view(torch.int32 if whole.element_size() == 4 else torch.int16))
-    if not keep:
-        return _unkept(shape, tensor.dtype)
-    return whole.view(shape).cpu()  # sync point: a checkpoint
-
-
-def _unkept(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor that takes the memory of one element: who looks at a state on any rank finds its shapes."""
-    return torch.zeros((), dtype=dtype).expand(shape)
-
-
-def _exchange_device(tensor: Tensor) -> torch.device:
-    """Where collectives run: an offloaded master is on the host."""
-    if tensor.device.type == "cpu" and "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return tensor.device
+    return whole_of(piece, shape_of(parameter), tensor, keep)
 
 
 def module_state(pieces: Mapping[nn.Parameter, Piece], module: nn.Module, keep: bool) -> dict[str, Any]:
@@ -151,7 +103,7 @@ def _frozen(parameter: nn.Parameter, there: Tensor, keep: bool) -> Tensor:
 
     with deepspeed.zero.GatheredParameters([parameter]):
         if not keep:
-            return _unkept(shape_of(parameter), parameter.dtype)
+            return unkept(shape_of(parameter), parameter.dtype)
         return parameter.detach().clone().cpu()  # sync point: a checkpoint
 
 

@@ -17,9 +17,12 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.gradients import clip_parts, local
-from trainer_kit.strategies.megatron_config import check_model, megatron_model, optimizer_options
+from trainer_kit.strategies.megatron_config import check_model, megatron_model
 from trainer_kit.strategies.megatron_costs import megatron_costs
-from trainer_kit.strategies.megatron_state import TensorParts, keep_state, kept_state
+from trainer_kit.strategies.megatron_library import finalize, make_groups, make_optimizer, unwrapped, weighed, wrap
+from trainer_kit.strategies.megatron_scaler import MegatronScaler
+from trainer_kit.strategies.megatron_state import TensorParts, find_pieces, keep_state, kept_state
+from trainer_kit.strategies.pieces import Piece, whole_of
 from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, part_of
@@ -40,6 +43,8 @@ class MegatronStrategy(Ported):
         device: where this rank computes; the Trainer fills it in.
         tensor_parallel: ranks that compute each layer together; the rest is data parallel.
         sequence_parallel: norms and dropout are divided along the sequence among them.
+        distributed_optimizer: a data rank gets, steps and keeps the state of its part of all parameters (ZeRO's
+            stage 1, in Megatron's buffers); Adam and AdamW only. Checkpoints are the same with it and without.
         gradient_clipping: largest norm of all gradients in a loop of the user's own, where Accelerate clips by itself;
             0: it does not. A Trainer has ``gradient_clip_val``.
         timeout: how long a collective may take.
@@ -59,6 +64,7 @@ class MegatronStrategy(Ported):
         *,
         tensor_parallel: int = 1,
         sequence_parallel: bool = False,
+        distributed_optimizer: bool = False,
         gradient_clipping: float = 0.0,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
@@ -67,10 +73,13 @@ class MegatronStrategy(Ported):
         self.device = torch.device(device)
         self.tensor_parallel, self.sequence_parallel, self.timeout = tensor_parallel, sequence_parallel, timeout
         self.sharded, self.gradient_clipping = tensor_parallel > 1, gradient_clipping
+        self.distributed_optimizer = distributed_optimizer
         self._chunk: Any = None
         self._optimizer: Any = None
         self._schedule: Any = None  # None: the loop is the user's own
+        self._scaler = MegatronScaler()
         self._gradients: dict[nn.Parameter, Tensor] = {}
+        self._pieces: dict[nn.Parameter, Piece] = {}
         self._parts = TensorParts(tensor_parallel)
         self._inside = False
         self._half = ""
@@ -90,27 +99,18 @@ class MegatronStrategy(Ported):
             raise StrategyError(
                 "Megatron runs on CUDA only", found="no CUDA device", fix="MeshStrategy(tp=), which runs anywhere"
             )
-        from megatron.core import parallel_state, tensor_parallel
-
         self.world: ProcessGroup = join_world(self.device, None, self.timeout, alone=True)
         self.places(self.world.size)
-        if parallel_state.model_parallel_is_initialized():
-            parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=self.tensor_parallel,
-            pipeline_model_parallel_size=1,
-            distributed_timeout_minutes=int(self.timeout.total_seconds() // 60),
-        )
-        # The same on all ranks; it makes of it what differs among tensor ranks.
-        tensor_parallel.model_parallel_cuda_manual_seed(self.world.broadcast(torch.initial_seed() % 2**31))
-        self.data = ProcessGroup(self.device, parallel_state.get_data_parallel_group())
+        seed = self.world.broadcast(torch.initial_seed() % 2**31)
+        groups = make_groups(self.tensor_parallel, self.timeout, seed)
+        self.data = ProcessGroup(self.device, groups.get_data_parallel_group())
         self.losses = self.reports = self.data
         self.reporter = self.world.rank
 
     def stop(self) -> None:
         """Take the wrapper out of the module's way; a checkpoint of what was trained may still be asked for."""
         if self._chunk is not None:
-            _unwrapped(self._chunk).__dict__.pop("forward", None)
+            unwrapped(self._chunk).__dict__.pop("forward", None)
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Layers are built where they run, each rank its part."""
@@ -130,11 +130,11 @@ class MegatronStrategy(Ported):
         # Losses are weighed by the loop: gradients are added up, and nothing is divided by anybody.
         self._prepare(module, precision, added_up=True)
         self._chunk.config.no_sync_func = self._chunk.no_sync
-        self._chunk.config.finalize_model_grads_func = _finalize
+        self._chunk.config.finalize_model_grads_func = finalize
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """The same for a loop of the user's own, whose losses are weighed for gradients that are averaged."""
-        if self._chunk is not None and "forward" in _unwrapped(self._chunk).__dict__:
+        if self._chunk is not None and "forward" in unwrapped(self._chunk).__dict__:
             raise StrategyError(
                 "Megatron trains one model", fix="prepare_model(other, evaluation_mode=True), or accelerator.clear()"
             )
@@ -143,27 +143,17 @@ class MegatronStrategy(Ported):
         return module
 
     def _prepare(self, module: nn.Module, precision: Precision, added_up: bool) -> None:
-        from megatron.core import tensor_parallel
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.transformer.module import Float16Module
-
         model = megatron_model(module)
         config: Any = model.config
         sizes = {"tensor_model_parallel_size": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
         others = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
         check_model(config, {**sizes, **others}, precision.name)
         self._half = "bf16" if config.bf16 else "fp16" if config.fp16 else ""
-        if precision.scales:
-            precision.hand_over()  # type: ignore[attr-defined]
-        for parameter in model.parameters():
-            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        if self._half == "fp16":
+            precision.hand_over(self._scaler)  # type: ignore[attr-defined]
         module.to(self.device)
-        config.calculate_per_token_loss = added_up
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        inner = Float16Module(config, model) if self._half else model
-        self._chunk = DistributedDataParallel(config, settings, inner)
-        self._chunk.broadcast_params()
-        self._optimizer, self._gradients = None, {}
+        self._chunk = wrap(model, self._half, added_up, self.distributed_optimizer)
+        self._optimizer, self._gradients, self._pieces = None, {}, {}
         model.__dict__["forward"] = partial(self._called, model.forward)
 
     def _called(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -178,24 +168,14 @@ class MegatronStrategy(Ported):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Megatron's optimizer in place of this one, whose options it follows from step to step."""
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
         if self._optimizer is not None:
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
         if self._chunk is None:
             raise StrategyError("Megatron has no model to step", fix="prepare the model with its optimizer, or before")
-        options = optimizer_options(optimizer)
-        trained = {id(p) for p in self._chunk.parameters() if p.requires_grad}
-        if {id(p) for p in optimizer.param_groups[0]["params"]} != trained:
-            raise StrategyError(
-                "Megatron steps all that requires a gradient", fix="freeze the rest: parameter.requires_grad_(False)"
-            )
-        half = {self._half: True} if self._half else {}
-        config = OptimizerConfig(clip_grad=0.0, use_distributed_optimizer=False, **half, **options)
-        # No overrides: by default it would not decay vectors, which torch's optimizer does.
-        self._optimizer = get_megatron_optimizer(config, [self._chunk], config_overrides={})
-        if self._half == "fp16":
-            self._chunk.config.grad_scale_func = self._optimizer.scale_loss
+        self._optimizer = make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
+        trained = [p for p in self._chunk.parameters() if p.requires_grad]
+        self._pieces = find_pieces(self._bottom(), trained, self.distributed_optimizer)
+        self._scaler.follow(self._bottom())
         if self._schedule is None:
             optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]  # those that Megatron keeps
 
@@ -224,8 +204,16 @@ class MegatronStrategy(Ported):
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average them over the data ranks; what its wrapper keeps of them."""
-        _finalize([self._chunk])
-        return [parameter.main_grad for parameter in optimizer.param_groups[0]["params"]]
+        finalize([self._chunk])
+        return [self._gradient(parameter) for parameter in optimizer.param_groups[0]["params"]]
+
+    def _gradient(self, parameter: Any) -> Tensor:
+        """What this rank has of it once gradients are complete; the rest of the buffer is not added up."""
+        kept = self._gradients
+        if parameter not in kept:
+            piece, gradient = self._pieces[parameter], parameter.main_grad
+            kept[parameter] = piece.in_whole(gradient) if piece.divided else self._parts.placed(gradient, parameter)
+        return kept[parameter]
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """Megatron's, with the learning rate and the weight decay of now."""
@@ -238,7 +226,8 @@ class MegatronStrategy(Ported):
                 self.clip_gradients(now["params"], self.gradient_clipping, "norm")
             for group in self._optimizer.param_groups:
                 group["lr"], group["weight_decay"] = now["lr"], now["weight_decay"]
-            self._optimizer.step()
+            updated, *_ = self._optimizer.step()
+            self._scaler.skipped = not updated
             if self._schedule is None:
                 self._optimizer.zero_grad()  # only lets go of `.grad`, which may be what its wrapper adds up
             optimizer._opt_called = True  # type: ignore[attr-defined]  # its schedulers ask whether it was stepped
@@ -270,7 +259,7 @@ class MegatronStrategy(Ported):
             if not index:
                 micro.start_gradients()
                 self._zero_gradients()
-            return loss, _weighed
+            return loss, weighed
 
         self._schedule(
             forward_step_func=forward,
@@ -290,36 +279,54 @@ class MegatronStrategy(Ported):
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
         """Clip what its wrapper keeps, over the tensor ranks too; its optimizer would read the norm on the host."""
-        kept = self._gradients
-        parameter: Any
-        for parameter in parameters:
-            if parameter not in kept and parameter.requires_grad:
-                kept[parameter] = self._parts.placed(parameter.main_grad, parameter)
-        scale = self._optimizer.get_loss_scale() if self._half == "fp16" else 1.0
-        norm = clip_parts([kept[p] for p in parameters if p.requires_grad], value * scale, algorithm, norm_type)
+        scale = self._optimizer.get_loss_scale().reshape(()) if self._half == "fp16" else 1.0
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        gradients = [self._gradient(parameter) for parameter in trained]
+        if not self.distributed_optimizer:
+            norm = clip_parts(gradients, value * scale, algorithm, norm_type)
+        else:
+            # Empty ones, too: a rank may have nothing, and takes part in the sum.
+            counted = [g if self._parts.counts(p) else g[:0] for p, g in zip(trained, gradients, strict=True)]
+            norm = clip_parts(gradients, value * scale, algorithm, norm_type, stages=self.world, counted=counted)
         return None if norm is None else norm / scale
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """By the module's names; what tensor ranks have parts of as what it is one of."""
+        """By the module's names; masters in place of weights that are rounded, parts with what they are parts of."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
-        return {name: self._parts.placed(value, parameters.get(name)) for name, value in state.items()}
+        for name, value in state.items():
+            parameter = parameters.get(name)
+            piece = None if parameter is None else self._pieces.get(parameter)
+            if piece is not None and piece.master.dtype != value.dtype:
+                value = whole_of(piece, value.shape, piece.master, self._keeps, self.data.group)
+            state[name] = self._parts.placed(value, parameter)
+        return state
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether a checkpoint wants the values of this rank."""
+        return self.sharded or self.world.rank == 0
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Each rank takes its part."""
-        like = self.module_state(module)
-        parts = {name: local(part_of(value, like[name])) if name in like else value for name, value in state.items()}
+        parameters = dict(module.named_parameters(remove_duplicate=False))
         extra = {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
+        like = {n: self._parts.placed(v, parameters.get(n)) for n, v in module.state_dict().items() if n not in extra}
+        parts = {name: local(part_of(value, like[name])) if name in like else value for name, value in state.items()}
         module.load_state_dict({**extra, **parts}, strict=strict)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
+        for name, parameter in parameters.items():
+            piece = self._pieces.get(parameter)
+            if piece is not None and name in parts:  # what is read has digits that the model's dtype may not have
+                piece.of(piece.master).copy_(piece.in_whole(parts[name]))
 
     def optimizer_state(
         self, optimizer: Optimizer
     ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
-        """What Megatron's optimizer keeps, by the module's parameters; masters of half precision among it."""
+        """What Megatron's optimizer keeps, by the module's parameters."""
         groups, _ = optimizer_state(optimizer)
-        return groups, kept_state(self._bottom(), groups[0], self._parts)
+        return groups, kept_state(self._bottom(), self._pieces, self._parts, self.data, self._keeps)
 
     def load_optimizer_state(
         self,
@@ -329,7 +336,7 @@ class MegatronStrategy(Ported):
     ) -> None:
         """Each rank takes its parts; the options are torch's."""
         load_optimizer_state(optimizer, groups, {})
-        keep_state(self._bottom(), state, self._parts, scales=self._half == "fp16")
+        keep_state(self._bottom(), self._pieces, state, self._parts)
 
     def _bottom(self) -> Any:
         """What holds torch's optimizer, and is asked in a step."""
@@ -349,27 +356,11 @@ class MegatronStrategy(Ported):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Of a tensor rank, as it was built."""
-        return megatron_costs(module, precision.name, ranks // self.tensor_parallel, self.tensor_parallel)
+        data_ranks = ranks // self.tensor_parallel
+        return megatron_costs(module, precision.name, data_ranks, self.tensor_parallel, self.distributed_optimizer)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
         size = f", {self.data.size} data ranks" if hasattr(self, "data") else ""
-        return f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks{size}"
-
-
-def _finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
-    """Its own, without the division by the number of tokens: the loop's weights have done that."""
-    from megatron.core.distributed import finalize_model_grads
-
-    finalize_model_grads(model, None, **options)
-
-
-def _weighed(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The loss is weighed already; the number of tokens is not looked at."""
-    return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
+        divided = ", distributed optimizer" if self.distributed_optimizer else ""
+        return f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks{size}{divided}"

@@ -16,6 +16,7 @@ __all__ = ["KEYS", "check_model", "from_launcher", "megatron_model", "optimizer_
 _READ: Final = {
     "megatron_lm_tp_degree": "tensor_parallel",
     "megatron_lm_sequence_parallelism": "sequence_parallel",
+    "megatron_lm_use_distributed_optimizer": "distributed_optimizer",
     "megatron_lm_gradient_clipping": "gradient_clipping",
 }
 _IN_THE_MODEL: Final = "say it in the TransformerConfig that configure_model builds with"
@@ -27,7 +28,6 @@ _REFUSED: Final = {
     "megatron_lm_optimizer_cpu_offload": "use FSDPStrategy(cpu_offload=True)",
     "megatron_lm_pp_degree": "use MeshStrategy(pp=)",
     "megatron_lm_use_custom_fsdp": "use FSDPStrategy",
-    "megatron_lm_use_distributed_optimizer": "its state is in flat buffers, which no other layout can load",
     "megatron_lm_use_precision_aware_optimizer": "masters are float32 here",
     **{
         f"megatron_lm_{key}": _IN_THE_MODEL
@@ -45,6 +45,7 @@ _REFUSED: Final = {
 _HARMLESS: Final = {"megatron_lm_calculate_per_token_loss"}  # losses are weighed by the loop, always
 KEYS: Final = (*_READ, *_REFUSED, *_HARMLESS)
 """Of ``megatron_lm_config``."""
+_ON: Final = {"1", "true", "yes"}
 _OFF: Final = {"", "0", "1", "false", "no", "none", "unfused"}
 
 
@@ -59,14 +60,15 @@ def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
 
     Example:
         >>> from_launcher({"megatron_lm_tp_degree": "2", "megatron_lm_pp_degree": "1"})
-        {'tensor_parallel': 2, 'sequence_parallel': False, 'gradient_clipping': 1.0}
+        {'tensor_parallel': 2, 'sequence_parallel': False, 'distributed_optimizer': False, 'gradient_clipping': 1.0}
     """
     for key, instead in _REFUSED.items():
         if told.get(key, "").lower() not in _OFF:
             raise ConfigurationError(f"{key} is said elsewhere here", found=f"{key}: {told[key]}", fix=instead)
     return {
         "tensor_parallel": int(told.get("megatron_lm_tp_degree", 1)),
-        "sequence_parallel": told.get("megatron_lm_sequence_parallelism", "").lower() in ("true", "yes", "1"),
+        "sequence_parallel": told.get("megatron_lm_sequence_parallelism", "").lower() in _ON,
+        "distributed_optimizer": told.get("megatron_lm_use_distributed_optimizer", "").lower() in _ON,
         # A Trainer has an argument for it; in other loops 1 is what Accelerate takes where nothing is said.
         "gradient_clipping": float(told.get("megatron_lm_gradient_clipping", 1.0)),  # no sync point: a text
     }
@@ -124,8 +126,12 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
         )
 
 
-def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
+def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[str, Any]:
     """Fields of Megatron's ``OptimizerConfig`` that make it step as torch's optimizer does.
+
+    Args:
+        optimizer: of torch.
+        distributed: whether by the distributed one, which has Adam only.
 
     Raises:
         StrategyError: Megatron has no such optimizer.
@@ -144,6 +150,10 @@ def optimizer_options(optimizer: Optimizer) -> dict[str, Any]:
     group = optimizer.param_groups[0]
     options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     beyond = [key for key in ("amsgrad", "maximize", "nesterov", "dampening") if group.get(key)]
+    if type(optimizer) is torch.optim.SGD and distributed:
+        raise StrategyError(
+            "Megatron's distributed optimizer has no SGD", fix="AdamW or Adam, or distributed_optimizer=False"
+        )
     if type(optimizer) is torch.optim.SGD and not beyond:
         return {**options, "optimizer": "sgd", "sgd_momentum": group["momentum"]}
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not beyond:

@@ -1,17 +1,25 @@
-"""What Megatron's optimizer keeps, by the module's parameters, and their places among the tensor ranks."""
+"""What Megatron's optimizer keeps, by the module's parameters, and their places among the tensor ranks.
+
+Without its distributed optimizer every data rank steps, and keeps, all that its tensor rank has. With it a data rank
+steps a flat piece of each parameter: the pieces are put together for a checkpoint, and taken out of the whole again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.protocols import Group
 from trainer_kit.strategies.gradients import local
+from trainer_kit.strategies.pieces import Piece, whole_of
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["TensorParts", "keep_state", "kept_state"]
+__all__ = ["TensorParts", "find_pieces", "keep_state", "kept_state"]
+
+_STEP: Final = "step"
 
 
 @final
@@ -24,7 +32,15 @@ class TensorParts:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._mesh: Any = None
+        self._meshes: dict[str, Any] = {}
+
+    def counts(self, parameter: Any) -> bool:
+        """Whether a parameter is a part, or that of the first tensor rank, which stands for the same of the others."""
+        if self._ranks == 1 or getattr(parameter, "tensor_model_parallel", False):
+            return True
+        from megatron.core import parallel_state
+
+        return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
     def placed(self, value: Tensor, parameter: Any) -> Tensor:
         """The value with its place among the tensor ranks, where ``parameter``, whose it is, is a part."""
@@ -34,58 +50,105 @@ class TensorParts:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), value.device.type)
-        return DTensor.from_local(value.detach(), self._mesh, [Shard(parameter.partition_dim)], run_check=False)
+        there = value.device.type  # what is put together for a checkpoint is on the host
+        if there not in self._meshes:
+            self._meshes[there] = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), there)
+        place = [Shard(parameter.partition_dim)]
+        return DTensor.from_local(value.detach(), self._meshes[there], place, run_check=False)
 
 
-def kept_state(
-    stepper: Any, parameters: Iterable[nn.Parameter], parts: TensorParts
-) -> dict[nn.Parameter, dict[str, Any]]:
-    """What Megatron's optimizer keeps of each parameter; masters of half precision are among it.
+def find_pieces(stepper: Any, parameters: Iterable[nn.Parameter], divided: bool) -> dict[nn.Parameter, Piece]:
+    """What of each parameter is stepped on this rank.
 
     Args:
         stepper: Megatron's, around one of torch's.
-        parameters: the module's.
-        parts: their places.
+        parameters: those that are trained.
+        divided: whether it is the distributed one.
     """
-    scaler, found = getattr(stepper, "grad_scaler", None), {}
-    for parameter in parameters:
-        main = getattr(parameter, "main_param", parameter)
-        own = dict(stepper.optimizer.state.get(main, {}))
-        if main is not parameter and own:
-            own["main_param"] = main
-        if own and scaler is not None:
-            own["grad_scaler"], scaler = scaler.state_dict(), None  # one is enough
-        if own:
-            found[parameter] = {
-                name: parts.placed(value, parameter) if _is_part(value, main) else value for name, value in own.items()
-            }
+    if not divided:
+        masters = {p: getattr(p, "main_param", p) for p in parameters}
+        return {p: Piece(master, 0, 0, p.numel(), divided=False) for p, master in masters.items()}
+    found = {p: Piece(torch.empty(0, device=p.device), 0, 0, 0) for p in parameters}
+    for whole, parts in (
+        (stepper.model_fp32_groups, stepper.shard_fp32_groups),
+        (stepper.model_float16_groups, stepper.shard_fp32_from_float16_groups),
+    ):
+        for ours, theirs in zip(whole, parts, strict=True):
+            for parameter, master in zip(ours, theirs, strict=True):
+                place = stepper._get_model_param_range_map(parameter)["param"]
+                found[parameter] = Piece(master, 0, place.start, place.end - place.start)
     return found
 
 
-def keep_state(stepper: Any, state: Mapping[nn.Parameter, Mapping[str, Any]], parts: TensorParts, scales: bool) -> None:
-    """Each rank takes its parts of what `kept_state` found.
+def kept_state(
+    stepper: Any, pieces: Mapping[nn.Parameter, Piece], parts: TensorParts, data: Group, keep: bool
+) -> dict[nn.Parameter, dict[str, Any]]:
+    """What Megatron's optimizer keeps of each parameter, as torch's would. Every rank must call it.
+
+    Args:
+        stepper: Megatron's, around one of torch's.
+        pieces: of the module's parameters.
+        parts: their places.
+        data: the ranks that have the pieces.
+        keep: whether this rank wants the values; else they are zeros that take no memory.
+    """
+    kinds, steps = _kinds(stepper.optimizer)
+    if any(piece.divided for piece in pieces.values()):  # a rank may have nothing but what fills the last bucket up
+        kinds, steps = max(data.all_gather_object((kinds, steps)), key=lambda told: len(told[0]))
+    found: dict[nn.Parameter, dict[str, Any]] = {}
+    for parameter, piece in pieces.items() if kinds else ():
+        own = stepper.optimizer.state.get(piece.master, {})
+        found[parameter] = {} if steps is None else {_STEP: torch.tensor(steps, dtype=torch.float32)}
+        for name, dtype in kinds.items():
+            moment = own.get(name, torch.empty(0, dtype=dtype, device=parameter.device))
+            whole = whole_of(piece, parameter.shape, moment, keep, getattr(data, "group", None))
+            found[parameter][name] = parts.placed(whole, parameter)
+    return found
+
+
+def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
+    """What there is of each parameter, and how many steps were taken: of a parameter in torch, of a group elsewhere."""
+    steps = next((group[_STEP] for group in optimizer.param_groups if _STEP in group), None)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if own := optimizer.state.get(parameter):
+                kinds = {name: v.dtype for name, v in own.items() if isinstance(v, Tensor) and name != _STEP}
+                steps = own.get(_STEP, steps)
+                return kinds, None if steps is None else float(steps)  # sync point: a checkpoint
+    return {}, None
+
+
+def keep_state(
+    stepper: Any,
+    pieces: Mapping[nn.Parameter, Piece],
+    state: Mapping[nn.Parameter, Mapping[str, Any]],
+    parts: TensorParts,
+) -> None:
+    """Each rank takes its pieces of what `kept_state` found, or of torch's own state.
 
     Args:
         stepper: as there.
-        state: as there, of any layout.
+        pieces: as there.
+        state: of any layout.
         parts: as there.
-        scales: whether losses are scaled now.
     """
+    # As Apex and TransformerEngine have it, which Megatron prefers to torch's.
+    by_group = not type(stepper.optimizer).__module__.startswith("torch.")
     for parameter, saved in state.items():
-        main = getattr(parameter, "main_param", parameter)
-        whole = parts.placed(main.detach(), parameter)
-        own = {name: local(part_of(v, whole)) if isinstance(v, Tensor) else v for name, v in saved.items()}
-        if (scale := own.pop("grad_scaler", None)) is not None and scales:
-            stepper.grad_scaler.load_state_dict(scale)
-        with torch.no_grad():
-            if (kept := own.pop("main_param", None)) is not None and main is not parameter:
-                main.copy_(kept)
-        stepper.optimizer.state[main] = {
-            name: v.to(main.device) if isinstance(v, Tensor) and v.dim() else v for name, v in own.items()
-        }
-
-
-def _is_part(value: Any, of: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == of.shape
+        piece, own = pieces[parameter], dict(saved)
+        steps = own.pop(_STEP, None)
+        if steps is not None:
+            for group in stepper.optimizer.param_groups if by_group else ():
+                group[_STEP] = int(steps)  # sync point: a checkpoint
+        if not piece.count:
+            continue
+        like, master = parts.placed(parameter.detach(), parameter), piece.master
+        mine: dict[str, Any] = {}
+        if steps is not None and not by_group:
+            mine[_STEP] = torch.as_tensor(steps, dtype=torch.float32, device="cpu").clone()
+        for name, value in own.items():
+            if isinstance(value, Tensor) and value.shape == like.shape:
+                part = local(part_of(value, like)).detach()
+                value = piece.in_whole(part).view(master.shape).to(master.device, copy=True)
+            mine[name] = value
+        stepper.optimizer.state[master] = mine
