@@ -12,6 +12,7 @@ from trainer_kit import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
+    GradScalerKwargs,
     InitProcessGroupKwargs,
     PartialState,
     ProjectConfiguration,
@@ -332,6 +333,38 @@ def test_a_state_saved_in_an_epoch_goes_on_exactly(tmp_path, options):
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
     for name in names:
         verify_checkpoint(tmp_path / "checkpoints" / name)
+
+
+@pytest.mark.parametrize("overflows", [(), (3,)])
+def test_a_scale_goes_on_where_a_state_was_saved_behind_a_step(tmp_path, overflows):
+    def prepared():
+        handler = GradScalerKwargs(init_scale=8.0, growth_interval=2)
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
+        model = net(torch.float32)
+        return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(accelerator, model, optimizer, steps):
+        found = []
+        for step in steps:
+            loss = model(X.float()).square().mean()
+            accelerator.backward(loss * float("inf") if step in overflows else loss)
+            found.append(accelerator.scaler.get_scale())
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *weights(model)] if steps.stop == 8 else found
+
+    whole, broken = prepared(), prepared()
+    expected = train(*whole, range(8))
+    first = train(*broken, range(4))
+    broken[0].save_state(tmp_path / "state")
+    resumed = prepared()
+    resumed[0].load_state(tmp_path / "state")
+    train(*broken, range(4, 6))
+    broken[0].load_state(tmp_path / "state")  # in a process that has stepped since
+    for one in (resumed, broken):
+        found = [*first, *train(*one, range(4, 8))]
+        assert found[:8] == expected[:8]
+        assert all(torch.equal(a, b) for a, b in zip(found[8:], expected[8:], strict=True))
 
 
 def test_numbering_goes_on_after_a_resume(tmp_path):

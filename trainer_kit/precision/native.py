@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -24,7 +24,7 @@ from trainer_kit.precision.exceptions import (
     is_excepted,
 )
 from trainer_kit.precision.lasting import note_cast, refuse_cast, refuse_layers
-from trainer_kit.precision.overflow import SeenOptimizer, has_gradients, seen_optimizers
+from trainer_kit.precision.overflow import SeenOptimizer, has_gradients, seen_optimizers, state_of_next
 from trainer_kit.precision.where import check_runs
 
 __all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
@@ -118,7 +118,7 @@ class TruePrecision:
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Layers are made in this dtype at once."""
-        return _default_dtype(self.dtype) if self.converts_batch else nullcontext()
+        return _DefaultDtype(self.dtype) if self.converts_batch else nullcontext()
 
     def hand_over(self, scaler: LossScaler | None = None) -> None:
         """An engine scales losses by itself; its scaler, if it shows one, says what it skipped."""
@@ -255,11 +255,16 @@ class MixedPrecision:
         """An engine scales losses by itself; its scaler, if it shows one, says what it skipped."""
         self.scales, self.scaler, self._engine = scaler is not None, None, scaler
 
+    @property
+    def _has_stepped(self) -> bool:
+        """Whether a step is finished, and nobody has said that it was: manual mode, loops of the user's own."""
+        return bool(self._stepped) and self._unscaled <= self._stepped
+
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale; the scale adapts first if a step of this turn has been finished (manual mode)."""
         if self.scaler is None:
             return loss
-        if self._stepped and self._unscaled <= self._stepped:
+        if self._has_stepped:
             self.end_step()
         self._began = True
         scaled: Tensor = self.scaler.scale(loss)
@@ -314,11 +319,14 @@ class MixedPrecision:
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
+        if self.scaler is not None and self._has_stepped:
+            return state_of_next(self.scaler)
         scaler = self._engine or self.scaler
         return {} if scaler is None else scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned; nothing without a scaler, or from a run without one."""
+        self.abandon_step()  # of what was there before: it says nothing of the scale that comes
         scaler = self._engine or self.scaler
         if scaler is not None and state:
             scaler.load_state_dict(dict(state))
@@ -332,16 +340,10 @@ class _DefaultDtype:
 
     def __enter__(self) -> None:
         self.before = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
+        torch.set_DefaultDtype(self.dtype)
 
     def __exit__(self, *error: object) -> None:
         torch.set_default_dtype(self.before)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Any:
-    with _DefaultDtype(dtype):
-        yield
 
 
 def _bits(dtype: Any, known: Mapping[torch.dtype, str], what: str) -> str:

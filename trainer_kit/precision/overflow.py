@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["SeenOptimizer", "has_gradients", "seen_optimizers"]
+__all__ = ["SeenOptimizer", "has_gradients", "seen_optimizers", "state_of_next"]
 
 
 class SeenOptimizer:
@@ -53,3 +54,13 @@ def _nothing() -> None:
 def has_gradients(optimizer: Optimizer | SeenOptimizer) -> bool:
     """Whether any of its parameters has a gradient."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def state_of_next(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """The state that the next loss finds, once the scale has adapted; this one's stays: others may yet step with it."""
+    before, looked = scaler.state_dict(), scaler._per_optimizer_states
+    scaler.update()
+    adapted = scaler.state_dict()
+    scaler.load_state_dict(before)
+    scaler._per_optimizer_states = looked
+    return adapted
