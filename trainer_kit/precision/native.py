@@ -340,7 +340,7 @@ class _DefaultDtype:
 
     def __enter__(self) -> None:
         self.before = torch.get_default_dtype()
-        torch.set_DefaultDtype(self.dtype)
+        torch.set_default_dtype(self.dtype)
 
     def __exit__(self, *error: object) -> None:
         torch.set_default_dtype(self.before)
