@@ -223,7 +223,13 @@ def test_stages(tmp_path: Path) -> None:
 
 def what_is_dropped_is_dropped_again(accelerator: tk.Accelerator) -> None:
     """A call is computed twice, on the same numbers; the next one draws others."""
-    net, optimizer, _ = prepared(accelerator, texts(4, False), dropout=0.5)
+    forget, forgotten = called.Calls.forget, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(called.Calls, "forget", lambda calls: forgotten.append(forget(calls)))
+        net, optimizer, _ = prepared(accelerator, texts(4, False), dropout=0.5)
+        accelerator.strategy.prepare_optimizer(optimizer.optimizer)  # as for a model that comes later
+    optimizer.zero_grad()
+    assert len(forgotten) == 1
     ((tokens, _),) = make_texts([2])
     seen: list[Tensor] = []
     run = called._Call._loss

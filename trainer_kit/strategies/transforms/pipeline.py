@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -352,13 +353,10 @@ class Pipeline:
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
         if self.calls is not None:
-            forget, drop = self.calls.forget, optimizer.zero_grad
-
-            def zero_grad(set_to_none: bool = True) -> None:
-                forget()
-                drop(set_to_none)
-
-            optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+            drop: Any = optimizer.zero_grad
+            if getattr(drop, "func", None) is _drop:  # it is told of every model that is prepared behind it
+                drop = drop.args[1]
+            optimizer.zero_grad = partial(_drop, self.calls.forget, drop)  # type: ignore[method-assign]
 
     def load_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Put what this rank holds of the whole module's state back; what is missing is missed on every rank."""
@@ -386,6 +384,11 @@ class Pipeline:
         size = len(set(self.ranks))
         each = f", {self.count // size} a rank" if self.count > size else ""
         return f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
+
+
+def _drop(forget: Callable[[], None], drop: Callable[[bool], None], set_to_none: bool = True) -> None:
+    forget()
+    drop(set_to_none)
 
 
 def _nothing_of(output: Any) -> Tensor:
