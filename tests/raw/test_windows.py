@@ -352,6 +352,27 @@ def test_sizes_that_only_the_other_process_knows(steps):
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_loop_that_counts_by_itself_takes_the_mean_of_its_batches(steps):
+    """Each is the mean over all processes, whatever sizes they have; the next one does not rescale it."""
+    accelerator, model, optimizer, data = make(steps, DataLoader(Uneven(), batch_size=None))
+    for number, (x, y) in enumerate(data, start=1):
+        for part in (x, x.flip(1)):
+            accelerator.backward(mse(model(part), y) * steps / 2)  # it divides by its own steps
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    alone = net()
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for window in ((slice(0, 4), slice(4, 11)), (slice(11, 19), slice(19, 23))):
+        for at in window:
+            (mse(alone(X[at]), Y[at]) / 2 + mse(alone(X[at].flip(1)), Y[at]) / 2).backward()
+        sgd.step()
+        sgd.zero_grad()
+    assert_close(weights(model), weights(alone))
+
+
+@pytest.mark.world_size(2)
 def test_a_dispatched_last_batch_weighs_what_it_has():
     """23 in batches of 4, read by one process: the last turn is 4, 3; with 21 it is one of 1 and the first again."""
     for count in (23, 21, 17):

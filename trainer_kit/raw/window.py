@@ -23,7 +23,7 @@ class Batches(Protocol):
     weight: float
     """What the current batch weighs on this process: its samples."""
     total: float | None
-    """What it weighs over all processes; None when only asking would tell."""
+    """What it weighs over all processes; None when only asking would tell, and nobody has asked."""
     nominal: float
     """What a whole batch weighs on a process, the same on every one of them."""
     end_of_dataloader: bool
@@ -124,6 +124,9 @@ class Window:
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
         """The loss as its backward is called, and what it weighs remembered.
 
+        Outside of `accumulate` each batch is divided by what it weighs over all processes: whoever counts micro-batches
+        by himself gets the sum of their means, as in one process. For streams that is a small exchange on the CPU.
+
         Args:
             loss: a mean over the batch; with ``weight`` a sum of what is counted by it.
             weight: how much there is in ``loss``: tokens, for instance. None: the batch's samples.
@@ -140,11 +143,13 @@ class Window:
                 found="backward(loss) after backward(loss, weight=...)",
                 fix="give every loss of the step its weight, or none",
             )
-        if not inside and (self._done or self.steps == 1):
-            self._begin()
         batches, size = self.batches, self.data.size
-        if batches is None or not (inside or self.steps == 1):
-            # A loop that counts micro-batches by itself: each has the same part.
+        if not inside:
+            # A loop that counts micro-batches by itself: each has the same part, and is whole when it is added.
+            self._begin()
+            if batches is not None and batches.total is None:
+                batches.total = sum(row[0] for row in self.data.agree([batches.weight]))
+        if batches is None:
             mine, total = 1.0, float(size)
         elif batches.total is None:
             mine, total, self._asks = batches.weight, batches.nominal * size, True
@@ -152,7 +157,7 @@ class Window:
             mine, total = batches.weight, batches.total
         if self._reference is None:
             self._reference = self._expected = self.steps * total
-            self._counts = inside or self.steps == 1
+            self._counts = inside
         self._shared = batches is None or batches.total is not None
         self._weight = total if self._shared else mine
         factor = mine * size / self._reference
