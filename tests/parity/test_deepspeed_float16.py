@@ -46,6 +46,14 @@ class Overflowing(Classifier):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Infinite(Overflowing):
+    """Its loss is finite, and its gradient is not."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss, weight = F.cross_entropy(self.net(batch[0]), batch[1]), self.net[0].weight.sum()
+        return loss + (weight - weight.detach()).sqrt() if self.global_step in OVERFLOWS else loss
+
+
 def trained(stage: int | None, steps: int, start: Path | None = None, seed: int = 0, **options: Any) -> tk.Trainer:
     gc.freeze()
     strategy = "single_device" if stage is None else DeepSpeedStrategy(stage=stage, config=SCALE)
@@ -118,6 +126,18 @@ def a_loop_of_ones_own_hears_it(path: Path, stage: int) -> None:
     other.free_memory()
 
 
+def skips_without_a_scale_are_known(path: Path, stage: int) -> None:
+    module = Infinite(make_net())
+    strategy = DeepSpeedStrategy(stage=stage)
+    options = {"precision": "bf16-mixed", "accelerator": "cpu", "devices": 1, **QUIET}
+    trainer = tk.Trainer(strategy=strategy, max_steps=8, **options)
+    trainer.fit(module, make_batches(10))
+    assert trainer.precision_plugin.state_dict() == {}
+    weights = trainer.strategy.module_state(module).values()
+    assert all(value.isfinite().all() for value in weights)
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (8 - len(OVERFLOWS)))
+
+
 @pytest.mark.world_size(1, process_group=False, timeout=150)
 def test_the_scale_is_kept_and_skipped_steps_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
@@ -128,6 +148,11 @@ def test_the_scale_is_kept_and_skipped_steps_are_known(tmp_path: Path, monkeypat
     # Most CPUs have no fast float16, which is why it is refused there; slow it runs everywhere.
     monkeypatch.setattr(CPU_Accelerator, "is_fp16_supported", lambda self: True)
     for stage in (0, 1, 3):  # stages 1 and 2 are one engine's
-        for check in (goes_on_in_every_bit, scales_pass_between_engines, a_loop_of_ones_own_hears_it):
+        for check in (
+            goes_on_in_every_bit,
+            scales_pass_between_engines,
+            a_loop_of_ones_own_hears_it,
+            skips_without_a_scale_are_known,
+        ):
             with case(stage=stage, check=check.__name__):
                 check(tmp_path / f"{stage}", stage)

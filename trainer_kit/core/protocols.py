@@ -21,7 +21,6 @@ __all__ = [
     "CheckpointRequest",
     "Group",
     "Logger",
-    "LossScaler",
     "MicroSteps",
     "ModuleLike",
     "Precision",
@@ -240,22 +239,15 @@ class Strategy(Protocol):
         """One line for ``explain()``."""
 
 
-class LossScaler(Protocol):
-    """Of an engine that scales losses by itself; ``skipped``: its last step was left out, gradients overflowed."""
-
-    skipped: bool
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
-
-
 class Precision(Protocol):
     """In what dtype each computation runs.
 
     Optional: ``check(device: torch.device, engine: str)``, called where the parts of a run are put together, which
     raises a `PrecisionError` where it cannot run; and ``kept_modules(module) -> list[nn.Module]``: those whose
     parameters an engine that gathers weights takes as they are stored, each apart from the others, whatever
-    ``param_dtype`` says (exceptions in another dtype, and quantised weights).
+    ``param_dtype`` says (exceptions in another dtype, and quantised weights). ``hand_over(stepper, scales)``, called by
+    an engine that steps by itself, with what says whether it skipped the last step, and whether it scales losses;
+    ``skips: bool``, whether ``optimizer_step`` may leave a step out: where it is missing, what ``scales`` says.
     """
 
     name: str

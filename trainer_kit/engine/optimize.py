@@ -214,6 +214,7 @@ class Stepper:
     ) -> None:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
         self.clip, self.metrics = clip, metrics
+        self._skips = getattr(precision, "skips", precision.scales)
         self.replay: Callable[[], Any] | None = None
         self.window: Any = None
         self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)
@@ -307,7 +308,7 @@ class Stepper:
                 self.module.configure_gradient_clipping(optimizer, *(self.clip or (None, None)))
             elif self.clip is not None:
                 self.strategy.clip_gradients(self._parameters[id(optimizer)], *self.clip)
-            if not scales:
+            if not self._skips:
                 run()
             elif not self.precision.optimizer_step(optimizer, run):
                 skipped.append(optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -23,6 +23,7 @@ __all__ = [
     "except_modules",
     "excepted",
     "is_excepted",
+    "refuse_ties",
 ]
 
 DTYPES: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
@@ -109,6 +110,21 @@ def excepted(
 def is_excepted(name: str, names: Iterable[str]) -> bool:
     """Whether the module of this name is one of those, or inside of one."""
     return any(name == outer or name.startswith(f"{outer}.") for outer in names)
+
+
+def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
+    """Raise a PrecisionError where an exception shares a weight with another module: it cannot have two dtypes."""
+    if not names:
+        return
+    owners: dict[int, str] = {}
+    for path, parameter in module.named_parameters(remove_duplicate=False):
+        other = owners.setdefault(id(parameter), path)
+        if is_excepted(path, names) != is_excepted(other, names):
+            raise PrecisionError(
+                "a weight that two modules share cannot have two dtypes",
+                found=f"{other} and {path}",
+                fix="make both exceptions, or neither",
+            )
 
 
 def apply_exceptions(

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.core.protocols import LossScaler
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
@@ -22,9 +21,16 @@ from trainer_kit.precision.exceptions import (
     except_modules,
     excepted,
     is_excepted,
+    refuse_ties,
 )
 from trainer_kit.precision.lasting import note_cast, refuse_cast, refuse_layers
-from trainer_kit.precision.overflow import SeenOptimizer, has_gradients, seen_optimizers, state_of_next
+from trainer_kit.precision.overflow import (
+    EngineSteps,
+    SeenOptimizer,
+    has_gradients,
+    seen_optimizers,
+    state_of_next,
+)
 from trainer_kit.precision.where import check_runs
 
 __all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
@@ -66,8 +72,8 @@ class TruePrecision:
         'bf16-true'
     """
 
-    scales = False
-    _engine: LossScaler | None = None  # which scales by itself
+    scales = skips = False
+    _engine: EngineSteps | None = None  # which steps by itself
     param_dtype: torch.dtype | None = None  # stored in the dtype that computes
     reduce_dtype: torch.dtype | None = None
 
@@ -90,7 +96,7 @@ class TruePrecision:
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
         """As `convert_module`, with these exceptions."""
         names = [name for name, _, _ in found]
-        _refuse_ties(module, names)
+        refuse_ties(module, names)
         if not self.converts_batch:
             refuse_cast(module, self.name)
         else:
@@ -120,9 +126,9 @@ class TruePrecision:
         """Layers are made in this dtype at once."""
         return _DefaultDtype(self.dtype) if self.converts_batch else nullcontext()
 
-    def hand_over(self, scaler: LossScaler | None = None) -> None:
-        """An engine scales losses by itself; its scaler, if it shows one, says what it skipped."""
-        self.scales, self._engine = scaler is not None, scaler
+    def hand_over(self, steps: EngineSteps, scales: bool) -> None:
+        """An engine steps by itself, and scales losses or not."""
+        self.scales, self.skips, self._engine = scales, True, steps
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss itself."""
@@ -177,7 +183,7 @@ class MixedPrecision:
     """
 
     converts_batch = False
-    _engine: LossScaler | None = None  # which scales by itself
+    _engine: EngineSteps | None = None  # which steps by itself
 
     def __init__(
         self,
@@ -194,7 +200,7 @@ class MixedPrecision:
         # sums over many ranks need float32's digits.
         self.param_dtype: torch.dtype | None = dtype
         self.reduce_dtype: torch.dtype | None = torch.float32
-        self.scales = dtype is torch.float16
+        self.scales = self.skips = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
         self.scaler = scaler or (torch.amp.GradScaler(self.device_type) if self.scales else None)
@@ -224,7 +230,7 @@ class MixedPrecision:
 
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
         """As `convert_module`, with these exceptions."""
-        _refuse_ties(module, [name for name, _, given in found if given.dtype is torch.float64])
+        refuse_ties(module, [name for name, _, given in found if given.dtype is torch.float64])
         refuse_cast(module, self.name)
         for _, part, given in found:
             if given.dtype is torch.float64:
@@ -251,9 +257,9 @@ class MixedPrecision:
         """Layers are made in float32."""
         return nullcontext()
 
-    def hand_over(self, scaler: LossScaler | None = None) -> None:
-        """An engine scales losses by itself; its scaler, if it shows one, says what it skipped."""
-        self.scales, self.scaler, self._engine = scaler is not None, None, scaler
+    def hand_over(self, steps: EngineSteps, scales: bool) -> None:
+        """An engine steps by itself, and scales losses or not."""
+        self.scales, self.skips, self.scaler, self._engine = scales, True, None, steps
 
     @property
     def _has_stepped(self) -> bool:
@@ -363,21 +369,6 @@ def _device_type() -> str:
 def _in_float32(module: nn.Module, exceptions: Mapping[str, ModulePrecision | None]) -> list[_Excepted]:
     found = excepted(module, exceptions)
     return [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found]
-
-
-def _refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
-    """A weight that an exception shares with another module cannot have two dtypes."""
-    if not names:
-        return
-    owners: dict[int, str] = {}
-    for path, parameter in module.named_parameters(remove_duplicate=False):
-        other = owners.setdefault(id(parameter), path)
-        if is_excepted(path, names) != is_excepted(other, names):
-            raise PrecisionError(
-                "a weight that two modules share cannot have two dtypes",
-                found=f"{other} and {path}",
-                fix="make both exceptions, or neither",
-            )
 
 
 def native_precision(name: str, device_type: str | None = None) -> MixedPrecision | TruePrecision:

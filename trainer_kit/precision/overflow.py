@@ -1,15 +1,25 @@
-"""Optimizers as ``torch.amp.GradScaler`` looks at them: what it asks for overflows, and steps."""
+"""Steps that overflows leave out: optimizers as ``torch.amp.GradScaler`` looks at them, and engines that step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["SeenOptimizer", "has_gradients", "seen_optimizers", "state_of_next"]
+__all__ = ["EngineSteps", "SeenOptimizer", "has_gradients", "seen_optimizers", "state_of_next"]
+
+
+class EngineSteps(Protocol):
+    """Of an engine that steps by itself; its state is that of its loss scale, empty where it has none."""
+
+    skipped: bool
+    """Whether its last step was left out, because gradients were not finite."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class SeenOptimizer:

@@ -190,8 +190,8 @@ class DeepSpeedStrategy(Ported):
         """Check what the engine cannot do; it takes the module over when the optimizer is known, too."""
         check_module(module, manual)
         self.configure(precision=precision.name, hidden_size=hidden_size(module))
-        if precision.scales or precision.name.startswith("16-"):
-            precision.hand_over(self._scaler)  # type: ignore[attr-defined]
+        if hasattr(precision, "hand_over"):
+            precision.hand_over(self._scaler, precision.name.startswith("16-"))
         self._engine = self._optimizer = None
         self._pieces, self._step = {}, Step(module)
         if not self._release(module):

@@ -1,4 +1,4 @@
-"""The loss scale of a DeepSpeed engine in float16: what it skipped, and its state as GradScaler has it."""
+"""What a DeepSpeed engine skipped, and its loss scale in float16, whose state is kept as GradScaler has it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EngineScaler:
     """Of one engine after another; what the last one had stays when it is gone, for a checkpoint after the run.
 
     Attributes:
-        skipped: whether the last step was left out because gradients overflowed.
+        skipped: whether the last step was left out because gradients were not finite.
     """
 
     def __init__(self) -> None:

@@ -150,7 +150,7 @@ class MegatronStrategy(Ported):
         check_model(config, {**sizes, **others}, precision.name)
         self._half = "bf16" if config.bf16 else "fp16" if config.fp16 else ""
         if self._half == "fp16":
-            precision.hand_over(self._scaler)  # type: ignore[attr-defined]
+            precision.hand_over(self._scaler, True)  # type: ignore[attr-defined]
         module.to(self.device)
         self._chunk = wrap(model, self._half, added_up, self.distributed_optimizer)
         self._optimizer, self._gradients, self._pieces = None, {}, {}
