@@ -174,7 +174,7 @@ class Accelerator(Answers):
         self.strategy = _started(options, bool(on_cpu), self.environment)
         self.precision = _precision(word, self.strategy, options)
         self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        self.dataloader_config = _loaders(dataloader_config, split_batches)
         self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
         self.window = _window(self.strategy, self.accumulation, self.precision.name)
         self.waiting = _waiting(self, self._tell)
@@ -312,6 +312,16 @@ def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:
         native: Any = getattr(made, "base", made)
         native.scaler = torch.amp.GradScaler(strategy.device.type, **scaler.to_kwargs())
     return made
+
+
+def _loaders(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
+    if config is not None and split_batches and not config.split_batches:
+        raise ConfigurationError(
+            "split_batches is given twice",
+            found="split_batches=True, and a dataloader_config without it",
+            fix="DataLoaderConfiguration(split_batches=True)",
+        )
+    return config or DataLoaderConfiguration(split_batches=split_batches)
 
 
 def _accumulation(

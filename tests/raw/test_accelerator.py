@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -15,6 +16,7 @@ from trainer_kit import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     PartialState,
+    ProfileKwargs,
     ProjectConfiguration,
     set_seed,
     skip_first_batches,
@@ -473,8 +475,6 @@ def test_a_url_is_refused_in_words():
 
 
 def test_weights_for_hugging_face(tmp_path):
-    from safetensors.torch import load_file
-
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(net())
     (tmp_path / "hub").mkdir()
@@ -487,6 +487,33 @@ def test_weights_for_hugging_face(tmp_path):
     assert names[0] == "config.json"
     assert "model.safetensors" not in names
     assert "model.safetensors.index.json" in names
+
+
+def test_weights_that_cannot_be_written_leave_those_before(tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(net())
+
+    class Unwritten:
+        def __reduce__(self):
+            raise OSError("of a user's")
+
+    before = {"a": torch.ones(2)}
+    accelerator.save(before, tmp_path / "a.pt")
+    accelerator.save(before, tmp_path / "a.safetensors", safe_serialization=True)
+    accelerator.save_model(model, tmp_path)
+    with pytest.raises(OSError, match="of a user's"):
+        accelerator.save({"a": torch.zeros(2), "b": Unwritten()}, tmp_path / "a.pt")
+    with pytest.raises(ConfigurationError, match="safetensors hold tensors by name\n  found: b: int"):
+        accelerator.save({"a": torch.zeros(2), "b": 1}, tmp_path / "a.safetensors", safe_serialization=True)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["a.pt", "a.safetensors", "model.safetensors"]
+    saved = load_file(tmp_path / "model.safetensors")
+    monkeypatch.setattr("os.replace", lambda *paths: Unwritten().__reduce__())
+    with pytest.raises(OSError, match="of a user's"):
+        accelerator.save_model(net(), tmp_path)
+    for found in (torch.load(tmp_path / "a.pt"), load_file(tmp_path / "a.safetensors")):
+        assert torch.equal(found["a"], before["a"])
+    assert all(torch.equal(value, saved[name]) for name, value in load_file(tmp_path / "model.safetensors").items())
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -626,5 +653,10 @@ def test_what_is_not_here_is_said():
         )
     with pytest.raises(ConfigurationError, match="a step takes at least one batch"):
         Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0))
+    with pytest.raises(ConfigurationError, match="split_batches is given twice"):
+        Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    assert Accelerator(cpu=True, kwargs_handlers=ProfileKwargs(with_flops=True)).profile_handler.with_flops
+    with pytest.raises(ConfigurationError, match="no kwargs handler\n  found: <class"):
+        Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs])
     with pytest.raises(ConfigurationError, match="processes meet where their launcher says"):
         InitProcessGroupKwargs(init_method="tcp://10.0.0.1:2345")

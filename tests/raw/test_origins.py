@@ -89,3 +89,9 @@ def test_what_a_script_says_beside_an_engine_of_the_launcher_does_not_replace_it
         monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", engine)
         with pytest.raises(ConfigurationError, match="an engine of its own cannot divide a mesh"):
             strategy(parallelism_config=tk.ParallelismConfig(tp_size=2, dp_shard_size=2))
+
+
+def test_powersgd_by_accelerates_word() -> None:
+    options = {tk.DistributedDataParallelKwargs: tk.DistributedDataParallelKwargs(comm_hook="power_sgd")}
+    made = chosen_strategy(options, Environment(world_size=2, source="torchrun"))
+    assert made.comm_hook == "powersgd"

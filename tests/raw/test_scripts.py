@@ -230,6 +230,8 @@ def test_a_logger_for_several_processes(caplog, monkeypatch):
     try:
         logger.debug("from %s", "here", main_process_only=False)
         logger.info("in turn", in_order=True)
+        for _ in range(2):
+            logger.warning_once("once")
         for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -238,7 +240,7 @@ def test_a_logger_for_several_processes(caplog, monkeypatch):
         logger.warning("everywhere", main_process_only=False)
     finally:
         logging.getLogger().setLevel(logging.WARNING)
-    assert [record.getMessage() for record in caplog.records] == ["from here", "in turn", "everywhere"]
+    assert [record.getMessage() for record in caplog.records] == ["from here", "in turn", "once", "everywhere"]
     assert {Path(record.pathname).name for record in caplog.records} == {"test_scripts.py"}
 
 

@@ -18,6 +18,10 @@ __all__ = ["RankLogger", "get_logger"]
 class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
     """A logger that writes on the main process only; see `get_logger`."""
 
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__(logger, {})
+        self._said: set[str] = set()
+
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """As ``logging.Logger.log``.
 
@@ -44,6 +48,12 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             if dist.is_initialized():
                 dist.barrier()
 
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """``warning``, which says the same thing once only."""
+        if (said := repr((args, kwargs))) not in self._said:
+            self._said.add(said)
+            self.warning(*args, **{"stacklevel": 3, **kwargs})
+
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
         """The message as it is."""
         return msg, kwargs
@@ -64,4 +74,4 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
     if level is not None:
         logger.setLevel(level.upper())
         logger.root.setLevel(level.upper())
-    return RankLogger(logger, {})
+    return RankLogger(logger)

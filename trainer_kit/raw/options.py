@@ -287,10 +287,12 @@ def by_kind(handlers: Any) -> dict[type, Any]:
         ConfigurationError: one is no handler, or a kind is given twice.
     """
     found: dict[type, Any] = {}
-    for handler in handlers or ():
+    for handler in handlers if isinstance(handlers, (list, tuple)) else () if handlers is None else (handlers,):
         if not isinstance(handler, KwargsHandler):
             raise ConfigurationError(
-                "this is no kwargs handler", found=type(handler).__name__, fix="pass DistributedDataParallelKwargs(...)"
+                "this is no kwargs handler",
+                found=repr(handler) if isinstance(handler, type) else type(handler).__name__,
+                fix="pass DistributedDataParallelKwargs(...)",
             )
         if type(handler) in found:
             raise ConfigurationError("a kwargs handler is given twice", found=type(handler).__name__)

@@ -89,24 +89,47 @@ class Weights(Loop):
                 export(weights, work, "huggingface", max_shard_size=max_shard_size)
             else:
                 export(weights, work / "pytorch_model.bin", "torch")
-            for old in target.glob("model*.safetensors*"):
-                old.unlink()
-            for file in sorted(work.iterdir(), key=lambda file: file.suffix == ".json"):
+            made = sorted(work.iterdir(), key=lambda file: file.suffix == ".json")
+            for file in made:
                 os.replace(file, target / file.name)
             work.rmdir()
+            for old in set(target.glob("model*.safetensors*")) - {target / file.name for file in made}:
+                old.unlink()  # last: until here one of the two is whole
 
         on_rank_zero(self.world, write)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors."""
+        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors.
+
+        A file that is there is replaced when the new one is whole.
+
+        Raises:
+            ConfigurationError: ``safe_serialization``, and something is no tensor.
+        """
         if not self.is_main_process:
             return
-        if safe_serialization:
-            if os.path.exists(f):
-                os.unlink(f)
-            export(obj, f, "safetensors")
-        else:
-            torch.save(obj, f)
+        target = local_directory(f)
+        part = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            if safe_serialization:
+                _check_tensors(obj)
+                export(obj, part, "safetensors")
+            else:
+                torch.save(obj, part)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _check_tensors(obj: Any) -> None:
+    found = {"the object": obj} if not isinstance(obj, Mapping) else obj
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            raise ConfigurationError(
+                "safetensors hold tensors by name",
+                found=f"{name}: {type(value).__name__}",
+                fix="save a dict of tensors, or leave safe_serialization out",
+            )
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
