@@ -307,10 +307,13 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
     several: Iterable[Any] = logger if isinstance(logger, Sequence) and not isinstance(logger, str) else [logger]
     made = [LOGGERS.get(one)(root) if isinstance(one, str) else one for one in several]
     for one in made:
-        if not isinstance(one, Logger):
-            raise ConfigurationError(
-                "this is no logger", found=type(one).__name__, fix="give it a method log_metrics(metrics, step)"
+        if isinstance(one, type) or not isinstance(one, Logger):
+            fix = (
+                "pass a logger, not its class"
+                if isinstance(one, type)
+                else "give it a method log_metrics(metrics, step)"
             )
+            raise ConfigurationError("this is no logger", found=getattr(one, "__name__", type(one).__name__), fix=fix)
     return made
 
 

@@ -22,6 +22,7 @@ from trainer_kit.core.errors import ConfigurationError
         ("{n:02d}", True, {"n": torch.tensor(4.0)}, "n=04"),
         ("best", True, {}, "best"),
         ("{loss:.2f}", True, {"loss": torch.tensor(float("nan"))}, "loss=nan"),
+        ("{loss:02d}-{n:d}", False, {"loss": float("nan"), "n": 2.7}, "nan-3"),
     ],
 )
 def test_templates(template, insert, values, expected):
@@ -35,7 +36,9 @@ def test_a_value_that_nobody_logged_is_zero_and_warned_about_once():
     assert name({"val_loss": 1.0}) == "val_los=0.0"
 
 
-@pytest.mark.parametrize("template", ["", "runs/{epoch}", ".hidden", "{}", "{epoch", "{epoch!r}", "a\\b"])
+@pytest.mark.parametrize(
+    "template", ["", "runs/{epoch}", ".hidden", "{}", "{epoch", "{epoch!r}", "a\\b", "{step:s}", "{a:x}"]
+)
 def test_a_template_that_is_not_one_directory_is_refused(template):
     with pytest.raises(ConfigurationError, match="filename"):
         CheckpointName(template)

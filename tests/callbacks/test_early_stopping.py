@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 
@@ -173,3 +175,16 @@ def test_verbose(make_trainer):
 def test_bad_arguments(options):
     with pytest.raises(ConfigurationError, match="EarlyStopping"):
         EarlyStopping("loss", **options)
+
+
+def test_another_fit_begins_anew(make_trainer):
+    stop = EarlyStopping("loss", patience=2)
+    first = make_trainer(stop, val_batches=[1]).begin()
+    for loss in (0.1, 0.2, 0.3):
+        first.epoch(val={"loss": loss})
+    assert (len(first.stops), stop.wait_count) == (1, 2)
+    second = make_trainer(stop, val_batches=[1]).begin()
+    assert (stop.wait_count, stop.stopped_epoch, float(stop.best_score)) == (0, 0, math.inf)
+    second.epoch(val={"loss": 0.5})
+    second.epoch(val={"loss": 0.75})
+    assert (second.stops, stop.wait_count, float(stop.best_score)) == ([], 1, 0.5)

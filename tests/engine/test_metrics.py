@@ -14,6 +14,7 @@ from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.progress import Progress
 from trainer_kit.engine.metrics import Metrics
+from trainer_kit.loggers import read_journal
 
 
 class Rows:
@@ -364,6 +365,31 @@ def test_every_logger_gets_every_value():
     first, second = Rows(), Rows()
     fit(Net(lambda m, v: m.log("a", v)), logger=[first, second])
     assert first.rows == second.rows != []
+
+
+def test_a_value_called_step_is_where_the_others_stand():
+    rows = Rows()
+
+    def log(m, v):
+        m.log("a", v, on_step=False, on_epoch=True)
+        m.log("step", 70.0 + m.current_epoch, on_step=False, on_epoch=True)
+
+    fit(Net(log), logger=rows, max_epochs=2)
+    assert [step for step, _ in rows.of("a")] == [70, 71]
+    assert rows.of("step") == []
+
+
+def test_the_journal_has_what_a_logger_raises_at(tmp_path):
+    class Down(Rows):
+        log_dir = str(tmp_path / "run")
+
+        def log_metrics(self, metrics, step):
+            raise ConnectionError("no answer")
+
+    with pytest.raises(ConnectionError):
+        fit(Net(lambda m, v: m.log("time", v)), logger=Down(), log_every_n_steps=1)
+    (record,) = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert (record["step"], record["metric/time"]) == (1, 0.5)
 
 
 def test_callback_metrics_are_tensors_on_the_host_and_a_copy():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from trainer_kit import Trainer
+from trainer_kit.callbacks import EarlyStopping
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.loggers import CSVLogger
 from trainer_kit.testing import TinyModule
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -49,3 +53,33 @@ def test_loaders_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
 
     Trainer(max_epochs=1, **QUIET).fit(Trains(), [torch.randn(4, 32)], [torch.randn(4, 32)])
     assert "no validation: Trains has no validation_step" in capsys.readouterr().out
+
+
+class NoInit(TinyModule):
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "fit", "said"),
+    [
+        (NoInit, {}, {}, "NoInit.__init__ does not call super"),
+        (lambda: TinyModule, {}, {}, r"(?s)the class of a module.*TinyModule\(\.\.\.\)"),
+        (TinyModule, {"callbacks": [EarlyStopping]}, {}, r"(?s)not a callback.*make one: EarlyStopping\(\.\.\.\)"),
+        (TinyModule, {"logger": CSVLogger}, {}, "(?s)no logger.*not its class"),
+        (TinyModule, {"max_time": 5}, {}, '(?s)needs a unit.*"5s"'),
+        (TinyModule, {"accumulate_grad_batches": "4"}, {}, "accumulation is a number of micro-batches"),
+        (TinyModule, {}, {"ckpt_path": True}, "ckpt_path is a path"),
+    ],
+)
+def test_mistakes_that_have_a_name(module: Any, options: Any, fit: Any, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Trainer(**{**QUIET, "max_steps": 1, **options}).fit(module(), [torch.randn(4, 32)], **fit)
+
+
+def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    Trainer(**{**QUIET, "enable_checkpointing": True}, max_epochs=1, default_root_dir=tmp_path).fit(
+        TinyModule(), [torch.randn(4, 32)]
+    )
+    with pytest.raises(CheckpointError, match=r"(?s)not one of them.*pass .*step-00000001"):
+        Trainer(**QUIET, max_epochs=2).fit(TinyModule(), [torch.randn(4, 32)], ckpt_path=tmp_path / "checkpoints")

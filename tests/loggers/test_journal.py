@@ -85,11 +85,13 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, broken):
 
 
 @pytest.mark.parametrize("name", ["step", "time", "hparams"])
-def test_reserved_names_are_refused(tmp_path, name):
+def test_a_metric_with_the_name_of_a_field_is_kept_beside_it(tmp_path, name):
     logger = JSONLLogger(tmp_path)
-    with pytest.raises(LogError, match=f"no room for a metric called '{name}'"):
-        logger.log_metrics({name: 1.0}, 0)
-    assert not logger.path.exists()
+    logger.log_metrics({name: 0.5, "a": 1.0}, 7)
+    (record,) = read_journal(logger.path)
+    assert (record["step"], record[f"metric/{name}"], record["a"]) == (7, 0.5, 1.0)
+    assert record["time"] > 1.0
+    logger.finalize("success")
 
 
 def test_a_full_disk_costs_one_line_and_never_a_torn_one(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from string import Formatter
@@ -57,6 +58,8 @@ class CheckpointName:
         for text, field, spec, conversion in Formatter().parse(template):
             if field == "" or conversion:
                 raise ValueError("a field is a name and perhaps a format")
+            if field is not None:
+                format(1 if field in ("epoch", "step") or (spec or "").endswith("d") else 1.0, spec or "")
             yield text, field, spec or ""
 
     def __call__(self, values: Mapping[str, Any]) -> str:
@@ -78,7 +81,7 @@ class CheckpointName:
             )
         value = values.get(name, 0)
         number = value if isinstance(value, int) else float(value)
-        if spec.endswith("d") and number == int(number):
-            number = int(number)
+        if spec.endswith("d"):
+            number, spec = (round(number), spec) if math.isfinite(number) else (number, "")
         shown = format(number, spec)
         return f"{name.replace('/', '_')}={shown}" if self._insert else shown

@@ -92,12 +92,15 @@ class EarlyStopping(Callback):
         self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.log_rank_zero_only = log_rank_zero_only
+        self._active = False
+        self._begin()
+
+    def _begin(self) -> None:
         self.wait_count = 0
         self.stopped_epoch = 0
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._best = self._monitor.worst
-        self._active = False
         self._validated = False  # at this step, and the epoch's own values follow
         self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
 
@@ -129,6 +132,8 @@ class EarlyStopping(Callback):
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not getattr(trainer, "fast_dev_run", False)
+        if stage == "fit":
+            self._begin()  # what it saw of another fit says nothing about this one; a resumed one is told below
 
     def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:

@@ -8,7 +8,7 @@ from typing import Any, final
 from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.duration import Duration
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -56,13 +56,17 @@ class GradientAccumulation(Callback):
 
     @staticmethod
     def _read_target(target: str | Duration) -> Duration:
-        length = Duration.parse(target)
+        refusal = ConfigurationError(
+            "accumulation is a number of micro-batches, or a target in samples or tokens",
+            found=repr(target),
+            fix='write 4, {0: 1, 4: 2}, "4096sp" or "1e6tok"',
+        )
+        try:
+            length = Duration.parse(target)
+        except DurationError as error:
+            raise refusal from error
         if length.unit not in ("sp", "tok") or length.value < 1:
-            raise ConfigurationError(
-                "accumulation is a number of micro-batches, or a target in samples or tokens",
-                found=repr(target),
-                fix='write 4, {0: 1, 4: 2}, "4096sp" or "1e6tok"',
-            )
+            raise refusal
         return length
 
     @staticmethod
@@ -99,6 +103,7 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         if stage != "fit" or not self.going_to_accumulate_grad_batches():
             return
+        self._per_batch = None  # of another fit's data
         if not module.automatic_optimization:
             raise ConfigurationError(
                 "gradients cannot be accumulated for you in manual optimization",

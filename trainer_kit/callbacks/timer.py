@@ -167,6 +167,8 @@ def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> floa
             raise ConfigurationError(
                 "not a length of time", found=f"{dict(duration)}", fix="use days, hours, minutes, seconds, …"
             ) from error
+    if isinstance(duration, (int, float)):
+        raise ConfigurationError("a length of time needs a unit", found=repr(duration), fix=f'write "{duration}s"')
     length = Duration.parse(duration)
     if length.unit != "s":
         raise ConfigurationError(

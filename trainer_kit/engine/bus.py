@@ -27,9 +27,13 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
     chosen = list(callbacks)
     for callback in chosen:
         if not isinstance(callback, Callback):
-            raise ConfigurationError(
-                "not a callback", found=repr(callback), fix="subclass trainer_kit.Callback, or use trainer.on(...)"
+            kind = isinstance(callback, type) and issubclass(callback, Callback)
+            fix = (
+                f"make one: {callback.__name__}(...)"
+                if kind
+                else "subclass trainer_kit.Callback, or use trainer.on(...)"
             )
+            raise ConfigurationError("not a callback", found=repr(callback), fix=fix)
         if callback.order not in _ORDER:
             raise ConfigurationError(
                 f"{type(callback).__name__}.order is unknown",

@@ -47,11 +47,21 @@ __all__ = ["check_module", "compose_evaluation", "compose_fit", "prepare_data", 
 
 def check_module(module: Any, stage: str) -> None:
     """Refuse what cannot run, with what is missing."""
+    if isinstance(module, type):
+        raise ConfigurationError(
+            "this is the class of a module, not a module",
+            found=module.__name__,
+            fix=f"make one: {module.__name__}(...)",
+        )
     if not isinstance(module, TrainModule):
         raise ConfigurationError(
             "this is no TrainModule",
             found=type(module).__name__,
             fix="subclass trainer_kit.TrainModule (your model may be an attribute of it)",
+        )
+    if "_modules" not in vars(module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it ahead of everything else"
         )
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):

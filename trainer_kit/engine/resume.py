@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
 from trainer_kit.checkpoint.weights import read_weights
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.engine.bus import Bus
@@ -93,13 +94,18 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any], whole_
         if newest is None:  # the same command starts a run and goes on with it
             trainer.print(f"no checkpoint below {trainer.default_root_dir} yet: this run starts from the beginning")
         return newest
+    if not isinstance(ckpt_path, (str, os.PathLike)):
+        raise ConfigurationError('ckpt_path is a path, a URL, "last" or "best"', found=repr(ckpt_path))
     path = locate(ckpt_path)
     try:
         there = path.exists()
+        several = path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
     except OSError as error:
         raise CheckpointError(path, None, f"cannot be reached: {error}") from error
     if not there:
         raise CheckpointError(path, None, "does not exist")
+    if several:
+        raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
     return path
 
 

@@ -202,8 +202,8 @@ class Session(Position):
 
     @property
     def every_logger(self) -> list[Any]:
-        """The loggers, and the journal that is kept beside them."""
-        return self._loggers if self.journal is None else [*self._loggers, self.journal]
+        """The loggers, and ahead of them the journal: it has what a logger raises at."""
+        return self._loggers if self.journal is None else [self.journal, *self._loggers]
 
     @property
     def logger(self) -> Any:
@@ -260,12 +260,15 @@ class Session(Position):
         return dict(self.metrics.progress_bar)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand values to every logger at once, on rank 0; tensors are read here, which is a sync point."""
+        """Hand values to every logger at once, on rank 0; tensors are read here, which is a sync point.
+
+        A value called ``step`` is the step that the others stand at, as in Lightning.
+        """
         if not metrics or not self.is_global_zero:
             return
         values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
         values.setdefault("epoch", self.progress.epoch)
-        at = self.progress.step if step is None else step
+        at = int(values.pop("step", self.progress.step if step is None else step))
         for logger in self.every_logger:
             logger.log_metrics(values, at)
 

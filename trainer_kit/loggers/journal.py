@@ -15,7 +15,7 @@ from trainer_kit.loggers.params import numbers, params_dict, plain
 
 __all__ = ["JSONLLogger", "read_journal"]
 
-_RESERVED: Final = ("hparams", "step", "time")
+_FIELDS: Final = ("hparams", "step", "time")
 _SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
@@ -65,20 +65,15 @@ class JSONLLogger(DirectoryLogger):
         """Append the values.
 
         Args:
-            metrics: numbers, or tensors of one element.
+            metrics: numbers, or tensors of one element. One that has the name of a field of every line (``step``,
+                ``time``, ``hparams``) is called ``metric/step`` there, and so on.
             step: what they belong to; None for the step of the call before.
 
         Raises:
-            LogError: a value is not one number, or a name is one of ``step``, ``time``, ``hparams``.
+            LogError: a value is not one number.
         """
-        values = numbers(metrics, self._prefix)
-        taken = [name for name in _RESERVED if name in values]
-        if taken:
-            raise LogError(
-                f"a journal has no room for a metric called {taken[0]!r}",
-                found="every line has that field already",
-                fix=f"log it under another name, such as 'train/{taken[0]}'",
-            )
+        found = numbers(metrics, self._prefix)
+        values = {f"metric/{name}" if name in _FIELDS else name: value for name, value in found.items()}
         self._step = self._step if step is None else step
         if values:
             self._append({"step": self._step, "time": time.time(), **values})
