@@ -207,6 +207,26 @@ def test_manual_optimization_is_torchs_own_recipe() -> None:
     assert trainer.precision_plugin.state_dict() == scaler.state_dict()
 
 
+def test_a_step_that_is_not_taken_after_clipping() -> None:
+    class Skips(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization, self.norms = False, []
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=50.0, gradient_clip_algorithm="norm")
+            self.norms.append(Norms.of(self))
+            if batch_idx:
+                optimizer.step()
+
+    module = Skips()
+    fit(module, [batch()] * 3)
+    assert module.norms[0] == pytest.approx(module.norms[1], rel=1e-6)
+
+
 def test_scaling_goes_on_after_an_error_in_a_step() -> None:
     class Failing(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainer_kit import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin
+from trainer_kit import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 from trainer_kit.core.errors import ConfigurationError
 
 N = 23
@@ -281,6 +281,33 @@ def test_overflow_in_a_window_with_clipping():
     assert skipped == [False, True, False]
     # The scale is a power of two: another one changes no bit.
     assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
+
+
+@pytest.mark.parametrize("emptied", ["optimizer", "model"])
+def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(emptied):
+    def train(precision, skipped=(1,)):
+        handler = GradScalerKwargs(init_scale=1024.0, growth_interval=100)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=[handler])
+        torch.manual_seed(2)
+        one, two = nn.Linear(5, 1), nn.Linear(5, 1)
+        one, two, *optimizers = accelerator.prepare(
+            one, two, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two))
+        )
+        for step in range(4):
+            accelerator.backward(one(X[:4].float()).square().mean() * (float("inf") if step in skipped else 1))
+            accelerator.unscale_gradients()  # of both, one of which has none
+            norm = accelerator.clip_grad_norm_(one.parameters(), 50.0)
+            assert norm.isfinite() == (step not in skipped)
+            if step not in skipped:
+                optimizers[0].step()
+            for thing in optimizers if emptied == "optimizer" else (one, two):
+                thing.zero_grad()
+        return accelerator, weights(one)
+
+    accelerator, found = train("fp16")
+    assert accelerator.scaler.get_scale() == 512.0, "what was not stepped had overflowed"
+    for mine, plain in zip(found, train("no")[1], strict=True):
+        torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-3)
 
 
 def test_lbfgs_calls_its_closure_again():

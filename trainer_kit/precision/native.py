@@ -207,6 +207,8 @@ class MixedPrecision:
         self._seen: dict[int, list[SeenOptimizer]] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
+        self._left: set[int] = set()  # unscaled, and not stepped when their turn ended
+        self._looked = False  # at gradients, since the scale has adapted
         self._began = False  # the scaler exists on the device once a loss was scaled
 
     def check(self, device: torch.device, engine: str) -> None:
@@ -262,16 +264,17 @@ class MixedPrecision:
         self.scales, self.skips, self.scaler, self._engine = scales, True, None, steps
 
     @property
-    def _has_stepped(self) -> bool:
-        """Whether a step is finished, and nobody has said that it was: manual mode, loops of the user's own."""
-        return bool(self._stepped) and self._unscaled <= self._stepped
+    def _is_over(self) -> bool:
+        """Whether a step is, and nobody has said so; one that was not taken is, once its gradients are gone."""
+        waiting = (self._unscaled | self._left) - self._stepped
+        return self._looked and not any(has_gradients(self._seen[o][0].optimizer) for o in waiting if o in self._seen)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; the scale adapts first if a step of this turn has been finished (manual mode)."""
+        """The loss times the scale; the scale adapts first if a step of this turn is over (manual mode)."""
         if self.scaler is None:
             return loss
-        if self._has_stepped:
-            self.end_step()
+        if self._is_over:
+            self._adapt()
         self._began = True
         scaled: Tensor = self.scaler.scale(loss)
         return scaled
@@ -291,6 +294,7 @@ class MixedPrecision:
                 for one in seen:
                     if one.only is None or has_gradients(one):
                         self.scaler.unscale_(one)  # type: ignore[arg-type]
+                        self._looked = True
 
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
         """Run ``step`` unless this optimizer's gradients overflowed."""
@@ -310,22 +314,30 @@ class MixedPrecision:
 
     def end_step(self) -> None:
         """Adapt the scale."""
-        if self._stepped and self.scaler is not None:
-            self.scaler.update()
-        self._stepped.clear()
+        if self._stepped:
+            self._adapt()
+        self._left |= self._unscaled
         self._unscaled.clear()
+
+    def _adapt(self) -> None:
+        self.scaler.update()  # type: ignore[union-attr]
+        self._forget()
+
+    def _forget(self) -> None:
+        self._looked = False
+        for known in (self._stepped, self._unscaled, self._left):
+            known.clear()
 
     def abandon_step(self) -> None:
         """Forget what was unscaled and not stepped; the scale stays what it is."""
-        if self._unscaled and self.scaler is not None and self._seen:
+        if self._looked and self.scaler is not None:
             self.scaler.update(self.scaler.get_scale())  # sync point: the run has failed
-        self._stepped.clear()
-        self._unscaled.clear()
+        self._forget()
         self._seen.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
-        if self.scaler is not None and self._has_stepped:
+        if self.scaler is not None and self._is_over:
             return state_of_next(self.scaler)
         scaler = self._engine or self.scaler
         return {} if scaler is None else scaler.state_dict()
