@@ -210,3 +210,21 @@ def test_what_one_rank_alone_decides():
     trainer.fit(module, loader(24))
     rates = trainer.strategy.world.agree([trainer.optimizers[0].param_groups[0]["lr"]])
     assert rates[0] == rates[1] == [pytest.approx(0.1 * 0.5**5)]
+
+
+@pytest.mark.world_size(2)
+def test_a_logger_writes_on_rank_0_alone_and_is_known_on_all(tmp_path):
+    class Asks(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.logger.experiment.add_scalar("x", 1.0, batch_idx)
+            self.loggers[0].log_metrics({"y": 1.0}, batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    module = Asks()
+    options = {**OPTIONS, "logger": None, "enable_checkpointing": False}
+    Trainer(**options, devices=2, default_root_dir=tmp_path).fit(module, loader(8))
+    written = tmp_path / "trainer_kit_logs" / "version_0"
+    logger = module.logger
+    assert (logger.log_dir, logger.version, logger.name) == (str(written), 0, "trainer_kit_logs")
+    assert [path.name for path in written.parent.iterdir()] == ["version_0"]
+    assert len(list(written.glob("events.*"))) == 1

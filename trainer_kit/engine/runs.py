@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -22,7 +22,7 @@ from trainer_kit.core.location import Location, absolute
 from trainer_kit.engine.records import RUN, RunRecord, read_records, write_record
 from trainer_kit.launch.identity import HANDED_OVER, arguments, handed_over, launches, script
 
-__all__ = ["begin_run", "choose_run", "count_fit", "hand_over"]
+__all__ = ["begin_run", "choose_run", "count_fit", "follow", "hand_over", "logger_states"]
 
 
 @final
@@ -98,21 +98,23 @@ def choose_run(trainer: Any) -> tuple[RunRecord | None, RunRecord | None]:
         else:
             taken = next((r for i, r in enumerate(same) if r.status != "finished" or (i == 0 and not r.ended)), None)
     if taken is None:
-        _go_on(trainer, given.get("loggers", []))
+        follow(trainer.loggers, given.get("loggers", []))
+        trainer.forget_directory()
         if "seed" in given and trainer.seed is None:
             trainer.data_seed = given["seed"]
-        return replace(new, seed=trainer.data_seed, loggers=_loggers(trainer)), None
+        return replace(new, seed=trainer.data_seed, loggers=logger_states(trainer.loggers)), None
     _EXECUTION.id = taken.execution
-    _go_on(trainer, taken.loggers)
+    follow(trainer.loggers, taken.loggers)
+    trainer.forget_directory()
     if trainer.seed is None:
         trainer.data_seed = taken.seed
     keeps = {name: getattr(taken, name) for name in ("id", "number", "execution", "started")}
-    return replace(new, seed=trainer.data_seed, loggers=_loggers(trainer), **keeps), taken
+    return replace(new, seed=trainer.data_seed, loggers=logger_states(trainer.loggers), **keeps), taken
 
 
 def hand_over(trainer: Any) -> dict[str, str]:
     """The variable by which ranks and restarts get the run that is drawn here."""
-    drawn = {"id": secrets.token_hex(8), "seed": trainer.data_seed, "loggers": _loggers(trainer)}
+    drawn = {"id": secrets.token_hex(8), "seed": trainer.data_seed, "loggers": logger_states(trainer.loggers)}
     return {HANDED_OVER: json.dumps(drawn)}
 
 
@@ -160,17 +162,17 @@ def begin_run(trainer: Any, directories: list[Location], cleanup: list[Callable[
         _EXECUTION.note(record)
 
 
-def _go_on(trainer: Any, states: list[Any]) -> None:
-    """Let the loggers write where these wrote; the run's directory follows."""
-    for logger, state in zip(trainer.loggers, states, strict=False):
+def follow(loggers: Sequence[Any], states: Sequence[Any]) -> None:
+    """Let loggers be those of the run that these `logger_states` are of."""
+    for logger, state in zip(loggers, states, strict=False):
         if isinstance(state, dict) and state and hasattr(logger, "load_state_dict"):
             with suppress(KeyError):  # of another logger, since the script was changed
                 logger.load_state_dict(state)
-    trainer.forget_directory()
 
 
-def _loggers(trainer: Any) -> list[dict[str, Any]]:
-    return [dict(one.state_dict()) if hasattr(one, "state_dict") else {} for one in trainer.loggers]
+def logger_states(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Which run each of them writes."""
+    return [dict(one.state_dict()) if hasattr(one, "state_dict") else {} for one in loggers]
 
 
 def _name(trainer: Any) -> str:

@@ -31,7 +31,7 @@ from trainer_kit.engine.position import Position
 from trainer_kit.engine.records import RunRecord
 from trainer_kit.engine.requests import Requests
 from trainer_kit.engine.run import Fit
-from trainer_kit.engine.runs import choose_run, count_fit
+from trainer_kit.engine.runs import choose_run, count_fit, follow, logger_states
 from trainer_kit.engine.saving import save_to
 from trainer_kit.engine.state import collect
 
@@ -84,7 +84,7 @@ class Session(Position):
         self.val_dataloaders: Any = None
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
-        self.find_train_loaders: Callable[[], Any] = _nothing
+        self.find_train_loaders: Callable[[], Any] = lambda: None  # no fit is being set up
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
@@ -197,8 +197,10 @@ class Session(Position):
 
     @property
     def loggers(self) -> list[Any]:
-        """All loggers."""
-        return self._loggers
+        """All loggers; on other ranks than the first what takes every call of those that write alone."""
+        if self.is_global_zero:
+            return self._loggers
+        return [LOGGERS.get("dummy")(one) if getattr(one, "writes_alone", False) else one for one in self._loggers]
 
     @property
     def every_logger(self) -> list[Any]:
@@ -210,7 +212,7 @@ class Session(Position):
         """The first logger, or None; with ``fast_dev_run`` one that takes every call and writes nothing."""
         if self.settings.fast:
             return LOGGERS.get("dummy")()
-        return self._loggers[0] if self._loggers else None
+        return next(iter(self.loggers), None)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -234,13 +236,10 @@ class Session(Position):
 
     @property
     def lightning_module(self) -> Any:
-        """The module, by Lightning's name for it."""
+        """The module, by the names that it has in Lightning."""
         return self.module
 
-    @property
-    def model(self) -> Any:
-        """The module."""
-        return self.module
+    model = lightning_module
 
     # -- metrics -------------------------------------------------------------------------------------------------
 
@@ -373,8 +372,12 @@ class Session(Position):
         if fits:
             count_fit()
         if world.size > 1:
+            mine = (str(self.run_dir), logger_states(self._loggers)) if world.rank == 0 else ("", [])
             seed = self.seed if self.seed is not None else self.data_seed
-            self._run_dir, self.data_seed = world.broadcast((str(self.run_dir) if world.rank == 0 else "", seed))
+            (self._run_dir, states), self.data_seed = world.broadcast((mine, seed))
+            follow(
+                self._loggers if world.rank else (), states
+            )  # their names and directories are asked for on every rank
         if self._loggers and self.journal is None and self.is_global_zero:
             # Whatever becomes of a tracker, every value of the run stands in a file of its own directory.
             journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
@@ -394,7 +397,3 @@ class Session(Position):
         bar = self.progress_bar_callback
         say = bar.print if getattr(bar, "is_drawn", False) else print
         say(*values, **options)
-
-
-def _nothing() -> None:
-    """No fit is being set up."""

@@ -1,16 +1,23 @@
-"""A logger that keeps nothing: what ``self.logger`` is during ``fast_dev_run``, so that code which uses it runs."""
+"""A logger that keeps nothing: `self.logger` where nothing may be written, so that code which uses it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, final
+from typing import Any, Final, final
 
 __all__ = ["DummyLogger"]
+
+_FACTS: Final = {"name": "", "version": "", "log_dir": None, "save_dir": None, "root_dir": None}
+"""What a logger says of where it writes."""
 
 
 @final
 class DummyLogger:
     """Takes every call and writes nothing.
+
+    Args:
+        like: the logger in whose place it stands, on a rank that does not write: it has its name, its version and its
+            directories.
 
     Example:
         >>> logger = DummyLogger()
@@ -19,12 +26,10 @@ class DummyLogger:
         True
     """
 
-    name = ""
-    version = ""
-    log_dir = None
-
-    def __init__(self) -> None:
+    def __init__(self, like: Any = None) -> None:
         self.experiment = _Nothing()
+        for fact, value in _FACTS.items():
+            setattr(self, fact, getattr(like, fact, value))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Nothing is kept."""

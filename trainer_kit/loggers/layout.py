@@ -34,6 +34,8 @@ class DirectoryLogger(ABC):
         ConfigurationError: ``save_dir`` is a URL.
     """
 
+    writes_alone: Final = True
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str],

@@ -44,6 +44,8 @@ class WandbLogger:
         ConfigurationError: wandb is not installed.
     """
 
+    writes_alone: Final = True
+
     def __init__(
         self,
         name: str | None = None,
