@@ -89,6 +89,11 @@ def test_values_are_what_accelerate_means(tmp_path: Path) -> None:
         ),
         ("zebra: 1\n", "config.yaml:1: zebra: unknown key, no key of a configuration is like it"),
         ("num_processes: two\n", "config.yaml:1: num_processes: is a whole number, not 'two'"),
+        ("max_restarts: -1\n", "config.yaml:1: max_restarts: is a whole number, 0 or more, not '-1'"),
+        (
+            "gradient_accumulation_steps: 0\n",
+            "config.yaml:1: gradient_accumulation_steps: is a whole number, 1 or more, not '0'",
+        ),
         ("\nnum_processes:\n  - 2\n", "config.yaml:3: num_processes: is one value, not a list"),
         ("mixed_precision: bf17\n", "config.yaml:1: mixed_precision: is one of no, fp16, bf16, fp8, not 'bf17'"),
         ("main_process_port: 70000\n", "config.yaml:1: main_process_port: is a port, 0 to 65535, not '70000'"),

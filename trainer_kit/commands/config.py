@@ -12,7 +12,7 @@ import click
 from trainer_kit.commands.questions import ask, choose
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.secrets import mask_secrets
-from trainer_kit.launch.options import SECTIONS, TOP, Option, several_on
+from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_on
 
 __all__ = ["config"]
 
@@ -79,7 +79,7 @@ def _about(option: Option, question: str, default: str | None) -> Any:
 def _processes(answers: dict[str, Any], kind: str) -> None:
     """Machines, processes, and how a model is held."""
     device, count = _accelerator()
-    machines = ask("How many machines?", "1", _positive)
+    machines = ask("How many machines?", "1", positive)
     answers["num_machines"] = machines
     if machines > 1:
         answers["machine_rank"] = ask("Which of them is this, from 0?", "0", TOP["machine_rank"].value)
@@ -93,7 +93,7 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
         each = max(count, 1)
     found = f" ({count} of type {device} here)" if device is not None and kind.startswith("MULTI_") else ""
     answers["num_processes"] = ask(
-        f"How many processes, on all machines together?{found}", str(each * machines), _positive
+        f"How many processes, on all machines together?{found}", str(each * machines), positive
     )
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
         held = choose("How is the model held?", _HOLDS, "DDP")
@@ -103,13 +103,6 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
             options = SECTIONS[section]
             answers[section] = {name: _about(options[name], f"{name}?", default) for name, default in asked.items()}
         answers["gpu_ids"] = "all"
-
-
-def _positive(text: str) -> int:
-    value = int(TOP["num_processes"].value(text))
-    if value < 1:
-        raise ValueError("is at least 1")
-    return value
 
 
 def _answers() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 from trainer_kit.core.origins import is_true
 
-__all__ = ["ENGINES", "SECTIONS", "TOP", "Option", "all_options", "several_on"]
+__all__ = ["ENGINES", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on"]
 
 _FALSE: Final = ("false", "no", "off", "0", "n")
 
@@ -24,6 +24,29 @@ def _integer(text: str) -> int:
     if not re.fullmatch(r"[+-]?\d{1,15}", text):
         raise ValueError("is a whole number")
     return int(text)
+
+
+def _natural(text: str) -> int:
+    number = _integer(text)
+    if number < 0:
+        raise ValueError("is a whole number, 0 or more")
+    return number
+
+
+def positive(text: str) -> int:
+    """The number that a text is.
+
+    Raises:
+        ValueError: it is none of 1 or more; the message completes "NAME ...".
+
+    Example:
+        >>> positive("12")
+        12
+    """
+    number = _integer(text)
+    if number < 1:
+        raise ValueError("is a whole number, 1 or more")
+    return number
 
 
 def _number(text: str) -> float:
@@ -144,17 +167,17 @@ TOP: Final[Mapping[str, Option]] = _table(
     Option("distributed_type", words=_KINDS),
     Option("mixed_precision", words=("no", "fp16", "bf16", "fp8")),
     Option("num_processes", _integer),
-    Option("num_machines", _integer),
-    Option("machine_rank", _integer),
+    Option("num_machines", positive),
+    Option("machine_rank", _natural),
     Option("main_process_ip"),
     Option("main_process_port", _port),
     Option("main_training_function"),
     Option("use_cpu", _boolean, aliases=("cpu",)),
     Option("gpu_ids"),
     Option("debug", _boolean),
-    Option("gradient_accumulation_steps", _automatic(_integer)),
-    Option("num_cpu_threads_per_process", _integer),
-    Option("max_restarts", _integer),
+    Option("gradient_accumulation_steps", _automatic(positive)),
+    Option("num_cpu_threads_per_process", positive),
+    Option("max_restarts", _natural),
     Option("rdzv_backend", words=("static", "c10d")),
     Option("same_network", _boolean),
     Option("enable_cpu_affinity", _boolean),
