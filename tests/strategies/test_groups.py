@@ -100,6 +100,8 @@ def check_parts_of_the_world(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
         beside = ProcessGroup(CPU, whole)
+        once, again = ProcessGroup(CPU), ProcessGroup(CPU)
+    assert once._cpu is again._cpu is not None, "a group is threads and sockets"
     assert beside._cpu not in (None, whole)
     ranks = [1] if rank == 1 else [0, 2]
     for group in (ProcessGroup(CPU, whole), beside):

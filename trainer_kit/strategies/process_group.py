@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
@@ -144,7 +145,11 @@ class ProcessGroup:
     ) -> None:
         self.device, self.group = device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._cpu = group if "gloo" in str(dist.get_backend_config(group)) else _beside(group, timeout)
+        self._cpu = group
+        if "gloo" not in str(dist.get_backend_config(group)):
+            # Of all processes one is enough; of parts nobody here knows whether the others' are known, too.
+            made = partial(_beside, group, timeout)
+            self._cpu = once_a_world(("beside", timeout), made) if group is None else made()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
