@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["DeepSpeedFiles", "find_deepspeed", "refuse_deepspeed"]
+__all__ = ["DeepSpeedFiles", "find_deepspeed"]
 
 _POINTERS: Final = ("latest_universal", "latest")
 _STATES: Final = "*_model_states.pt"
@@ -23,15 +24,15 @@ class DeepSpeedFiles:
 
     Attributes:
         parameters: the file of each, with the tensor under ``param``; none where ``states`` holds them.
-        states: the engine's, with what the module's ``state_dict`` had under ``module``.
+        states: the engine's, with what the module's ``state_dict`` had under ``module``; of stage 3 one of each rank.
     """
 
     parameters: Mapping[str, Path]
-    states: Path
+    states: Sequence[Path]
 
 
 def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
-    """The weights in what ``ds_to_universal`` wrote, or DeepSpeed without ZeRO; None where DeepSpeed wrote nothing.
+    """What is in what ``ds_to_universal`` wrote, or DeepSpeed without ZeRO; None where DeepSpeed wrote nothing.
 
     Args:
         path: a directory with the steps in it, or that of one step.
@@ -45,28 +46,23 @@ def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
     states = sorted(tag.glob(_STATES))
     parameters = {file.parent.name: file for file in sorted(tag.glob("zero/*/fp32.pt"))}
     if parameters:
-        return DeepSpeedFiles(parameters, states[0])
+        return DeepSpeedFiles(parameters, sorted(states, key=_rank))
     if len(states) == 1 and not any(tag.glob("*_optim_states.pt")):
-        return DeepSpeedFiles({}, states[0])
-    root = tag.parent
+        return DeepSpeedFiles({}, states)
+    made = f"{tag.parent}-universal"
     raise CheckpointError(
         tag,
         None,
         "DeepSpeed wrote it, in parts that only DeepSpeed puts together",
-        fix=f"python {root}/zero_to_fp32.py {root} {root}-weights -t {tag.name} --safe_serialization, and pass"
-        f" {root}-weights with weights_only=True",
+        fix=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {tag} --output_folder {made}/{tag.name}"
+        f" --inject_missing_state, and pass {made}, as weights, or to accelerator.load_state to go on from it",
     )
 
 
-def refuse_deepspeed(path: Path) -> None:
-    """Raise a CheckpointError where DeepSpeed wrote this: there are weights to be had, no run."""
-    if find_deepspeed(path) is not None:
-        raise CheckpointError(
-            path,
-            None,
-            "DeepSpeed wrote it: it holds weights, not a run",
-            fix="model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) ahead of prepare",
-        )
+def _rank(file: Path) -> int:
+    """By number: of ten ranks and more, names are in another order."""
+    found = re.match(r"zero_pp_rank_(\d+)_", file.name)
+    return 0 if found is None else int(found[1])
 
 
 def _tag(path: Path) -> Path | None:

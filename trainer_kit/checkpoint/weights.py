@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
-from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles, find_deepspeed
+from trainer_kit.checkpoint.deepspeed import find_deepspeed
+from trainer_kit.checkpoint.deepspeed_content import deepspeed_weights
 from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_weight_files
 from trainer_kit.checkpoint.layout import Chunk, TensorLayout, read_layout, tensors_in
 from trainer_kit.checkpoint.manifest import DOCUMENT, check_content, check_files, is_sharded, read_manifest, shards_of
+from trainer_kit.checkpoint.pickles import EXTRA_STATE, tensors_of, torch_load
 from trainer_kit.checkpoint.read import descriptions, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.errors import CheckpointError
@@ -27,8 +28,6 @@ from trainer_kit.core.location import Location, RemotePath, locate
 __all__ = ["map_weights", "read_module", "read_weights", "weight_layout", "weight_shapes"]
 
 _ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
-_EXTRA: Final = "_extra_state"  # what torch calls what modules keep besides tensors
-_UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
 
 
 def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -56,9 +55,9 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     if isinstance(file, Path) and holds_weight_files(file):
         return read_weight_files(find_weight_files(file), device)
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
-        return _of_deepspeed(theirs, device)
+        return deepspeed_weights(theirs, device)
     if file.is_dir():
-        return _tensors(file, read_checkpoint(file, parts=["model"], device=device)["model"])
+        return tensors_of(file, read_checkpoint(file, parts=["model"], device=device)["model"])
     if isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
             return read_weights(here / file.name, device)
@@ -66,37 +65,13 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     if start[8:] == _JSON:  # behind the length of the header
         return read_tensors(file, device)
     if start.startswith((_ZIP, _PICKLE)):
-        return _tensors(file, _state_dict(_torch_load(file, device)), file.stat().st_size)
+        return tensors_of(file, _state_dict(torch_load(file, device)), file.stat().st_size)
     raise CheckpointError(
         file,
         None,
         "this is neither a checkpoint directory, nor safetensors, nor a torch.save file",
         fix="check how it was written, and whether it was copied in full",
     )
-
-
-def _of_deepspeed(theirs: DeepSpeedFiles, device: torch.device | str) -> dict[str, Tensor]:
-    states = theirs.states
-    content = _torch_load(states, device)
-    kept = content.get("module") if isinstance(content, dict) else None
-    if not isinstance(kept, dict):
-        raise CheckpointError(states, "module", "there is no state_dict")
-    if theirs.parameters:
-        # What is trained lies apart in full precision, and buffers as float32: those of the module are as they were.
-        buffers = content.get("buffer_names") or ()
-        frozen = content.get("frozen_param_shapes") or ()
-        kept = {name: value for name, value in kept.items() if name in buffers or name in frozen}
-    weights = _tensors(states, kept, states.stat().st_size)
-    for name, file in theirs.parameters.items():
-        if name not in weights:
-            one = _torch_load(file, device)
-            value = one.get("param") if isinstance(one, dict) else None
-            weights |= _tensors(file, {name: value}, file.stat().st_size)
-    shared = content.get("shared_params") if isinstance(content, dict) else None
-    for name, first in shared.items() if theirs.parameters and isinstance(shared, dict) else ():
-        if first in weights:
-            weights[name] = weights[first]
-    return weights
 
 
 def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -158,7 +133,7 @@ def weight_layout(
     keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
     tree = read_trees(file, ["model"])["model"]  # it knows the names, and dtypes that safetensors does not hold
     weights = {}
-    for name, tensor in _tensors(file, decode(tree, held, at="model", file=file / DOCUMENT)).items():
+    for name, tensor in tensors_of(file, decode(tree, held, at="model", file=file / DOCUMENT)).items():
         key = keys[tensor.untyped_storage()._cdata]
         weights[name] = layout[key] if tensor.dtype == held[key].dtype else _carried(layout[key], tensor)
     return file, weights
@@ -177,7 +152,7 @@ def map_weights(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: as for `read_weights`. Files of torch before 1.6 are read whole.
     """
-    return _tensors(file, _state_dict(_torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))), file.stat().st_size)
+    return tensors_of(file, _state_dict(torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))), file.stat().st_size)
 
 
 def _start(file: Path) -> bytes:
@@ -190,41 +165,9 @@ def _start(file: Path) -> bytes:
         raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
 
 
-def _torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> Any:
-    try:
-        if zipfile.is_zipfile(file):
-            with zipfile.ZipFile(file) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise ValueError("it is compressed, as torch.save never writes it")
-        content = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever a hostile file provokes
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error
-    return content
-
-
 def _state_dict(content: Any) -> Any:
     nested = content.get("state_dict") if isinstance(content, dict) else None
     return nested if isinstance(nested, dict) else content
-
-
-def _tensors(file: Location, content: Any, most: float = math.inf) -> dict[str, Tensor]:
-    if not isinstance(content, dict):
-        raise CheckpointError(file, None, f"it holds a {type(content).__name__}, not a state_dict")
-    weights = {}
-    for name, value in content.items():
-        if isinstance(value, Tensor) and isinstance(name, str):
-            if value.numel() * value.element_size() > most:  # strides of 0 make a byte stand for all memory
-                raise CheckpointError(file, name, f"a tensor of {list(value.shape)} is larger than its file")
-            weights[name] = value.detach()
-        elif not (isinstance(name, str) and name.endswith(_EXTRA)):
-            raise CheckpointError(
-                file,
-                name if isinstance(name, str) else f"a {type(name).__name__}",
-                f"a {type(value).__name__} where a state_dict has a tensor",
-                fix="save a state_dict",
-            )
-    return weights
 
 
 def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -245,15 +188,15 @@ def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str,
         weights = read_weights(file)
         start = _start(file)
         pickled = start[8:] != _JSON and start.startswith((_ZIP, _PICKLE))
-        kept = _torch_load(file, "cpu").get("hyper_parameters", {}) if pickled else {}
+        kept = torch_load(file, "cpu").get("hyper_parameters", {}) if pickled else {}
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
     return weights, dict(kept)
 
 
 def _with_extra_state(file: Location, content: Any) -> dict[str, Any]:
-    weights: dict[str, Any] = dict(_tensors(file, content))
-    return {**weights, **{name: value for name, value in content.items() if str(name).endswith(_EXTRA)}}
+    weights: dict[str, Any] = dict(tensors_of(file, content))
+    return {**weights, **{name: value for name, value in content.items() if str(name).endswith(EXTRA_STATE)}}
 
 
 def _has_hparams(directory: Location) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.checkpoint.commit import io_failure, remove_checkpoint, write_checkpoint
-from trainer_kit.checkpoint.deepspeed import refuse_deepspeed
+from trainer_kit.checkpoint.deepspeed import find_deepspeed
 from trainer_kit.checkpoint.mend import newest_verified
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
@@ -25,6 +25,7 @@ from trainer_kit.engine.optimizer_states import optimizer_state, parameter_names
 from trainer_kit.engine.resume import held_of
 from trainer_kit.engine.schedulers import restore_scheduler
 from trainer_kit.engine.state import own_buffers, ranks_differ, without_own_buffers
+from trainer_kit.raw.foreign import load_deepspeed
 from trainer_kit.raw.options import ProjectConfiguration
 from trainer_kit.raw.process import made_together
 from trainer_kit.raw.weights import Weights, local_directory
@@ -208,7 +209,6 @@ class Saving(Weights):
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The state; of divided tensors this process's parts."""
-        refuse_deepspeed(path)
         if not self.strategy.sharded:
             return read_checkpoint(path)
         from trainer_kit.checkpoint.reshard import read_divided
@@ -231,8 +231,11 @@ class Saving(Weights):
     ) -> None:
         """Go on where `save_state` was called: prepare everything first, in the same order; every process calls it.
 
+        Of a directory that DeepSpeed wrote (without ZeRO, or what ``ds_to_universal`` made) weights, moments and the
+        schedule are taken; random numbers, the place in the data and a loss scale are not in it.
+
         Args:
-            input_dir: what `save_state` wrote; by default the project's newest one that is whole.
+            input_dir: what `save_state` or DeepSpeed wrote; by default the project's newest one that is whole.
             load_kwargs: accepted for Accelerate's sake.
             load_model_func_kwargs: of ``load_state_dict`` of the models: ``strict``, ``assign``.
 
@@ -240,6 +243,11 @@ class Saving(Weights):
             CheckpointError: there is none, it is damaged, or does not fit what was prepared.
         """
         path = self._find(input_dir)
+        if (theirs := find_deepspeed(path)) is not None:
+            models, optimizers = [unwrap(model) for model in self._models], [one.optimizer for one in self._optimizers]
+            schedulers = [one.scheduler for one in self._schedulers]
+            self.step = load_deepspeed(path, theirs, self.strategy, models, optimizers, schedulers, self.print)
+            return
         state = self._read(path)
         models, changed = list(self._models), {}
         for hook in list(self._before_load.values()):
