@@ -108,16 +108,9 @@ def test_each_unit_is_held_against_its_own_counter(text, counter):
     assert duration.reached(Progress(**{counter: 3}))
 
 
-def test_a_fraction_of_the_run_needs_the_length_of_the_run():
-    part = Duration.parse("0.25dur")
-    with pytest.raises(DurationError, match="resolve"):
-        part.reached(Progress())
-    assert part.resolve(Duration(10, "ep")) == Duration(2, "ep")
-    assert part.resolve(Duration(10.0, "s")) == Duration(2.5, "s")
-
-
-def test_only_fractions_change_when_resolved():
-    assert Duration.parse("3st").resolve(Duration(100, "ep")) == Duration(3, "st")
+def test_a_fraction_of_the_run_is_held_against_no_counter():
+    with pytest.raises(DurationError, match="no counter"):
+        Duration.parse("0.25dur").reached(Progress())
 
 
 def test_text_and_repr_can_be_read_back():

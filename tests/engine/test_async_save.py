@@ -358,10 +358,10 @@ def fit_with_failures(directory):
 
         return fails
 
-    memory = MemoryError("no host memory")
+    memory, thread = MemoryError("no host memory"), RuntimeError("can't start new thread")
     for place, name, error, elsewhere in (
-        (saving, "take_snapshot", memory, memory),
-        (saving, "Background", RuntimeError("can't start new thread"), RuntimeError("can't start new thread")),
+        (saving, "take_snapshot", memory, RankError("rank 0: MemoryError: no host memory")),
+        (saving, "Background", thread, RankError("rank 0: RuntimeError: can't start new thread")),
         (session, "choose_run", ValueError("of a logger"), RankError("rank 0: ValueError: of a logger")),
         (store, "entries", CheckpointError("there", None, "gone"), CheckpointError("there", None, "gone")),
     ):

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
 
 __all__ = ["ModelSummary", "ModelSummaryTable", "SummaryRow", "summarize"]
@@ -231,7 +232,7 @@ def _run(
     parameters = list(module.parameters())
     if any(is_lazy(parameter) for parameter in parameters):
         return _Seen(note="no sizes: some layers are not initialised yet")
-    if any(hasattr(parameter, "device_mesh") for parameter in parameters):
+    if is_divided(module):
         return _Seen(note="no sizes: the module is sharded, and a forward would need every rank")
     from lightning_utilities.core.apply_func import apply_to_collection
     from torch.utils.flop_counter import FlopCounterMode

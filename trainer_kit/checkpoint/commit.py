@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.codec import encode
-from trainer_kit.checkpoint.files import in_units, safetensors_bytes, write_file
+from trainer_kit.checkpoint.files import safetensors_bytes, write_file
 from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
@@ -36,6 +36,7 @@ from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, uplo
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hidden import Hidden, hidden_path, sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
+from trainer_kit.core.memory import in_units
 
 __all__ = [
     "Snapshot",

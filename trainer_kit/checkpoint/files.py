@@ -19,13 +19,13 @@ from torch import Tensor
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
+from trainer_kit.core.memory import in_units
 
 __all__ = [
     "TENSOR_DTYPES",
     "checksum",
     "flatten",
     "in_bytes",
-    "in_units",
     "read_file",
     "read_header",
     "read_tensors",
@@ -59,19 +59,6 @@ _CHUNK: Final = 4 << 20
 _PIECE: Final = 64 << 20
 """Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
 thread runs Python, so a file is hashed and written in few calls."""
-
-
-def in_units(size: int) -> str:
-    """A number of bytes for people.
-
-    Example:
-        >>> in_units(3), in_units(4180), in_units(120_000_000)
-        ('3 B', '4.18 kB', '120 MB')
-    """
-    value, units = float(size), ["B", "kB", "MB", "GB", "TB", "PB"]
-    while value >= 999.5 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:.3g} {units[0]}"
 
 
 def in_bytes(size: int | str, name: str, least: int = 0) -> int:

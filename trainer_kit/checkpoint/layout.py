@@ -17,9 +17,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from trainer_kit.checkpoint.dtypes import CARRIERS
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_units, read_file, read_header
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, read_file, read_header
 from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, load_json
 from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.memory import in_units
 
 __all__ = [
     "Assembled",

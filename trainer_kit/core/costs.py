@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Costs", "Exchange", "cost_lines", "in_words", "optimizer_bytes", "part_bytes"]
+from trainer_kit.core.memory import in_units
+
+__all__ = ["Costs", "Exchange", "cost_lines", "optimizer_bytes", "part_bytes"]
 
 
 @final
@@ -141,27 +143,11 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None, window: int
         held.append((costs.masters, "parameters in full precision"))
     lines = [
         f"layout       {costs.layout}",
-        f"a rank holds {', '.join(f'{in_words(number)} of {what}' for number, what in held)}",
+        f"a rank holds {', '.join(f'{in_units(number)} of {what}' for number, what in held)}",
     ]
     for index, exchange in enumerate(costs.exchanges):
         times = (window or 1) if exchange.each_batch else 1
         often = f", {times} times" if times > 1 else " (each micro-batch)" if exchange.each_batch and not window else ""
-        sent = "by the shapes of a batch" if exchange.sent is None else in_words(exchange.sent * times)
+        sent = "by the shapes of a batch" if exchange.sent is None else in_units(exchange.sent * times)
         lines.append(f"{'' if index else 'a step sends':<13}{exchange.what}{often}: {sent}")
     return lines if costs.exchanges else [*lines, "a step sends nothing"]
-
-
-def in_words(number: float | None) -> str:
-    """A number of bytes.
-
-    Example:
-        >>> in_words(1234567), in_words(12), in_words(None)
-        ('1.23 MB', '12 B', 'an unknown number')
-    """
-    if number is None:
-        return "an unknown number"
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 999.5:
-            return f"{number:.3g} {unit}"
-        number /= 1000
-    return f"{number:.3g} TB"

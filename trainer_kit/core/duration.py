@@ -62,7 +62,7 @@ class Duration:
         """The field of ``Progress`` that this duration is held against."""
         if self.unit == "dur":
             raise DurationError(
-                "a fraction of the run has no counter of its own", found=str(self), fix="call resolve(total) first"
+                "a fraction of the run has no counter of its own", found=str(self), fix='count in a unit: "500ba"'
             )
         return _COUNTER[self.unit]
 
@@ -99,13 +99,6 @@ class Duration:
         if name in _SECONDS:
             return cls(number * _SECONDS[name], "s")
         return cls(_whole(number, name), name)
-
-    def resolve(self, total: Duration) -> Duration:
-        """This duration in the unit of ``total``, the length of the whole run; only ``dur`` changes."""
-        if self.unit != "dur":
-            return self
-        value = self.value * total.value
-        return Duration(value if total.unit == "s" else round(value), total.unit)
 
     def reached(self, progress: Progress) -> bool:
         """Whether ``progress`` has come this far."""

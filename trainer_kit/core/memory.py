@@ -1,4 +1,4 @@
-"""How much memory a device or this machine has, and how much of it is free; a container's limit counts."""
+"""How much memory a device or this machine has, and what of it is free (a container's limit counts); bytes in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-__all__ = ["device_memory", "free_memory"]
+__all__ = ["device_memory", "free_memory", "in_units"]
 
 _LIMITS: Final = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _USED: Final = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -44,6 +44,21 @@ def free_memory(device: torch.device) -> int | None:
         return free
     cached = next((_table(name).get("inactive_file", 0) for name in _STATISTICS if os.access(name, os.R_OK)), 0)
     return max(0, min(free, min(limits) - used[0] + cached))  # files that were read are let go of first
+
+
+def in_units(size: float | None) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> in_units(3), in_units(4180), in_units(120_000_000), in_units(None)
+        ('3 B', '4.18 kB', '120 MB', 'an unknown number')
+    """
+    if size is None:
+        return "an unknown number"
+    units = ["B", "kB", "MB", "GB", "TB", "PB"]
+    while size >= 999.5 and len(units) > 1:
+        size, units = size / 1000, units[1:]
+    return f"{size:.3g} {units[0]}"
 
 
 def _host_memory() -> int | None:

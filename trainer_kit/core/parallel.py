@@ -6,7 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
-__all__ = ["ContextPlan", "ParallelPlan", "PipelinePlan"]
+from torch import nn
+
+__all__ = ["ContextPlan", "ParallelPlan", "PipelinePlan", "is_divided"]
+
+
+def is_divided(module: nn.Module) -> bool:
+    """Whether a rank holds parts of parameters only, as ``DTensor`` or under DeepSpeed: a forward needs every rank.
+
+    Example:
+        >>> is_divided(nn.Linear(1, 1))
+        False
+    """
+    return any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 @final

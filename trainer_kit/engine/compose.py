@@ -137,7 +137,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
         else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
     )
     ahead = None if feed.draws else _ahead(module, datamodule, strategy, precision)
-    micro = _micro(trainer, module, datamodule, bus, stepper, step, manual)
+    micro = _micro(trainer, module, bus, stepper, step, manual)
     micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
     windows = _windows(trainer, module, feed, micro, limit, ahead)
     _with_ghosts(windows, module, datamodule, trainer, made, manual)
@@ -238,7 +238,7 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda batch, index: method(batch)
 
 
-def _micro(trainer: Any, module: Any, datamodule: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
+def _micro(trainer: Any, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
     backward = trainer.strategy.bind_backward(
         module.backward if is_overridden("backward", module, TrainModule) else None
     )

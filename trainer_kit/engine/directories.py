@@ -22,6 +22,7 @@ __all__ = [
     "on_rank_zero",
     "take_directories",
     "together",
+    "told",
 ]
 
 _T = TypeVar("_T")
@@ -80,14 +81,14 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
     """
     done: _T | None = None
     problem: Exception | None = None
-    told: Exception | None = None
+    others: Exception | None = None
     if world.rank == 0:
         try:
             done = act()
         except Exception as error:  # whatever it is, the others wait to hear of it
-            problem, told = error, _told(error, 0)
-    done, told = world.broadcast((done, told))
-    problem = problem or told
+            problem, others = error, told(error, 0)
+    done, others = world.broadcast((done, others))
+    problem = problem or others
     if problem is not None:
         raise problem
     return cast(_T, done)
@@ -106,8 +107,8 @@ def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
         done = act()
     except Exception as error:  # whatever it is, the others wait for this rank
         problem = error
-    everyone = world.all_gather_object((done, problem and _told(problem, world.rank)))
-    problem = problem or next((told for _, told in everyone if told is not None), None)
+    everyone = world.all_gather_object((done, problem and told(problem, world.rank)))
+    problem = problem or next((other for _, other in everyone if other is not None), None)
     if problem is not None:
         raise problem
     return [cast(_T, one) for one, _ in everyone]
@@ -124,7 +125,7 @@ def together(world: Group, act: Callable[[], _T]) -> _T:
     return done[0]
 
 
-def _told(error: Exception, rank: int) -> TrainerKitError:
+def told(error: Exception, rank: int) -> TrainerKitError:
     """What the other ranks hear of it: another's error may not be what can travel."""
     if isinstance(error, TrainerKitError):
         return error

@@ -52,7 +52,7 @@ def find_start(
         if trainer.resume == "auto" and not trainer.settings.fast:
             trainer.print(f'resume="auto": {_why_new(trainer)}: starting anew')
         path = find_checkpoint(trainer, ckpt_path, keepers, whole_first=not weights_only)
-        return path, weights_only, f"resuming from step {{step}} ({path})"
+        return path, weights_only, _told(path, weights_only)
     again = "" if trainer.record.args == taken.args else f"; it was started with: {' '.join(taken.args) or 'nothing'}"
     end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
     places = list(dict.fromkeys([*map(locate, taken.checkpoints), *_own(trainer, keepers)]))
@@ -60,9 +60,13 @@ def find_start(
     if path is None:
         trainer.print(f"run {taken.directory} has no checkpoint yet: starting it from the beginning{end}")
         path = find_checkpoint(trainer, ckpt_path, keepers, whole_first=not weights_only)
-        return path, weights_only, f"resuming from step {{step}} ({path})"
+        return path, weights_only, _told(path, weights_only)
     done = ", which has finished" if taken.status == "finished" else ""
     return path, False, f"resuming from step {{step}} (verified) of run {taken.directory}{done}{end}"
+
+
+def _told(path: Location | None, weights_only: bool) -> str:
+    return f"starting from the weights in {path}" if weights_only else f"resuming from step {{step}} ({path})"
 
 
 def _why_new(trainer: Any) -> str:

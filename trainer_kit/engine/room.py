@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer_kit.core.costs import in_words
-from trainer_kit.core.memory import device_memory
+from trainer_kit.core.memory import device_memory, in_units
 from trainer_kit.precision.where import engine_of
 
 __all__ = ["build_module", "training_bytes", "weigh"]
@@ -58,7 +57,7 @@ def weigh(trainer: Any, module: nn.Module, stage: str, world: Any = None) -> tup
         memory = int(min(row[0] for row in world.agree([memory])))
     needed = training_bytes(module, trainer.precision_plugin.name, stage == "fit")
     what = "training state (as with Adam)" if stage == "fit" else "weights"
-    numbers = f"{in_words(needed)} of {what}, and a rank has {in_words(memory or None)} of memory"
+    numbers = f"{in_units(needed)} of {what}, and a rank has {in_units(memory or None)} of memory"
     if not memory or needed <= _SHARE * memory:
         return strategy, f"{strategy.name}: whole copies fit, {numbers}"
     other.device = strategy.device

@@ -22,6 +22,7 @@ from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.engine.directories import together, told
 from trainer_kit.engine.finite import check_finite, finite_weights
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Outcome, Save, Saver
@@ -102,8 +103,8 @@ def settle_save(run: Fit) -> bool:
     for request in save.requests:
         if request is not None and str(request.path) in outcome:
             failed = outcome[str(request.path)] is not None
-            told = getattr(request, "failed", _nobody) if failed else request.saved
-            told(locate(request.path))
+            hear = getattr(request, "failed", _nobody) if failed else request.saved
+            hear(locate(request.path))
     return not any(outcome.values())
 
 
@@ -146,34 +147,36 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     """Copy the states, where they are written, and start to. What no disk can hold is refused, on every rank."""
     world, progress, saver = run.strategy.world, run.progress, run.saver
     copies = saver.behind and not save.last  # else nothing changes until it is written
-    problem: Exception | None = None
     all_began: Future[bool] = Future()  # who writes with others waits until they can
-    together = run.strategy.sharded
-    group = world.apart() if together else None
-    if world.rank == 0 or together:
+    shared = run.strategy.sharded
+    group = world.apart() if shared else None
+
+    def begin() -> None:
+        if world.rank != 0 and not shared:
+            return
         info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
         snapshots = {}
+        for weights_only, state in states.items():
+            copy = saver.buffers[weights_only] if copies else None
+            snapshots[weights_only] = _take(run, state, info, group, copy)
+        writes = _Writing(group, shared, world.rank == 0, frozenset(name for name, _ in run.module.named_parameters()))
         slow = threading.Timer(_SLOW, _say_slow, (run, save))
         slow.daemon = True
+        slow.start()
         try:
-            for weights_only, state in states.items():
-                copy = saver.buffers[weights_only] if copies else None
-                snapshots[weights_only] = _take(run, state, info, group, copy)
-            names = [name for name, _ in run.module.named_parameters()]
-            slow.start()
-            writes = _Writing(group, together, world.rank == 0, frozenset(names))
             save.writing = Background(
                 partial(_write, saver, save, snapshots, writes, all_began), done=partial(_written, run, slow)
             )
-        except Exception as error:  # also where memory or threads do not suffice: the others wait to hear of it
+        except BaseException:
             slow.cancel()
-            problem = error
-    if world.size > 1:
-        everyone = world.all_gather_object(problem)
-        problem = problem or next(filter(None, everyone), None)
-    all_began.set_result(problem is None)
-    if problem is not None:
-        raise problem
+            raise
+
+    try:
+        together(world, begin)  # memory or threads may not suffice on one of them
+    except BaseException:
+        all_began.set_result(False)
+        raise
+    all_began.set_result(True)
     saver.save = save
 
 
@@ -287,7 +290,9 @@ def _outcome(run: Fit, save: Save) -> Outcome:
     # Here, for a cause does not travel.
     problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
     if run.strategy.world.size > 1:
-        outcome, problem, unheard = run.strategy.world.broadcast((outcome, problem, _unheard(outcome)))
+        others = told(problem, 0) if isinstance(problem, Exception) else problem
+        outcome, others, unheard = run.strategy.world.broadcast((outcome, others, _unheard(outcome)))
+        problem = problem or others
         if unheard and run.strategy.sharded:
             run.strategy.world.apart(anew=True)
     if save.writing is None or save.writing.wait(0):

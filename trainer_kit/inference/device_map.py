@@ -8,8 +8,8 @@ from typing import Final
 
 from torch import nn
 
-from trainer_kit.checkpoint.files import in_units
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.memory import in_units
 from trainer_kit.inference.budget import Device, accelerators, get_max_memory
 from trainer_kit.inference.sizes import Dtype, Unit, find_units, tensor_sizes
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer_kit.core.errors import LogError
+from trainer_kit.core.parallel import is_divided
 from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
 from trainer_kit.loggers.params import flatten, numbers, plain
 
@@ -127,6 +128,12 @@ class TensorBoardLogger(DirectoryLogger):
                 "the graph needs an example of what the module takes",
                 found=f"log_graph=True, and {type(model).__name__}.example_input_array is not set",
                 fix="set self.example_input_array in the module, or log_graph=False",
+            )
+        if is_divided(model):
+            raise LogError(
+                f"the graph of {type(model).__name__} cannot be traced",
+                found="its weights are divided over ranks, and a forward of this one alone would wait for the others",
+                fix="log_graph=False",
             )
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
