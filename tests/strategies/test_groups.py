@@ -13,6 +13,7 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.precision import make_precision
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, process_group
 from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
@@ -57,6 +58,10 @@ def test_collectives() -> None:
     assert group.agree([float(rank), 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
     assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
     group.barrier()
+    with pytest.raises(StrategyError, match=r"different models\n  found: weight: \[2, 2\] .* 0, \[3, 2\] .* rank 2"):
+        InitialWeights(nn.Linear(2, 2 + rank // 2), group)
+    with pytest.raises(StrategyError, match=r"bias: \[2\] torch.float32 on rank 0, nothing on rank 1"):
+        InitialWeights(nn.Linear(2, 2, bias=rank == 0), group)
     check_parts_of_the_world(group.rank)
     check_where_collectives_happen()
     check_timeouts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, final
@@ -37,7 +38,7 @@ class InitialWeights:
         given: an earlier one has handed out all there is.
 
     Raises:
-        StrategyError: the first rank has no values either.
+        StrategyError: the first rank has no values either, or ranks have built different models.
     """
 
     def __init__(self, module: nn.Module, group: Group, given: bool = False) -> None:
@@ -57,6 +58,7 @@ class InitialWeights:
                 found[name] = tensor.detach()
         self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
         self._whole = found if group.rank == 0 else {}
+        _compare({name: f"{list(shape)} {dtype}" for name, (shape, dtype) in self._shapes.items()}, group)
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
         if empty:
             raise StrategyError(
@@ -101,6 +103,20 @@ class InitialWeights:
                 # Under each of its names: a stage of a pipeline may have one that is not the first.
                 for own in {id(held[known]): held[known] for known in self._names[name] if known in held}.values():
                     own.detach().copy_(part_of(whole, own))
+
+
+def _compare(mine: dict[str, str], group: Group) -> None:
+    """Refuse, on every rank, what would be sent into tensors of other sizes."""
+    if len({row[0] for row in group.agree([zlib.crc32(repr(mine).encode())])}) == 1:
+        return
+    first, *others = group.all_gather_object(mine)
+    rank, theirs = next((rank, one) for rank, one in enumerate(others, 1) if one != first)
+    name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
+    raise StrategyError(
+        "ranks have built different models",
+        found=f"{name}: {first.get(name, 'nothing')} on rank 0, {theirs.get(name, 'nothing')} on rank {rank}",
+        fix="build the same one everywhere: neither the rank nor its part of the data may decide on it",
+    )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
