@@ -62,9 +62,21 @@ def test_collectives() -> None:
         InitialWeights(nn.Linear(2, 2 + rank // 2), group)
     with pytest.raises(StrategyError, match=r"bias: \[2\] torch.float32 on rank 0, nothing on rank 1"):
         InitialWeights(nn.Linear(2, 2, bias=rank == 0), group)
+    check_what_is_refused_of_options()
     check_parts_of_the_world(group.rank)
     check_where_collectives_happen()
     check_timeouts()
+
+
+def check_what_is_refused_of_options() -> None:
+    with pytest.raises(StrategyError, match="one axis, or two for replicas"):
+        FSDPStrategy(device_mesh=(1, 1, 3)).start()
+    sharded = FSDPStrategy(ignored_modules="hed")
+    sharded.start()
+    with pytest.raises(StrategyError, match=r"no module that has parameters\n  found: 'hed'\n.*such as '0'"):
+        sharded.wrap_module(nn.Sequential(nn.Linear(2, 1)), make_precision("32-true"))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reshards'"):
+        MeshStrategy(fsdp={"reshards": True})
 
 
 def check_where_collectives_happen() -> None:

@@ -137,6 +137,8 @@ class FSDPStrategy(Ported):
         self.reporter = self.world.rank
         shape = self._shape(self.world.size)
         places = shape.size() if isinstance(shape, DeviceMesh) else torch.Size(shape).numel()
+        if len(shape) > 2 if isinstance(shape, tuple) else shape.ndim > 2:
+            raise StrategyError("parameters are sharded over one axis, or two for replicas", found=f"{shape}")
         if places != self.world.size:
             found = f"device_mesh={shape} and {self.world.size} processes"
             raise StrategyError("the mesh has another number of places than there are processes", found=found)

@@ -110,6 +110,7 @@ class MeshStrategy(Ported):
         self.schedule = pp_schedule
         self.pipeline: Pipeline | None = None
         self.plan, self._recomputes, self._fsdp = plan, activation_checkpointing_policy, dict(fsdp or {})
+        FSDPStrategy(self.device, **self._fsdp)  # which refuses what it does not have, now
         self.backend, self.timeout = process_group_backend, timeout
         self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
         self._around = AroundSteps()

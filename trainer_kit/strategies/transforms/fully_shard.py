@@ -67,12 +67,18 @@ class FullyShard:
             roots: what gathers what no unit inside of it does; None: the module.
 
         Raises:
-            StrategyError: an axis too many, or a policy names a class that no part is of.
+            StrategyError: an axis too many, or a policy or an expression names what is not there.
         """
         if mesh.ndim > 2:
             raise StrategyError("parameters are sharded over one axis, or two for replicas", found=f"{mesh}")
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if self.cpu_offload else OffloadPolicy()
         ignored = self.left_whole(module)
+        if isinstance(self.ignored, str) and not ignored:
+            raise StrategyError(
+                "ignored_modules names no module that has parameters",
+                found=repr(self.ignored),
+                fix=f"a regular expression of whole names, such as {_some_name(module)!r}",
+            )
         as_stored = replace(self.mp_policy, param_dtype=None)
         for part in [*self.units(module), *([module] if roots is None else roots)]:
             if isinstance(part, FSDPModule):
@@ -107,6 +113,10 @@ class FullyShard:
             if all(inside[number] == owners[number] for number in shared & inside.keys()):
                 found.append(part)
         return found
+
+
+def _some_name(module: nn.Module) -> str:
+    return next((name for name, part in module.named_modules() if name and any(True for _ in part.parameters())), "net")
 
 
 def sharded_units(module: nn.Module) -> list[FSDPModule]:
