@@ -110,6 +110,27 @@ def trains_as_ddp(path: Path) -> None:
             saves(accelerator, mine, path / f"{number}", found)
 
 
+def two_models_in_turn(plugins: list[dict[str, Any] | None]) -> list[dict[str, torch.Tensor]]:
+    """An Accelerator each, and the second model learns from what the first says."""
+    accelerators = [made(plugin, gradient_accumulation_steps=1) for plugin in plugins]
+    nets = [make_net(seed) for seed in range(2)]
+    (first, first_step, loader), (second, second_step) = (
+        accelerator.prepare(net, sgd(net), *others)
+        for accelerator, net, others in zip(accelerators, nets, ([DataLoader(SAMPLES, batch_size=13)], []), strict=True)
+    )
+    for _ in range(3):
+        for x, y in loader:
+            accelerators[0].backward(F.cross_entropy(first(x), y))
+            first_step.step()
+            first_step.zero_grad()
+            with torch.no_grad():
+                wanted = first(x).softmax(-1)
+            accelerators[1].backward(F.cross_entropy(second(x), wanted))
+            second_step.step()
+            second_step.zero_grad()
+    return [whole(accelerator, net) for accelerator, net in zip(accelerators, (first, second), strict=True)]
+
+
 def saves(accelerator: tk.Accelerator, parts: tuple[Any, ...], path: Path, found: dict[str, torch.Tensor]) -> None:
     """A state into the next layout and into DDP, and on; whole weights."""
     model = parts[0]
@@ -267,3 +288,6 @@ def test_one_process_and_what_is_refused() -> None:
 @pytest.mark.world_size(2, timeout=200)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     trains_as_ddp(tmp_path)
+    expected = two_models_in_turn([None, None])
+    for found, wanted in zip(two_models_in_turn([{"zero_stage": 2}, {"zero_stage": 3}]), expected, strict=True):
+        assert_same(found, wanted, 1e-6)
