@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import threading
 import traceback
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -489,3 +492,25 @@ def test_a_window_that_failed_runs_again_after_a_resume(tmp_path, hook):
     Trainer(**options).fit(resumed, data, ckpt_path=tmp_path / "kept" / "step-00000001")
     assert resumed.seen == [2, 3, 4]
     assert torch.equal(resumed.layer.weight, whole.layer.weight)
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_what_a_fit_held_is_let_go_when_it_ends(fails):
+    """Whoever catches an error to try again with less needs the memory, and not when the collector comes by."""
+    held = []
+
+    class Holds(Tiny):
+        def training_step(self, batch, batch_idx):
+            held.append(weakref.ref(batch))
+            if fails and batch_idx == 1:
+                raise MemoryError("too large")
+            return super().training_step(batch, batch_idx)
+
+    trainer = Trainer(max_epochs=1, logger=False, **QUIET)
+    gc.disable()
+    try:
+        with suppress(MemoryError):
+            trainer.fit(Holds(), DataLoader(torch.ones(6, 2), batch_size=2))
+        assert [batch() for batch in held] == [None] * (2 if fails else 3)
+    finally:
+        gc.enable()

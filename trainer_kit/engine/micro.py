@@ -331,8 +331,10 @@ class Micro:
         self._metrics.weight = self.weights[index]
 
     def let_go(self) -> None:
-        """The fit is over: nothing may keep the strategy's wrapper, and with it its process group, alive."""
+        """The fit is over: nothing may keep a batch alive, nor the strategy's wrapper, and with it its process group."""
         self._step = _over
+        self.batch = self.earlier = self.outputs = None
+        self.batches = []
 
     @property
     def hears_backward(self) -> bool:

@@ -42,8 +42,13 @@ class Unwinding:
             self._attempt(clean, self._first)
             if not told and self._first is not None:
                 self._tell(self._first)
-        if error is None and self._first is not None:
-            raise self._first
+        # Its traceback holds every frame of the verb, this object too: kept, all of them stay until gc comes by.
+        first, self._first = self._first, None
+        if error is None and first is not None:
+            try:
+                raise first
+            finally:
+                del first
 
     def _tell(self, error: BaseException) -> None:
         for hear in self.failed:
