@@ -14,7 +14,7 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.engine.groups import configured
-from trainer_kit.engine.optimizer_states import optimizer_state, restore_optimizer
+from trainer_kit.engine.optimizer_states import optimizer_state, owned_parameters, restore_optimizer
 from trainer_kit.engine.state import plain_hparams
 from trainer_kit.strategies import SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
@@ -266,7 +266,7 @@ def test_groups_and_parameters_in_another_order_get_their_own_state():
     first.step()
     saved = optimizer_state(ALONE, first, names)
     second = torch.optim.SGD(list(module.layer.parameters())[::-1], lr=0.1, momentum=0.9)
-    assert restore_optimizer(ALONE, second, saved, names, print) == {}
+    assert restore_optimizer(ALONE, second, owned_parameters(ALONE, second), saved, names, print) == {}
     for parameter in module.layer.parameters():
         assert torch.equal(second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"])
 
@@ -276,7 +276,7 @@ def test_another_number_of_groups_is_refused():
     one = torch.optim.SGD(module.layer.parameters(), lr=0.1)
     two = torch.optim.SGD([{"params": [p]} for p in module.layer.parameters()], lr=0.1)
     with pytest.raises(CheckpointError, match="1 groups were saved, the optimizer has 2"):
-        restore_optimizer(ALONE, two, optimizer_state(ALONE, one, {}), {}, print)
+        restore_optimizer(ALONE, two, owned_parameters(ALONE, two), optimizer_state(ALONE, one, {}), {}, print)
 
 
 def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
@@ -286,9 +286,10 @@ def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
     with pytest.raises(
         CheckpointError, match=r"the state of Adam, and .* is SGD\n(.*\n)?  fix: +configure Adam, or load"
     ):
-        restore_optimizer(ALONE, other, saved, {}, print)
+        restore_optimizer(ALONE, other, owned_parameters(ALONE, other), saved, {}, print)
     del saved["class"]  # as checkpoints of before have it
-    assert restore_optimizer(ALONE, torch.optim.Adam(parameters), saved, {}, print) == {}
+    adam = torch.optim.Adam(parameters)
+    assert restore_optimizer(ALONE, adam, owned_parameters(ALONE, adam), saved, {}, print) == {}
 
 
 def test_options_as_they_were_configured_are_copies():
@@ -305,7 +306,10 @@ def test_a_rate_in_a_tensor_is_compared_by_value():
     saved = optimizer_state(ALONE, first, {id(parameter): "p"})
     said = []
     second = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
-    assert restore_optimizer(ALONE, second, saved, {id(parameter): "p"}, said.append) == {}
+    assert (
+        restore_optimizer(ALONE, second, owned_parameters(ALONE, second), saved, {id(parameter): "p"}, said.append)
+        == {}
+    )
     assert said == []
 
 

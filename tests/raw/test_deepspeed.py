@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_kit as tk
 from tests.parity.plain import case, make_batches, make_net, merged, sgd
 from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.errors import ConfigurationError, RankError, StrategyError
 from trainer_kit.testing.conformance import assert_same
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
@@ -154,6 +154,38 @@ def saves(accelerator: tk.Accelerator, parts: tuple[Any, ...], path: Path, found
         other.free_memory()
 
 
+def what_fails_on_one_process_ends_all(path: Path) -> None:
+    """Behind it weights are put together from all processes' pieces."""
+
+    class Fails(nn.Linear):
+        fails = False
+
+        def get_extra_state(self) -> Any:
+            if self.fails:
+                raise ValueError("of a user")
+            return 0
+
+        def set_extra_state(self, state: Any) -> None:
+            self.get_extra_state()
+
+    for stage in (1, 3):
+        accelerator = made({"zero_stage": stage}, mixed_precision="bf16")
+        net = nn.Sequential(nn.Linear(8, 4), Fails(4, 4))
+        net, _ = accelerator.prepare(net, sgd(net))
+        accelerator.save_state(path / f"{stage}")
+        rank, Fails.fails = accelerator.process_index, accelerator.process_index == 1
+        for act in (
+            lambda a=accelerator, n=net: a.get_state_dict(n),
+            lambda a=accelerator: a.save_state(path / "new"),
+            lambda a=accelerator, s=stage: a.load_state(path / f"{s}"),
+        ):
+            with case(stage=stage), pytest.raises(ValueError if rank else RankError, match="of a user"):
+                act()
+        Fails.fails = False
+        accelerator.load_state(path / f"{stage}")
+        accelerator.free_memory()
+
+
 def test_what_the_plugin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = tk.DeepSpeedPlugin(
         {"zero_optimization": {"stage": "auto", "overlap_comm": True}, "train_micro_batch_size_per_gpu": "auto"},
@@ -287,6 +319,7 @@ def test_one_process_and_what_is_refused() -> None:
 @pytest.mark.timeout(240)
 @pytest.mark.world_size(2, timeout=200)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
+    what_fails_on_one_process_ends_all(tmp_path / "fails")
     trains_as_ddp(tmp_path)
     expected = two_models_in_turn([None, None])
     for found, wanted in zip(two_models_in_turn([{"zero_stage": 2}, {"zero_stage": 3}]), expected, strict=True):

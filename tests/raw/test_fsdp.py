@@ -15,9 +15,10 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from tests.parity.plain import doubled, make_batches, make_net, merged
+from tests.parity.plain import case, doubled, make_batches, make_net, merged
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
+from trainer_kit.raw import saving
 from trainer_kit.testing.conformance import assert_same, whole
 
 SAMPLES = TensorDataset(*merged(doubled(make_batches(1, size=26))))
@@ -183,14 +184,42 @@ def statistics_are_each_process_s_own(options: dict[str, Any], path: Path) -> No
 
 def what_fails_on_one_process_ends_all(path: Path) -> None:
     class Breaks:
+        breaks = False
+
         def state_dict(self) -> dict[str, Any]:
-            raise ValueError("of a user")
+            self.load_state_dict({})
+            return {}
 
-        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if self.breaks:
+                raises()
 
-    accelerator = made(fsdp_plugin=tk.FullyShardedDataParallelPlugin())
-    accelerator.prepare(make_net())
-    rank, world = accelerator.process_index, accelerator.world
+    def raises(*given: Any, **options: Any) -> None:
+        raise ValueError("of a user")
+
+    breaks = Breaks()
+    for kind, options in (("read_checkpoint", {}), ("held_of", {"fsdp_plugin": tk.FullyShardedDataParallelPlugin()})):
+        accelerator = made(project_dir=path.with_name(kind), **options)
+        accelerator.register_for_checkpointing(breaks)
+        accelerator.prepare(make_net())
+        rank, world = accelerator.process_index, accelerator.world
+        kept = accelerator.save_state()
+        for name, act, failing in (
+            (kind, accelerator.load_state, 1),
+            ("newest_verified", accelerator.load_state, 0),
+            ("_entries", accelerator.save_state, 0),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == failing:
+                    patch.setattr(saving, name, raises)
+                with case(name=name), pytest.raises(ValueError if rank == failing else RankError, match="of a user"):
+                    act()
+        breaks.breaks = rank == 1
+        for act in (accelerator.save_state, accelerator.load_state):
+            with case(act=act), pytest.raises(ValueError if rank else RankError, match="of a user"):
+                act()
+        breaks.breaks = False
+        accelerator.load_state(kept)
     if rank == 0:
         path.mkdir()  # empty: there is to be room in its place
     world.barrier()
@@ -203,7 +232,3 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
             patch.setattr(Path, "rmdir", fails)
         with pytest.raises(CheckpointError, match="Input/output error"):
             accelerator.save_state(path)
-    if rank == 1:
-        accelerator.register_for_checkpointing(Breaks())
-    with pytest.raises(ValueError if rank else RankError, match="of a user"):
-        accelerator.save_state(path)

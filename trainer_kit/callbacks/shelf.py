@@ -109,7 +109,7 @@ class Shelf:
         """
         self.asked_step = trainer.global_step  # no step was made since
         assert self.dirpath is not None
-        from trainer_kit.engine.directories import on_rank_zero
+        from trainer_kit.core.together import on_rank_zero
 
         kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
         gone, there, cut_short = on_rank_zero(trainer.strategy.world, lambda: self._look(restored))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import Strategy
-from trainer_kit.engine.directories import together
+from trainer_kit.core.together import together
 from trainer_kit.engine.groups import configured
 
-__all__ = ["optimizer_state", "parameter_names", "restore_optimizer"]
+__all__ = ["optimizer_state", "owned_parameters", "parameter_names", "restore_optimizer"]
 
 _CONFIGURED: Final = "configured"
 _CLASS: Final = "class"
@@ -34,6 +34,11 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
     started = getattr(optimizer, "_configured_options", None)
     options = started or configured(optimizer)
     return {_CLASS: type(optimizer).__name__, "state": state, "param_groups": groups, _CONFIGURED: options}
+
+
+def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    """The parameters of each group as the module has them; every rank must call it."""
+    return together(strategy.world, lambda: strategy.optimizer_state(optimizer)[0])
 
 
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
@@ -61,11 +66,20 @@ def _name(parameter: nn.Parameter, names: Mapping[int, str], group: int, index: 
 def restore_optimizer(
     strategy: Strategy,
     optimizer: Optimizer,
+    own: Sequence[Sequence[nn.Parameter]],
     saved: Mapping[str, Any],
     names: Mapping[int, str],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
+
+    Args:
+        strategy: that steps it.
+        optimizer: as it is configured.
+        own: `owned_parameters` of it: it is asked ahead of this, in which one rank alone may fail.
+        saved: what `optimizer_state` returned.
+        names: from `parameter_names`.
+        say: prints a line.
 
     Returns:
         Options that keep today's value, by name, of any group.
@@ -91,10 +105,8 @@ def restore_optimizer(
     then = saved.get(_CONFIGURED, today)
     state: dict[nn.Parameter, Any] = {}
     groups, kept_today = [], {}
-    for number, (own, old) in enumerate(
-        zip(strategy.optimizer_state(optimizer)[0], saved["param_groups"], strict=True)
-    ):
-        for i, parameter in enumerate(own):
+    for number, (group, old) in enumerate(zip(own, saved["param_groups"], strict=True)):
+        for i, parameter in enumerate(group):
             name = _name(parameter, names, number, i)
             if name in saved["state"]:
                 state[parameter] = saved["state"][name]

@@ -15,8 +15,9 @@ from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Strategy
+from trainer_kit.core.together import on_rank_zero, together
 from trainer_kit.engine.bus import Bus
-from trainer_kit.engine.directories import clean_directory, discarded, on_rank_zero, together
+from trainer_kit.engine.directories import clean_directory, discarded
 from trainer_kit.engine.records import RUN, read_records
 from trainer_kit.engine.state import fitting, own_part
 
@@ -101,15 +102,19 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any], whole_
     if not isinstance(ckpt_path, (str, os.PathLike)):
         raise ConfigurationError('ckpt_path is a path, a URL, "last" or "best"', found=repr(ckpt_path))
     path = locate(ckpt_path)
-    try:
-        there = path.exists()
-        several = path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
-    except OSError as error:
-        raise CheckpointError(path, None, f"cannot be reached: {error}") from error
-    if not there:
-        raise CheckpointError(path, None, "does not exist")
-    if several:
-        raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
+
+    def look() -> None:
+        try:
+            there = path.exists()
+            several = path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
+        except OSError as error:
+            raise CheckpointError(path, None, f"cannot be reached: {error}") from error
+        if not there:
+            raise CheckpointError(path, None, "does not exist")
+        if several:
+            raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
+
+    together(trainer.strategy.world, look)
     return path
 
 
@@ -199,12 +204,16 @@ def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
 
 def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[str, Any]:
     """`read_state`; where ranks hold parts, what a fit is composed with, and None for what `read_rest` reads."""
-    if not strategy.sharded:
-        return read_state(path, weights_only)
-    if weights_only or not (path.is_dir() and is_complete(path)):
-        return {}
-    known = read_manifest(path)["parts"]
-    return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
+
+    def read() -> dict[str, Any]:
+        if not strategy.sharded:
+            return read_state(path, weights_only)
+        if weights_only or not (path.is_dir() and is_complete(path)):
+            return {}
+        known = read_manifest(path)["parts"]
+        return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
+
+    return together(strategy.world, read)
 
 
 def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection[str]]:
@@ -225,12 +234,12 @@ def read_rest(
     if not strategy.sharded:
         return state
     if not (path.is_dir() and is_complete(path)):
-        return read_state(path, weights_only)
+        return together(strategy.world, lambda: read_state(path, weights_only))
     from trainer_kit.checkpoint.reshard import read_divided  # torch.distributed's planner
 
     known = read_manifest(path)["parts"]
     parts = [part for part in known if part == "model" or not (weights_only or part.startswith(own_part("")))]
-    like, absent = held_of(strategy, module)
+    like, absent = together(strategy.world, lambda: held_of(strategy, module))
     elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
     state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
     mine = own_part(strategy.world.rank)
@@ -256,7 +265,10 @@ def holds_weights(path: Location | None) -> CheckpointError:
 def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> None:
     """Put the weights of a checkpoint into a module."""
     alone = not (path.is_dir() and is_complete(path))
-    state = read_rest({}, path, alone, strategy, module) if strategy.sharded else read_state(path, weights_only=alone)
+    if strategy.sharded:
+        state = read_rest({}, path, alone, strategy, module)
+    else:
+        state = together(strategy.world, lambda: read_state(path, weights_only=alone))
     for hook in bus.on_load_checkpoint:
         hook(state)
 

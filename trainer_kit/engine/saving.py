@@ -22,7 +22,7 @@ from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.engine.directories import together, told
+from trainer_kit.core.together import together, told
 from trainer_kit.engine.finite import check_finite, finite_weights
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Outcome, Save, Saver

@@ -21,8 +21,8 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.seed import last_seed
+from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.bus import sorted_callbacks
-from trainer_kit.engine.directories import on_rank_zero
 from trainer_kit.engine.loaders import training_feed
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.metrics import Metrics

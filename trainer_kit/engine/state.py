@@ -13,10 +13,10 @@ from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.engine.directories import on_every_rank, together
+from trainer_kit.core.together import on_every_rank, together
 from trainer_kit.engine.groups import add_groups, changed_flags, restore_flags
 from trainer_kit.engine.optimize import Optimizers
-from trainer_kit.engine.optimizer_states import optimizer_state, parameter_names, restore_optimizer
+from trainer_kit.engine.optimizer_states import optimizer_state, owned_parameters, parameter_names, restore_optimizer
 from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.schedulers import restore_scheduler
@@ -211,9 +211,13 @@ def restore(
     together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
-    together(world, lambda: _restore_training(run, state, made))
-    with fitting("loaders"):
-        restore_reading(run, state, global_batch_size)
+    _restore_training(run, state, made)
+
+    def read_on() -> None:
+        with fitting("loaders"):
+            restore_reading(run, state, global_batch_size)
+
+    together(world, read_on)
     run.schedule.go_on(run.progress)
     run.finite, run.resumed = run.progress.step, True
     together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
@@ -228,16 +232,29 @@ def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
 
 
 def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> None:
-    names = parameter_names(run.strategy, run.module)
+    strategy, names = run.strategy, parameter_names(run.strategy, run.module)
+
+    def begin() -> None:
+        with fitting("optimizer_states"):
+            if len(state["optimizer_states"]) != len(made.optimizers):
+                found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
+                raise CheckpointError("optimizer_states", None, found)
+            restore_flags(run, state.get("trainable", {}))
+            for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
+                add_groups(optimizer, saved, {names[id(p)]: p for p in run.module.parameters()}, strategy.sharded)
+
+    together(strategy.world, begin)
+    own = [owned_parameters(strategy, optimizer) for optimizer in made.optimizers]
+    together(strategy.world, lambda: _restore_steps(run, state, made, own, names))
+
+
+def _restore_steps(
+    run: Fit, state: Mapping[str, Any], made: Optimizers, own: list[Any], names: Mapping[int, str]
+) -> None:
     changed: dict[int, dict[str, Any]] = {}
     with fitting("optimizer_states"):
-        if len(state["optimizer_states"]) != len(made.optimizers):
-            found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
-            raise CheckpointError("optimizer_states", None, found)
-        restore_flags(run, state.get("trainable", {}))
-        for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
-            add_groups(optimizer, saved, {names[id(p)]: p for p in run.module.parameters()}, run.strategy.sharded)
-            changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, saved, names, run.say)
+        for optimizer, groups, saved in zip(made.optimizers, own, state["optimizer_states"], strict=True):
+            changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, groups, saved, names, run.say)
     with fitting("lr_schedulers"):
         if len(state["lr_schedulers"]) != len(made.schedulers):
             found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"

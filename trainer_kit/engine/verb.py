@@ -20,10 +20,11 @@ from trainer_kit.core.devices import deterministic_products
 from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.about import go_on_logging
 from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
-from trainer_kit.engine.directories import on_rank_zero, take_directories
+from trainer_kit.engine.directories import take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
 from trainer_kit.engine.groups import watch_groups
 from trainer_kit.engine.loaders import find_loaders

@@ -12,8 +12,8 @@ from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles
 from trainer_kit.checkpoint.deepspeed_content import DeepSpeedContent, deepspeed_content
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import Group, Strategy
-from trainer_kit.engine.directories import together
-from trainer_kit.engine.optimizer_states import parameter_names, restore_optimizer
+from trainer_kit.core.together import together
+from trainer_kit.engine.optimizer_states import owned_parameters, parameter_names, restore_optimizer
 from trainer_kit.engine.resume import held_of
 
 __all__ = ["load_deepspeed"]
@@ -52,21 +52,22 @@ def load_deepspeed(
         raise CheckpointError(path, None, f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}")
     _check_schedule(path, content.schedule, schedulers)
 
+    (model,), weights = models, dict[str, Any]()
+    owned = [owned_parameters(strategy, optimizer) for optimizer in optimizers]
+    _, absent = together(world, lambda: held_of(strategy, model))
+
     def fill() -> None:
-        (model,) = models
         names = parameter_names(strategy, model)
-        for optimizer in optimizers:
-            groups = strategy.optimizer_state(optimizer)[0]
+        for optimizer, groups in zip(optimizers, owned, strict=True):
             called = [[names.get(id(parameter), "") for parameter in group] for group in groups]
             _place(path, content, called)
-            _restore(path, content, strategy, optimizer, names, called, say)
-        _, absent = held_of(strategy, model)
-        weights = {name: value for name, value in content.weights.items() if name not in absent}
+            _restore(path, content, strategy, optimizer, groups, names, called, say)
+        weights.update({name: value for name, value in content.weights.items() if name not in absent})
         for name, parameter in model.named_parameters(remove_duplicate=False) if content.placed else ():
             weights[name] = weights[names[id(parameter)]]  # what is shared has one master
-        strategy.load_module_state(model, weights, strict=True)
 
     together(world, fill)
+    together(world, lambda: strategy.load_module_state(model, weights, strict=True))
     schedule = "its schedule goes on"
     if content.schedule is None or not schedulers:
         schedule = "no schedule is saved or prepared: the learning rate is what it was then"
@@ -114,6 +115,7 @@ def _restore(
     content: DeepSpeedContent,
     strategy: Strategy,
     optimizer: Any,
+    own: Sequence[Sequence[nn.Parameter]],
     names: Mapping[int, str],
     called: Sequence[Sequence[str]],
     say: Callable[[str], None],
@@ -131,4 +133,4 @@ def _restore(
     for group, rate in zip(groups, content.rates, strict=False):
         group["lr"] = rate
     saved = {"state": content.moments, "param_groups": groups}
-    restore_optimizer(strategy, optimizer, saved, names, say)
+    restore_optimizer(strategy, optimizer, own, saved, names, say)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.checkpoint.commit import io_failure, remove_checkpoint, write_checkpoint
@@ -20,8 +20,8 @@ from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.engine.directories import on_every_rank, on_rank_zero, together
-from trainer_kit.engine.optimizer_states import optimizer_state, parameter_names, restore_optimizer
+from trainer_kit.core.together import on_every_rank, on_rank_zero, together
+from trainer_kit.engine.optimizer_states import optimizer_state, owned_parameters, parameter_names, restore_optimizer
 from trainer_kit.engine.resume import held_of
 from trainer_kit.engine.schedulers import restore_scheduler
 from trainer_kit.engine.state import own_buffers, ranks_differ, without_own_buffers
@@ -209,14 +209,19 @@ class Saving(Weights):
 
     def _read(self, path: Path) -> dict[str, Any]:
         """The state; of divided tensors this process's parts."""
+
+        def read() -> dict[str, Any]:
+            return {} if self.strategy.sharded else read_checkpoint(path)
+
+        state = together(self.world, read)
         if not self.strategy.sharded:
-            return read_checkpoint(path)
+            return state
         from trainer_kit.checkpoint.reshard import read_divided
 
         like: dict[str, Any] = {}
         elsewhere: dict[str, Collection[str]] = {}
-        for i, model in enumerate(self._models):
-            held, absent = held_of(self.strategy, unwrap(model))
+        every = together(self.world, lambda: [held_of(self.strategy, unwrap(model)) for model in self._models])
+        for i, (held, absent) in enumerate(every):
             elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # of one model, where there are any
             for name, tensor in held.items():
                 like[name] = like[f"{i}.{name}"] = tensor
@@ -243,16 +248,18 @@ class Saving(Weights):
             CheckpointError: there is none, it is damaged, or does not fit what was prepared.
         """
         path = self._find(input_dir)
-        if (theirs := find_deepspeed(path)) is not None:
+        if (theirs := together(self.world, lambda: find_deepspeed(path))) is not None:
             models, optimizers = [unwrap(model) for model in self._models], [one.optimizer for one in self._optimizers]
             schedulers = [one.scheduler for one in self._schedulers]
             self.step = load_deepspeed(path, theirs, self.strategy, models, optimizers, schedulers, self.print)
             return
         state = self._read(path)
-        models, changed = list(self._models), {}
-        for hook in list(self._before_load.values()):
-            hook(models, str(_beside(path)))
-        self._refuse_others(path, state)
+        models = list(self._models)
+
+        def hear() -> None:
+            for hook in list(self._before_load.values()):
+                hook(models, str(_beside(path)))
+            self._refuse_others(path, state)
 
         def fill() -> None:
             for i, model in enumerate(self._models):
@@ -263,12 +270,29 @@ class Saving(Weights):
                     own.load_state_dict(saved, **load_model_func_kwargs)
                 else:
                     self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
-            names = self._names()
-            for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
-                raw = optimizer.optimizer
-                changed[id(raw)] = restore_optimizer(self.strategy, raw, saved, names, self.print)
 
+        together(self.world, hear)
         together(self.world, fill)
+        own = [owned_parameters(self.strategy, one.optimizer) for one in self._optimizers]
+        together(self.world, lambda: self._fill_the_rest(state, own))
+        self.step = state["progress"]["step"]
+        named = _NUMBERED.fullmatch(path.name)
+        self.project_configuration.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
+        differs = ranks_differ(self.strategy, state)
+        if differs is None:
+            restore_rng(state["rng"][self.process_index], self.device)
+            kept = state["buffers"][self.process_index] if "buffers" in state else []
+            for model, buffers in zip(self._models, kept, strict=False):
+                if any(model is left for left in models):
+                    unwrap(model).load_state_dict(buffers, strict=False)
+        else:
+            self.print(f"resuming {differs}: random layers draw anew")
+
+    def _fill_the_rest(self, state: Mapping[str, Any], own: list[list[list[nn.Parameter]]]) -> None:
+        names, changed = self._names(), dict[int, Mapping[str, Any]]()
+        for one, groups, saved in zip(self._optimizers, own, state["optimizers"], strict=True):
+            raw = one.optimizer
+            changed[id(raw)] = restore_optimizer(self.strategy, raw, groups, saved, names, self.print)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             stepped = getattr(scheduler.scheduler, "optimizer", None)
             kept = changed.get(id(getattr(stepped, "optimizer", stepped)), {})
@@ -279,18 +303,6 @@ class Saving(Weights):
             one.load_state_dict(saved)
         for loader, saved in zip(self._dataloaders, state["loaders"], strict=True):
             loader.load_states(saved)
-        self.step = state["progress"]["step"]
-        named = _NUMBERED.fullmatch(path.name)
-        self.project_configuration.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
-        differs = ranks_differ(self.strategy, state)
-        if differs is None:
-            restore_rng(state["rng"][self.process_index], self.device)
-            own = state["buffers"][self.process_index] if "buffers" in state else []
-            for model, buffers in zip(self._models, own, strict=False):
-                if any(model is left for left in models):
-                    unwrap(model).load_state_dict(buffers, strict=False)
-        else:
-            self.print(f"resuming {differs}: random layers draw anew")
 
     def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
         kinds: dict[str, list[Any]] = {
@@ -316,15 +328,16 @@ class Saving(Weights):
                 "load_state needs a directory", fix="pass it, or the project's: Accelerator(project_dir=...)"
             )
         root = local_directory(self.project_dir) / "checkpoints"
-        found: str | None = None
-        if self.is_main_process:
+
+        def newest_sound() -> str | None:
             newest, damaged = newest_verified(root)
-            found = None if newest is None else str(newest)
             for bad, problem in damaged:
                 self.print(
                     f"checkpoint {bad.name} rejected: {problem.reason}; falling back to {newest and newest.name}"
                 )
-        found = self.world.broadcast(found)
+            return None if newest is None else str(newest)
+
+        found = on_rank_zero(self.world, newest_sound)
         if found is None:
             raise CheckpointError(root, None, "there is no checkpoint here that can be loaded")
         return Path(found)
@@ -335,10 +348,12 @@ class Saving(Weights):
                 "save_state needs a directory", fix="pass it, or let Accelerator(project_dir=...) name it"
             )
         root = local_directory(self.project_dir) / "checkpoints"
-        taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
-        if self.save_iteration in taken:  # an earlier run's: it is not written over
-            self.project_configuration.iteration = max(taken) + 1
-        self.project_configuration.iteration = self.world.broadcast(self.save_iteration)
+
+        def free() -> int:
+            taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
+            return max(taken) + 1 if self.save_iteration in taken else self.save_iteration  # an earlier run's stays
+
+        self.project_configuration.iteration = on_rank_zero(self.world, free)
         return root / f"checkpoint_{self.save_iteration}"
 
     def _prune(self, newest: Path) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from trainer_kit.checkpoint.convert import export
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import absolute
-from trainer_kit.engine.directories import on_rank_zero
+from trainer_kit.core.together import on_rank_zero, together
 from trainer_kit.raw.loop import Loop
 
 __all__ = ["Weights", "local_directory"]
@@ -35,7 +35,7 @@ class Weights(Loop):
             return _on_cpu(whole) if self.is_main_process else {}
         if not self.strategy.sharded:
             return dict(own.state_dict())
-        found = self.strategy.module_state(own)
+        found = together(self.world, lambda: self.strategy.module_state(own))
         pipeline = getattr(self.strategy, "pipeline", None)
         names = list(found) if pipeline is None else pipeline.names
         held = None if pipeline is None else self.world.all_gather_object(list(found))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.together import together
 from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
 from trainer_kit.strategies.deepspeed_costs import deepspeed_costs
 from trainer_kit.strategies.deepspeed_gradients import OpenWindow, Windows, take_step
@@ -343,11 +344,12 @@ class DeepSpeedStrategy(Ported):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
-        return module_state(self._pieces, module, self.world.rank == 0)
+        own = together(self.world, lambda: dict(module.state_dict()))  # ahead of what ranks exchange
+        return module_state(self._pieces, module, own, self.world.rank == 0)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Each rank takes its pieces."""
-        load_module(self._pieces, module, state, strict)
+        load_module(self._pieces, module, state, strict, self.world)
 
     def optimizer_state(
         self, optimizer: Optimizer

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.protocols import Group
+from trainer_kit.core.together import together
 from trainer_kit.strategies.pieces import Piece, unkept, whole_of
 
 __all__ = ["find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states", "shape_of"]
@@ -71,15 +73,18 @@ def _whole(parameter: nn.Parameter, piece: Piece, tensor: Tensor, keep: bool) ->
     return whole_of(piece, shape_of(parameter), tensor, keep)
 
 
-def module_state(pieces: Mapping[nn.Parameter, Piece], module: nn.Module, keep: bool) -> dict[str, Any]:
+def module_state(
+    pieces: Mapping[nn.Parameter, Piece], module: nn.Module, own: Mapping[str, Any], keep: bool
+) -> dict[str, Any]:
     """``module.state_dict()`` with whole weights in full precision. Every rank must call it.
 
     Args:
         pieces: of its parameters.
         module: the user's.
+        own: its ``state_dict``, which every rank has.
         keep: whether this rank wants the values; else weights are zeros that take no memory.
     """
-    state = dict(module.state_dict())
+    state = dict(own)
     seen: dict[nn.Parameter, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if name not in state:
@@ -108,12 +113,12 @@ def _frozen(parameter: nn.Parameter, there: Tensor, keep: bool) -> Tensor:
 
 
 def load_module(
-    pieces: Mapping[nn.Parameter, Piece], module: nn.Module, state: Mapping[str, Any], strict: bool
+    pieces: Mapping[nn.Parameter, Piece], module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
 ) -> None:
     """Put `module_state` back, or a ``state_dict`` of the same module under any other strategy."""
     divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     if divided:
-        _load_divided(module, state, strict)
+        _load_divided(module, state, strict, world)
     else:
         module.load_state_dict(state, strict=strict)
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -123,13 +128,12 @@ def load_module(
             piece.of(piece.master).copy_(piece.in_whole(state[name]))
 
 
-def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group) -> None:
     """Stage 3: one parameter at a time is whole, and rank 0's value is given to all."""
     import deepspeed
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    there = set(module.state_dict())
-    _check_names(module, parameters, there, state, strict)
+    together(world, lambda: _check_names(module, parameters, state, strict))
     done: set[nn.Parameter] = set()
     for name, parameter in parameters.items():
         if name in state and parameter not in done:
@@ -143,7 +147,6 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool) -> 
 def _check_names(
     module: nn.Module,
     parameters: Mapping[str, nn.Parameter],
-    there: set[str],
     state: Mapping[str, Any],
     strict: bool,
 ) -> None:
@@ -154,6 +157,7 @@ def _check_names(
         for name, parameter in parameters.items()
         if name in state and state[name].shape != shape_of(parameter)
     ]
+    there = set(module.state_dict())
     if strict:
         for kind, names in (("Missing", there - state.keys()), ("Unexpected", state.keys() - there)):
             if names:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.together import together
 from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron_config import check_model, megatron_model
 from trainer_kit.strategies.megatron_costs import megatron_costs
@@ -293,7 +294,8 @@ class MegatronStrategy(Ported):
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """By the module's names; masters in place of weights that are rounded, parts with what they are parts of."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        state = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+        own = together(self.world, lambda: dict(module.state_dict()))  # ahead of what ranks exchange
+        state = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         for name, value in state.items():
             parameter = parameters.get(name)
             piece = None if parameter is None else self._pieces.get(parameter)
