@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> N
     with torch.no_grad():
         assert same(outputs(model), outputs(plain))
     (hub / files["recurrent.bias_hh_l0"]).write_bytes(b"gone")
-    with pytest.raises(CheckpointError, match="it cannot be read"), torch.no_grad():
+    with pytest.raises(CheckpointError, match="it was written again"), torch.no_grad():
         outputs(model)
     with tk.init_empty_weights():
         other = Hard(width=6)
@@ -283,6 +284,51 @@ def test_one_module_under_two_names(tmp_path: Path) -> None:
             assert torch.equal(model(x), expected)
             assert torch.equal(copy.deepcopy(model)(x), expected)
     assert layer.weight.device.type == "cpu"
+
+
+def test_an_interrupted_forward_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2))), torch.randn(3, 4)
+    expected = model(x).detach()
+    tk.disk_offload(model.requires_grad_(False), tmp_path)
+
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    for copied in (model, copy.deepcopy(model)):
+        inner = copied[1][0]
+        for module in (inner, copied[1], copied):  # inside its forward, and behind it
+            handle = module.register_forward_hook(interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                copied(x)
+            handle.remove()
+            assert {p.device.type for p in copied.parameters()} == {"meta"}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nn.functional, "linear", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                inner(x)
+        assert {p.device.type for p in copied.parameters()} == {"meta"}
+        assert torch.equal(copied(x), expected)
+    tk.dispatch_model(model, {"": "cpu"})
+    assert "_call_impl" not in vars(model) | vars(model[0])
+
+
+def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
+    file = export(model.state_dict(), tmp_path / "model.safetensors")
+    whole, expected = file.read_bytes(), model(x)
+    for change in (lambda: file.write_bytes(whole), lambda: os.replace(tmp_path / "new", file), file.unlink):
+        file.write_bytes(whole)
+        (tmp_path / "new").write_bytes(whole)
+        spread = tk.load_checkpoint_and_dispatch(copy.deepcopy(model), file, {"": "disk"})
+        assert torch.equal(spread(x), expected)
+        os.utime(file, ns=(0, 0))
+        spread = tk.load_checkpoint_and_dispatch(copy.deepcopy(model), file, {"": "disk"})
+        change()
+        with pytest.raises(CheckpointError, match=r"written again while a model reads|No such file"):
+            spread(x)
+        assert {p.device.type for p in spread.parameters()} == {"meta"}
 
 
 def test_two_threads_share_what_is_there(tmp_path: Path) -> None:

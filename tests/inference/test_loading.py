@@ -136,6 +136,14 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"\[9\] in the checkpoint, and the model has \[8\]\n.*norm.weight"):
         tk.load_checkpoint_in_model(model, other)
     assert model.embed.weight.device.type == "meta"  # nothing was loaded
+    torch.save({**found, "head.weight": found["embed.weight"] + 1}, tmp_path / "two.bin")
+    two = {**found, "head.weight": found["embed.weight"] + 1}
+    for checkpoint in (tmp_path / "two.bin", export(two, tmp_path / "two.safetensors")):
+        with pytest.raises(CheckpointError, match=r"(?s)it differs from 'embed.weight'.*head.weight.*without this tie"):
+            tk.load_checkpoint_in_model(model, checkpoint)
+    assert model.embed.weight.device.type == "meta"
+    two["head.weight"] = found["embed.weight"].clone()
+    tk.load_checkpoint_in_model(empty(), export(two, tmp_path / "twice.safetensors"))
     untied = empty()
     untied.head.weight = nn.Parameter(torch.empty(11, 8, device="meta"))
     with pytest.raises(CheckpointError, match=r"lacks head.weight\n(?s:.*)model.tie_weights\(\)"):

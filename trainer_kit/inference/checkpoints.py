@@ -22,7 +22,7 @@ from trainer_kit.checkpoint.weights import map_weights, read_weights, weight_lay
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import RemotePath, locate
 
-__all__ = ["Lazy", "OnDisk", "open_weights", "write_weights"]
+__all__ = ["Lazy", "OnDisk", "open_weights", "same_bits", "write_weights"]
 
 _SAFETENSORS: Final = ".safetensors"
 
@@ -42,10 +42,16 @@ class Lazy(Mapping[str, Tensor], ABC):
     def like(self, name: str) -> Tensor:
         """A tensor without its content, or at least of its shape and dtype."""
 
+    @abstractmethod
+    def agree(self, one: str, other: str) -> bool:
+        """Whether the same is stored under both names."""
+
 
 @final
 class OnDisk(Lazy):
     """Tensors by name, in safetensors files or a checkpoint directory; each is read when it is asked for.
+
+    The files are to stay as they are: what is read later would be another model's.
 
     Args:
         root: the directory of the files.
@@ -54,6 +60,7 @@ class OnDisk(Lazy):
 
     def __init__(self, root: Path, layout: Mapping[str, TensorLayout]) -> None:
         self.root, self._layout = root.absolute(), dict(layout)
+        self._began = {chunk.file: self._stand(chunk.file) for one in layout.values() for chunk in one.chunks}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read([name])[name]
@@ -74,16 +81,57 @@ class OnDisk(Lazy):
         """Several tensors, each with memory of its own; a file is opened once, and is closed again.
 
         Raises:
-            CheckpointError: a file is gone, or holds something else by now.
+            CheckpointError: a file is gone, or was written again since this was opened.
         """
+        names = list(names)
+        used = {chunk.file for name in names for chunk in self._layout[name].chunks}
+        self._check(used)  # a file that is shorter by now is not mapped
         with ShardFiles(self.root) as files:
             whole = Assembled(files, self._layout, device)
-            return {name: whole[name] for name in names}
+            found = {name: whole[name] for name in names}
+        self._check(used)
+        return found
+
+    def _stand(self, file: str) -> tuple[int, int, int]:
+        try:
+            now = os.stat(self.root / file)
+        except OSError as error:
+            reason = f"it cannot be read: {error.strerror or error}"
+            raise CheckpointError(self.root / file, None, reason) from error
+        return now.st_mtime_ns, now.st_size, now.st_ino
+
+    def _check(self, files: Iterable[str]) -> None:
+        for file in files:
+            if self._stand(file) != self._began[file]:
+                raise CheckpointError(
+                    self.root / file,
+                    None,
+                    "it was written again while a model reads its weights from it",
+                    fix="write checkpoints to paths of their own, and load the model again",
+                )
+
+    def agree(self, one: str, other: str) -> bool:
+        """Whether the same is stored under both names; where they are two tensors both are read."""
+        if self._layout[one] == self._layout[other]:
+            return True
+        return same_bits(self[one], self[other])
 
     def like(self, name: str) -> Tensor:
         """The tensor without its content."""
         one = self._layout[name]
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal, a NaN to itself too.
+
+    Example:
+        >>> same_bits(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
+        True
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tensor]:

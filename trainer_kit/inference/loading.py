@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, final
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_kit.inference.budget import Device, resolve_device
-from trainer_kit.inference.checkpoints import Lazy, OnDisk, open_weights, write_weights
+from trainer_kit.inference.checkpoints import Lazy, OnDisk, open_weights, same_bits, write_weights
 from trainer_kit.inference.device_map import resolve_device_map
 from trainer_kit.inference.dispatch import dispatch_model
 from trainer_kit.inference.places import Places, Tied, check_device_map, find_tied, first_names
@@ -68,8 +68,9 @@ def load_checkpoint_in_model(
     """Load a checkpoint, each tensor straight to where the device map has it.
 
     Memory never holds more than what stays there and one tensor. What the map has on disk stays on disk: where the
-    checkpoint is safetensors or one of ours it is read in place later, nothing is copied. A model that is on several
-    devices then needs `dispatch_model` to run; `load_checkpoint_and_dispatch` does both.
+    checkpoint is safetensors or one of ours it is read in place later, nothing is copied, and a file that was written
+    again meanwhile is an error in the forward that needs it. A model that is on several devices then needs
+    `dispatch_model` to run; `load_checkpoint_and_dispatch` does both.
 
     Args:
         model: real, or on the ``meta`` device. Weights that it shares are looked for under each of their names.
@@ -88,7 +89,8 @@ def load_checkpoint_in_model(
 
     Raises:
         CheckpointError: before anything is loaded: the checkpoint is damaged, or of other shapes; it lacks what the
-            model has no values for; or, with ``strict``, names differ at all.
+            model has no values for; it has two different tensors for a weight that the model shares; or, with
+            ``strict``, names differ at all.
         StrategyError: as from `dispatch_model`.
 
     Example:
@@ -288,14 +290,14 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
 
     Raises:
         CheckpointError: shapes differ; something is missing that the model has no values for; with ``strict``, names
-            differ at all; or not one agrees.
+            differ at all; or not one agrees; or two tensors are stored of what the model has once.
     """
     found = find_tied(model)
     entries, missing = [], []
     for tied in found:
-        name = next((slot.name for slot in tied.slots if slot.name in weights), None)
-        if name is not None:
-            entries.append(Entry(tied, name))
+        names = [slot.name for slot in tied.slots if slot.name in weights]
+        if names:
+            entries.append(Entry(tied, names[0]))
         elif tied.persistent:
             missing.append(tied)
     used = {slot.name for tied in found for slot in tied.slots}
@@ -305,6 +307,7 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
         if held != wanted:
             reason = f"{held} in the checkpoint, and the model has {wanted}"
             raise CheckpointError(checkpoint, entry.name, reason, fix="build the model as it was when it was saved")
+    _refuse_two(entries, weights, checkpoint)
     lost = missing if strict or not entries else [tied for tied in missing if is_meta(tied.tensor)]
     if lost or (strict and unexpected):
         names = [tied.slots[0].name for tied in lost]
@@ -323,6 +326,25 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
     if tell:
         warnings.warn(f"{checkpoint} {', and '.join(tell)}; strict=True makes this an error", stacklevel=3)
     return entries
+
+
+def _refuse_two(entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpoint: object) -> None:
+    for entry in entries:
+        for other in dict.fromkeys(slot.name for slot in entry.tied.slots):
+            if other == entry.name or other not in weights:
+                continue
+            if isinstance(weights, Lazy):
+                agree = weights.agree(entry.name, other)
+            else:
+                agree = same_bits(weights[entry.name], weights[other])
+            if not agree:
+                raise CheckpointError(
+                    checkpoint,
+                    other,
+                    f"it differs from {entry.name!r}, and in the model both are one tensor",
+                    fix="build the model without this tie (transformers: tie_word_embeddings=False), "
+                    "or take the one that is not used out of the checkpoint",
+                )
 
 
 def _shape(weights: Mapping[str, Tensor], name: str) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.inference.budget import Device
-from trainer_kit.inference.checkpoints import Lazy, open_weights
+from trainer_kit.inference.checkpoints import Lazy, open_weights, same_bits
 from trainer_kit.inference.device_map import resolve_device_map
 from trainer_kit.inference.dispatch import dispatch_model
 from trainer_kit.inference.loading import load_weights, pick_dtype
@@ -242,6 +242,13 @@ class _Quantised(Lazy):
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
         """Several tensors."""
         return {name: self[name].to(device) for name in names}
+
+    def agree(self, one: str, other: str) -> bool:
+        """Of what is stored; what is made has no second name there."""
+        stored = self._weights
+        if one not in stored or other not in stored:
+            return True
+        return stored.agree(one, other) if isinstance(stored, Lazy) else same_bits(stored[one], stored[other])
 
     def _stored_like(self, name: str) -> Tensor:
         return self._weights.like(name) if isinstance(self._weights, Lazy) else self._weights[name]

@@ -12,7 +12,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.inference.budget import resolve_device
 from trainer_kit.inference.checkpoints import OnDisk, write_weights
 from trainer_kit.inference.places import Places, Slot, Tied, find_tied, first_names
-from trainer_kit.inference.visits import Lock, OffloadedTensor, Root, Visit, is_meta, put
+from trainer_kit.inference.visits import Call, Lock, OffloadedTensor, Root, Visit, is_meta, put
 
 __all__ = ["Source", "Spread", "join", "like", "note_sources", "sources_of", "spread"]
 
@@ -38,6 +38,7 @@ class Spread:
         self.offloaded, self.root = offloaded, root
         self.handles: list[Any] = []
         self.guarded: list[nn.Module] = []
+        self.called: list[nn.Module] = []
 
     def guard(self, module: nn.Module) -> None:
         """Refuse that a module is moved or cast."""
@@ -49,6 +50,11 @@ class Spread:
         """Call ``visit`` around the module's forward, and around hooks that it has: they, too, use its weights."""
         self.handles.append(module.register_forward_pre_hook(visit.arrive, prepend=True, with_kwargs=True))
         self.handles.append(module.register_forward_hook(visit.leave, always_call=True))
+        call = module.__dict__.get("_call_impl")
+        if not isinstance(call, Call):
+            call = module.__dict__["_call_impl"] = Call(module)
+            self.called.append(module)
+        call.visits.append(visit)
 
 
 @final
@@ -82,6 +88,8 @@ def join(model: nn.Module) -> None:
             handle.remove()
         for module in kept.guarded:
             del module.__dict__["_apply"]
+        for module in kept.called:
+            del module.__dict__["_call_impl"]
 
 
 def note_sources(model: nn.Module, found: Mapping[str, tuple[Mapping[str, Tensor], str]]) -> None:

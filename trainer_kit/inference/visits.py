@@ -14,7 +14,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.data.transfer import map_movable, move_to_device
 from trainer_kit.inference.checkpoints import OnDisk
 
-__all__ = ["Lock", "OffloadedTensor", "Root", "Visit", "is_meta", "put"]
+__all__ = ["Call", "Lock", "OffloadedTensor", "Root", "Visit", "is_meta", "put"]
 
 _TRAINING: Final = "weights that are offloaded are not trained"
 
@@ -70,9 +70,9 @@ class OffloadedTensor:
 
     def give_back(self, device: torch.device) -> None:
         """Let go of what was borrowed."""
-        tensor, count = self._lent.pop(device)
-        if count > 1:
-            self._lent[device] = tensor, count - 1
+        lent = self._lent.pop(device, None)
+        if lent is not None and lent[1] > 1:
+            self._lent[device] = lent[0], lent[1] - 1
 
     def content(self, device: torch.device, read: dict[str, Tensor] | None = None) -> Tensor:
         """Its values, on a device and in the dtype in which it is used."""
@@ -176,10 +176,36 @@ class Visit:
             put(module, key, borrowed)
 
     def _take_away(self) -> None:
-        for module, key, tensor in self._taken:
+        while self._taken:  # one by one: it may be interrupted, and called again
+            module, key, tensor = self._taken[-1]
             put(module, key, tensor.rest)
             tensor.give_back(self.device)
-        self._taken.clear()
+            self._taken.pop()
+
+
+@final
+class Call:
+    """In place of a module's ``_call_impl``: visits end however the call does.
+
+    torch calls hooks after an Exception, and no hook after a KeyboardInterrupt.
+
+    Args:
+        module: that is called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.visits: list[Visit | Root] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return type(self.module)._call_impl(self.module, *args, **kwargs)  # type: ignore[no-untyped-call]
+        except Exception:
+            raise
+        except BaseException:
+            for visit in self.visits:
+                visit.leave(self.module, (), None)
+            raise
 
 
 @final
