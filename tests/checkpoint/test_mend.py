@@ -48,6 +48,13 @@ def as_newer(path):
     (path / "manifest.json").write_bytes(dump_manifest({**manifest, "version": 7}))
 
 
+def test_a_manifest_that_says_nothing_of_its_run_is_a_candidate(several):
+    manifest = json.loads((several / "step-9" / "manifest.json").read_text())
+    del manifest["sha256"], manifest["info"]
+    (several / "step-9" / "manifest.json").write_bytes(dump_manifest(manifest))
+    assert len(candidates(several, whole_first=True)) == 3
+
+
 def test_the_best_to_go_on_from_is_first(several):
     assert [path.name for path in candidates(several)] == ["step-9", "step-6", "step-3"]
     mark(several, last=several / "step-6")  # a run that went back, or died ahead of its index

@@ -175,7 +175,7 @@ def _content(path: Location) -> tuple[Any, bool]:
         manifest = read_manifest(path)
     except CheckpointError:
         return _ANYBODY, True  # nobody can tell: it is to be named
-    info = manifest["info"]
+    info = manifest.get("info")
     return info.get("run") if isinstance(info, dict) else None, "progress" in manifest["parts"]
 
 

@@ -331,7 +331,7 @@ class Micro:
         self._metrics.weight = self.weights[index]
 
     def let_go(self) -> None:
-        """The fit is over: nothing may keep a batch, nor the strategy's wrapper, and with it its process group, alive."""
+        """The fit is over: nothing keeps a batch, or the strategy's wrapper and with it a process group."""
         self._step = _over
         self.batch = self.earlier = self.outputs = None
         self.batches = []
