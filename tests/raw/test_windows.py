@@ -9,6 +9,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainer_kit import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.raw.window import Window
+from trainer_kit.strategies.single import Alone
 
 N = 23
 X = torch.randn(N, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -308,6 +310,22 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
     assert accelerator.scaler.get_scale() == 512.0, "what was not stepped had overflowed"
     for mine, plain in zip(found, train("no")[1], strict=True):
         torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-3)
+
+
+def test_gradients_that_are_gone_are_completed_anew():
+    completed = []
+    window = Window(1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or [])
+    ours, others = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer, other = (torch.optim.SGD([p], lr=0.1) for p in (ours, others))
+    for expected in ([optimizer], [optimizer, optimizer, other], [optimizer, optimizer, other, optimizer]):
+        window.scale(ours.sum(), None).backward()
+        window.correct(optimizer)  # as clipping does
+        if len(expected) == 3:
+            window.scale(others.sum(), None).backward()  # of another model, ahead of the step
+            window.correct(other)
+            window.correct(optimizer)
+        assert completed == expected
+        ours.grad = others.grad = None  # as model.zero_grad() does, and no step is taken
 
 
 def test_lbfgs_calls_its_closure_again():

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.precision.overflow import has_gradients
 from trainer_kit.strategies.gradients import local
 
 __all__ = ["Batches", "Window"]
@@ -120,6 +121,8 @@ class Window:
         self._known = self._mine = self._weight = 0.0
         self._reference = None
         self._explicit = self._asks = self._done = self._counts = False
+        if self.corrected:  # a step that was not taken: gradients that are gone are not those of the next one
+            self.corrected = {optimizer for optimizer in self.corrected if has_gradients(optimizer)}
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
         """The loss as its backward is called, and what it weighs remembered.

@@ -48,7 +48,7 @@ class DDPStrategy(Ported):
         broadcast_buffers: buffers follow rank 0's at each exchange.
         bucket_cap_mb: size of an exchange buffer in MiB; torch's default when None.
         ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook as torch's ``register_comm_hook`` takes.
-        ddp_comm_state: the state of that hook.
+        ddp_comm_state: the state of that hook. It is in no checkpoint: PowerSGD begins a resumed run anew, exact first.
         local_sgd: average weights every so many steps in place of all gradients.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: how long a collective may take.
