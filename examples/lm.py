@@ -67,8 +67,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, head) for _ in range(layers))
         self.norm, self.logits = nn.LayerNorm(width), nn.Linear(width, len(LETTERS), bias=False)
 
-    def forward(self, text: Tensor) -> Tensor:
-        x = self.letters(text) + self.places(torch.arange(text.size(1), device=text.device))
+    def forward(self, text: Tensor, places: Tensor) -> Tensor:
+        x = self.letters(text) + self.places(places)
         for block in self.blocks:
             x = block(x)
         return self.logits(self.norm(x))
@@ -80,9 +80,9 @@ class LanguageModel(tk.TrainModule):
         self.save_hyperparameters()
         self.net = Transformer(width, layers, head)
 
-    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        text, following = batch
-        loss = F.cross_entropy(self.net(text).flatten(0, 1), following.flatten())
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        text, places, following = batch
+        loss = F.cross_entropy(self.net(text, places).flatten(0, 1), following.flatten())
         self.log("loss", loss)
         return loss
 
@@ -99,6 +99,7 @@ class LanguageModel(tk.TrainModule):
                 "net.blocks.*.up": "colwise",
                 "net.blocks.*.down": "rowwise",
             },
+            context=tk.ContextPlan(),
             pipeline=tk.PipelinePlan(model="net"),
         )
 
@@ -125,7 +126,9 @@ def main() -> None:
     numbers = torch.tensor([NUMBER[letter] for letter in TEXT])
     texts = numbers[: (len(numbers) - 1) // LENGTH * LENGTH]
     following = numbers[1 : len(texts) + 1]
-    data = TensorDataset(texts.view(-1, LENGTH), following.view(-1, LENGTH))
+    # Places come with the data: a process that has a part of each text has its places, too.
+    places = torch.arange(LENGTH).expand(len(texts) // LENGTH, LENGTH)
+    data = TensorDataset(texts.view(-1, LENGTH), places, following.view(-1, LENGTH))
     trainer = tk.Trainer(
         strategy=STRATEGIES.get(args.strategy, lambda: args.strategy)(),
         devices=args.devices,

@@ -1,4 +1,4 @@
-"""The language model's losses, on every engine that a CPU can run, next to those of one process."""
+"""The language model's losses, on every engine that a CPU can run (torch_xla's: tests/xla), next to one process's."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trainer_kit.testing import run_distributed
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lm.py"
 
 
-def losses(strategy: str, root: str) -> dict[str, float]:
+def losses(strategy: str, root: str, *more: str) -> dict[str, float]:
     """As the example prints them; on ranks that are there already."""
-    flags = ["--steps", "9", "--every", "3", "--strategy", strategy, "--root", root]
+    flags = ["--steps", "9", "--every", "3", "--strategy", strategy, "--root", root, *more]
     printed = io.StringIO()
     with mock.patch.object(sys, "argv", [str(EXAMPLE), *flags]), redirect_stdout(printed):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
@@ -38,8 +38,9 @@ def check(strategies: list[str], alone: dict[str, float], root: str) -> None:
 @pytest.mark.parametrize(
     ("ranks", "strategies"),
     [
-        (2, ["ddp", "fsdp", "hsdp", "tp", "pp"]),
-        (2, ["deepspeed_stage_0", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]),
+        (2, ["ddp", "fsdp", "fsdp_cpu_offload", "hsdp"]),
+        (2, ["tp", "cp", "pp"]),
+        (2, [f"deepspeed_stage_{stage}" for stage in ("0", "1", "2", "3", "2_offload", "3_offload")]),
         (4, ["fsdp_tp"]),
         (8, ["3d"]),
     ],

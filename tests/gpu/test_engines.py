@@ -41,6 +41,7 @@ class Seen(tk.Callback):
 def engines() -> dict[str, Any]:
     return {
         "ddp": lambda: DDPStrategy(),
+        "ddp, norms over all ranks": lambda: DDPStrategy(),
         "ddp on a named backend": lambda: DDPStrategy(process_group_backend="gloo"),
         "fsdp": lambda: FSDPStrategy(),
         "fsdp offloaded": lambda: FSDPStrategy(cpu_offload=True),
@@ -57,9 +58,11 @@ def test_one_rank(kind: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> No
     with deterministic():
         by_hand(plain, batches(), device)
     with one_rank(monkeypatch):
-        options = {"deterministic": True, "barebones": False, "enable_checkpointing": False}
+        synced = "norms" in engine and kind != "cpu"  # torch has none for CPUs
+        options = {"deterministic": True, "barebones": False, "enable_checkpointing": False, "sync_batchnorm": synced}
         trainer = fit(mine, batches(), kind, strategy=engines()[engine](), callbacks=[seen], **options)
         assert trainer.strategy.name in ("ddp", "fsdp")
+        assert any(isinstance(part, torch.nn.SyncBatchNorm) for part in mine.modules()) == synced
         assert trainer.strategy.world.all_gather_object("here") == ["here"]
         assert trainer.strategy.world.agree([1.0, 2.0]) == [[1.0, 2.0]]
         assert trainer.strategy.world.all_reduce(torch.ones(2), "mean").tolist() == [1.0, 1.0]

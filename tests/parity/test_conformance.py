@@ -23,6 +23,9 @@ SEVERAL = {"named_losses", "manual_optimization", "uneven_named_losses", "uneven
 # Both take one loss a step and refuse the rest before the first one. DeepSpeed clips by norm.
 PIPELINE = [name for name in CHECKS if name not in SEVERAL]
 DEEPSPEED = [name for name in PIPELINE if name not in ("clipping_by_value", "checkpoints")]
+OTHERS = ("32-true", "bf16-mixed", "bf16-true", "16-true")
+FEW = ["accumulation_and_clipping", "token_weights"]
+"""In the other precisions; float16 with a scale is where overflows are tested: it skips by the size of a part."""
 
 
 def mesh(**axes: int) -> MeshStrategy:
@@ -31,23 +34,31 @@ def mesh(**axes: int) -> MeshStrategy:
 
 def check(cases: dict[str, tuple[Callable[[], Any], Iterable[str]]], precision: str = "64-true") -> None:
     for name, (strategy, only) in cases.items():
-        with case(strategy=name):
+        with case(strategy=name, precision=precision):
             run_checks(strategy, only, precision)
+
+
+def check_others(**strategies: Callable[[], Any]) -> None:
+    for precision in OTHERS:
+        check({name: (strategy, FEW) for name, strategy in strategies.items()}, precision)
 
 
 @pytest.mark.world_size(2, timeout=110)
 def test_two_ranks() -> None:
     check({"ddp": (DDPStrategy, CHECKS), "fsdp": (FSDPStrategy, CHECKS)})
+    check_others(ddp=DDPStrategy, fsdp=FSDPStrategy)
 
 
 @pytest.mark.world_size(2, timeout=110)
 def test_two_ranks_that_share_a_batch() -> None:
     check({"tp": (partial(mesh, tp=2), CHECKS), "pp": (partial(mesh, pp=2), PIPELINE)})
+    check_others(tp=partial(mesh, tp=2), pp=partial(mesh, pp=2))
 
 
 @pytest.mark.world_size(2, timeout=110)
 def test_deepspeed() -> None:
     check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in range(4)}, "32-true")
+    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW) for stage in (1, 3)}, "bf16-mixed")
 
 
 @pytest.mark.world_size(4, timeout=110)
@@ -55,6 +66,7 @@ def test_four_ranks() -> None:
     hybrid = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
     few = ["named_losses", "manual_optimization", "evaluation", "checkpoints"]
     check({"hybrid": (hybrid, CHECKS), "fsdp and tp": (partial(mesh, dp_shard=2, tp=2), few)})
+    check({"fsdp and tp": (partial(mesh, dp_shard=2, tp=2), FEW)}, "bf16-mixed")
 
 
 @pytest.mark.world_size(8, timeout=110)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -31,6 +33,40 @@ def test_every_way_to_shard() -> None:
     ):
         with case(**options):
             run_checks(partial(FSDPStrategy, **options), few)
+    check_what_travels_and_is_computed_again()
+
+
+class Calls(Classifier):
+    """Counts how often a block computes."""
+
+    def __init__(self) -> None:
+        super().__init__(norms())
+        self.calls = 0
+        self.net.blocks[0].up.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+def watched(*names: str) -> Any:
+    name = next(name for name in names if hasattr(dist, name))  # torch 2.13 has another one
+    return mock.patch.object(dist, name, wraps=getattr(dist, name))
+
+
+def check_what_travels_and_is_computed_again() -> None:
+    """In a window of two: three units, of which the root stays gathered for its backward."""
+    for options, gathered, calls in (
+        ({}, 2 * (3 + 2), 2),
+        ({"reshard_after_forward": False}, 2 * 3, 2),
+        ({"sharding_strategy": "SHARD_GRAD_OP"}, 2 * 3, 2),
+        ({"activation_checkpointing_policy": True}, 2 * (3 + 2), 4),
+    ):
+        reducing = watched("reduce_scatter_single", "reduce_scatter_tensor")
+        with case(**options), watched("all_gather_single", "all_gather_into_tensor") as gathers, reducing as reduces:
+            module = Calls()
+            fsdp(module, 6, strategy=FSDPStrategy(**options), devices=2, accumulate_grad_batches=2, max_steps=1)
+        assert (gathers.call_count, module.calls) == (gathered, calls), options
+        assert reduces.call_count == 3, "gradients travel once a window"
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError, RegistryError, StrategyError
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.engine.verb import _sync_batchnorm
 from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
 
@@ -165,6 +167,13 @@ def test_an_unknown_communication_hook() -> None:
 def test_a_sync_batch_norm_needs_an_accelerator() -> None:
     with pytest.raises(ConfigurationError, match="SyncBatchNorm does not run on the CPU"):
         made(sync_batchnorm=True).fit(TinyModule(), DATA)
+    module = TinyModule()
+    module.norms = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    weight = module.norms[0].weight
+    accelerated = SimpleNamespace(device=torch.device("cuda"))
+    assert _sync_batchnorm(module, accelerated) is module
+    assert isinstance(module.norms[0], torch.nn.SyncBatchNorm)
+    assert module.norms[0].weight is weight
 
 
 def test_what_a_strategy_says_of_itself() -> None:

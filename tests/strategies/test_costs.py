@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import trainer_kit as tk
+from trainer_kit.callbacks.model_summary import summarize
 from trainer_kit.core.costs import Costs, cost_lines, optimizer_bytes, part_bytes
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 from trainer_kit.testing import run_distributed
@@ -38,6 +39,12 @@ class Odd(tk.TrainModule):
 
     def configure_parallel(self, mesh: Any) -> tk.ParallelPlan:
         return tk.ParallelPlan(tensor={"blocks.*.0": "colwise_rep"})
+
+    def on_fit_start(self) -> None:
+        """The engine has taken the module, and nothing was stepped."""
+        trainer = self.trainer
+        self.total = summarize(self).total
+        self.expected = optimizer_bytes(trainer.optimizers, costs_of(trainer, self))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gradients = part_bytes(p.grad for p in self.parameters() if p.grad is not None)
@@ -70,7 +77,8 @@ def check_what_ranks_hold() -> None:
         told = costs_of(made, module)
         state = optimizer_bytes([module.configure_optimizers()], told)
         made.fit(module, BATCHES)
-        assert state == state_bytes(made.optimizers[0]), strategy
+        assert state == module.expected == state_bytes(made.optimizers[0]), strategy
+        assert module.total == PLAIN
         if strategy == "deepspeed_stage_3":
             assert told.parameters == sum(p.ds_tensor.numel() * 4 for p in module.parameters())
         else:
@@ -123,6 +131,7 @@ def check_stages() -> None:
     told = costs_of(made, module)
     assert told.parameters == part_bytes(module.parameters()) in (42 * 4, 84 * 4)  # one block or two
     assert "pipeline ranks" in told.layout
+    assert told.layout.endswith(f"this rank holds {told.parameters // 4} of 126 parameters")
     assert [exchange.what.split()[0] for exchange in told.exchanges] == ["activations"]
 
 

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import trainer_kit as tk
 from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.core.errors import StrategyError
 
 torch_xla = pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own: make test-xla")
 
@@ -148,6 +149,22 @@ def test_a_resumed_run_ends_with_the_same_bits_and_any_engine_reads_its_state(pa
     plain = trainer(None, tmp_path / "cpu", max_epochs=1)
     plain.fit(elsewhere, rows(), ckpt_path=last.parent)
     assert plain.global_step == 6
+
+
+@pytest.mark.parametrize(("word", "near"), [("bf16-true", 2e-2), ("64-true", 1e-8)])
+def test_other_precisions(parts: bool, word: str, near: float, tmp_path: Path) -> None:
+    there, here = Net(), Net()
+    trainer(parts, tmp_path / "xla", precision=word).fit(there, rows())
+    trainer(None, tmp_path / "cpu", precision=word).fit(here, rows())
+    torch.testing.assert_close(weights(there), weights(here), rtol=0, atol=near)
+
+
+@pytest.mark.parametrize("how", [True, {"regional": True}])
+def test_what_is_compiled_twice_is_refused(parts: bool, how: Any, tmp_path: Path) -> None:
+    module = Net()
+    module.net = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))
+    with pytest.raises(StrategyError, match="XLA compiles steps by itself"):
+        trainer(parts, tmp_path, compile=how).fit(module, rows())
 
 
 def test_mixed_precision_is_autocast(parts: bool, tmp_path: Path) -> None:

@@ -200,10 +200,10 @@ def summarize(
     training = sum(each.training for _, each in below)
     return ModelSummaryTable(
         rows=rows,
-        trainable=sum(parameter.numel() for parameter in known if parameter.requires_grad),
-        frozen=sum(parameter.numel() for parameter in known if not parameter.requires_grad),
-        loose=sum(parameter.numel() for parameter in known if rows and id(parameter) not in shown),
-        megabytes=sum(parameter.numel() * parameter.element_size() for parameter in known) / 1e6,
+        trainable=sum(_numel(parameter) for parameter in known if parameter.requires_grad),
+        frozen=sum(_numel(parameter) for parameter in known if not parameter.requires_grad),
+        loose=sum(_numel(parameter) for parameter in known if rows and id(parameter) not in shown),
+        megabytes=sum(_numel(parameter) * parameter.element_size() for parameter in known) / 1e6,
         train_modules=training,
         eval_modules=len(below) - training,
         flops=None if seen.flops is None else seen.flops.get("Global", 0),
@@ -279,7 +279,12 @@ def _depth(max_depth: int) -> int:
 
 def _count(parameters: Iterable[Tensor]) -> int | None:
     found = list(parameters)
-    return None if any(is_lazy(parameter) for parameter in found) else sum(parameter.numel() for parameter in found)
+    return None if any(is_lazy(parameter) for parameter in found) else sum(map(_numel, found))
+
+
+def _numel(parameter: Any) -> int:
+    """Of the whole: DeepSpeed's stage 3 leaves an empty tensor in the parameter's place."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _shape(value: Any) -> Any:

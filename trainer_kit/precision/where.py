@@ -32,12 +32,12 @@ def _row(fsdp: str, mesh: str, deepspeed: str, xla: str, megatron: str, here: st
 
 _EXCHANGED = (_SPLIT, _OWN_LAYERS, _COMPILED, _OWN_LAYERS)
 RUNS: Final[dict[str, dict[str, str]]] = {
-    "64-true": _row(TESTED, TESTED, _OWN_DTYPES, UNTESTED, _OWN_DTYPES),
-    "32-true": _row(TESTED, UNTESTED, TESTED, TESTED, UNTESTED),
-    "bf16-true": _row(TESTED, UNTESTED, UNTESTED, UNTESTED, UNTESTED),
-    "16-true": _row(UNTESTED, UNTESTED, UNTESTED, _FLOAT16, UNTESTED),
-    "bf16-mixed": _row(TESTED, UNTESTED, TESTED, TESTED, UNTESTED),
-    "16-mixed": _row(TESTED, UNTESTED, UNTESTED, _FLOAT16, UNTESTED),
+    "64-true": _row(TESTED, TESTED, _OWN_DTYPES, TESTED, _OWN_DTYPES),
+    "32-true": _row(TESTED, TESTED, TESTED, TESTED, UNTESTED),
+    "bf16-true": _row(TESTED, TESTED, TESTED, TESTED, UNTESTED),
+    "16-true": _row(TESTED, TESTED, UNTESTED, _FLOAT16, UNTESTED),
+    "bf16-mixed": _row(TESTED, TESTED, TESTED, TESTED, UNTESTED),
+    "16-mixed": _row(TESTED, TESTED, UNTESTED, _FLOAT16, UNTESTED),
     "fp8": _row(TESTED, *_EXCHANGED),
     "transformer-engine": _row(UNTESTED, *_EXCHANGED, here=UNTESTED),
     **{name: _row(TESTED, *_EXCHANGED) for name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training", "qat")},

@@ -29,6 +29,7 @@ from trainer_kit.strategies.deepspeed_library import (
     local_rank,
     quiet,
     release,
+    round_parts,
 )
 from trainer_kit.strategies.deepspeed_module import (
     Step,
@@ -172,7 +173,8 @@ class DeepSpeedStrategy(Ported):
         """On the device; at stage 3 every layer is divided as soon as it is made."""
         if self.stage < 3:
             return torch.device(self.device)
-        return dividing(self.device, filled(self.config, self._facts))
+        whole = self._facts.precision.endswith("mixed")  # in another dtype other numbers are drawn
+        return dividing(self.device, filled(self.config, self._facts), whole)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module, and give every rank rank 0's weights; one that is divided runs through its engine."""
@@ -259,6 +261,7 @@ class DeepSpeedStrategy(Ported):
         config = filled(self.config, self._facts)
         self._own_clip = self._clip = config["gradient_clipping"]
         with quiet(), local_rank():
+            round_parts(self._step, config)
             self._engine, *_ = deepspeed.initialize(model=self._step, optimizer=optimizer, config=config)
         self._scaler.follow(self._engine)
 
@@ -384,7 +387,7 @@ class DeepSpeedStrategy(Ported):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """By the stage."""
-        return deepspeed_costs(self.stage, module, ranks, precision.name)
+        return deepspeed_costs(self.stage, module, ranks, precision.name, self._groups)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import cycle
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,9 @@ _HELD = (
 _ALIGNED = 2  # the engine rounds a flat group up to a multiple of so many elements a rank
 
 
-def deepspeed_costs(stage: int, module: nn.Module, ranks: int, precision: str) -> Costs:
+def deepspeed_costs(
+    stage: int, module: nn.Module, ranks: int, precision: str, groups: Iterable[Sequence[nn.Parameter]] = ()
+) -> Costs:
     """Of one rank.
 
     Args:
@@ -30,12 +33,14 @@ def deepspeed_costs(stage: int, module: nn.Module, ranks: int, precision: str) -
         module: before its engine takes it, or after.
         ranks: among which it is divided.
         precision: the run's, by name.
+        groups: of the optimizer: at stage 3 the engine hands it their masters only while it steps.
     """
     low = {"bf16": torch.bfloat16, "16-m": torch.float16, "16-t": torch.float16}.get(precision[:4])
     parameters = list(module.parameters())
     sizes = {p: shape_of(p).numel() for p in parameters}
     width = {p: (low or p.dtype).itemsize for p in parameters}
     trained = [p for p in parameters if p.requires_grad]
+    taken = cycle(groups)
 
     def part(count: int) -> int:
         return -(-count // ranks)
@@ -43,6 +48,7 @@ def deepspeed_costs(stage: int, module: nn.Module, ranks: int, precision: str) -
     def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
         if any(p not in sizes for p in group):
             return list(group)  # the engine's own masters
+        group = group or next(taken, [])
         counts = [sizes[p] for p in group if p.requires_grad]
         if 1 <= stage <= 2:
             counts = [_ALIGNED * part(-(-sum(counts) // _ALIGNED))]

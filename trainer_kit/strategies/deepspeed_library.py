@@ -16,7 +16,7 @@ from torch import nn
 
 from trainer_kit.core.errors import PrecisionError
 
-__all__ = ["check_float16", "deepspeed_of", "dividing", "let_go", "local_rank", "quiet", "release"]
+__all__ = ["check_float16", "deepspeed_of", "dividing", "let_go", "local_rank", "quiet", "release", "round_parts"]
 
 
 def deepspeed_of(device: torch.device) -> Any:
@@ -46,11 +46,30 @@ def check_float16(device: torch.device) -> None:
 
 
 @contextmanager
-def dividing(device: torch.device, config: Mapping[str, Any]) -> Iterator[None]:
-    """Inside, the parameters of every layer are divided among the ranks as soon as it is made."""
+def dividing(device: torch.device, config: Mapping[str, Any], full: bool = False) -> Iterator[None]:
+    """Inside, the parameters of every layer are divided among the ranks as soon as it is made.
+
+    Args:
+        device: where.
+        config: the JSON.
+        full: in full precision; `round_parts` makes of them what the engine wants.
+    """
     deepspeed = deepspeed_of(device)
-    with quiet(), local_rank(), torch.device(device), deepspeed.zero.Init(config_dict_or_path=dict(config)):
+    low = {key: {"enabled": False} for key in ("bf16", "fp16")} if full else {}
+    with quiet(), local_rank(), torch.device(device), deepspeed.zero.Init(config_dict_or_path={**config, **low}):
         yield
+
+
+def round_parts(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Parts in full precision become those of the dtype that the JSON has for all."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    chosen = [dtype for name, dtype in dtypes.items() if (config.get(name) or {}).get("enabled")]
+    for parameter in module.parameters() if chosen else ():
+        part = getattr(parameter, "ds_tensor", None)
+        if part is not None and part.dtype == torch.float32:
+            rounded = part.data.to(chosen[0])
+            part.data = rounded.pin_memory() if part.is_pinned() else rounded
+            parameter.data = parameter.data.to(chosen[0])
 
 
 def release(module: nn.Module) -> None:

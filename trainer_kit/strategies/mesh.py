@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps, Precision
 from trainer_kit.strategies.around_steps import AroundSteps
@@ -271,6 +272,11 @@ class MeshStrategy(Ported):
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """As the data axes have it; a loss that is divided becomes one number."""
+        if self.pipeline is not None and hasattr(method, "_torchdynamo_orig_callable"):
+            fix = 'compile={"regional": True}, which compiles each block of a stage'
+            raise StrategyError(
+                "no stage of a pipeline has a whole step to compile", found=f"pp={self.sizes['pp']}", fix=fix
+            )
         call = self._data_axes.bind(self._around.method(method), several)
         # Stages have draws of their own.
         return call if self.pipeline is not None or not self._same else drawing_alike(call, self._same, self.device)
@@ -367,7 +373,8 @@ class MeshStrategy(Ported):
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """As the data axes have it, of what the others leave; layers are divided by the plan when a verb begins."""
         along = self.groups.data_mesh if hasattr(self, "mesh") else None
-        return mesh_costs(self.places(ranks), along, self._fsdp, module, precision)
+        elsewhere = 0 if self.pipeline is None else self.pipeline.elsewhere
+        return mesh_costs(self.places(ranks), along, self._fsdp, module, precision, elsewhere)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

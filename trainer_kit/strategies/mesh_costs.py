@@ -13,6 +13,7 @@ from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.protocols import Precision
 from trainer_kit.strategies.axes import axes_in_words
 from trainer_kit.strategies.fsdp import FSDPStrategy
+from trainer_kit.strategies.holding import parameters_held
 from trainer_kit.strategies.transforms.split import StandIn
 
 __all__ = ["mesh_costs"]
@@ -24,6 +25,7 @@ def mesh_costs(
     options: Mapping[str, Any],
     module: nn.Module,
     precision: Precision,
+    elsewhere: int = 0,
 ) -> Costs:
     """The data axes' costs, of what the other axes leave.
 
@@ -33,6 +35,7 @@ def mesh_costs(
         options: of `FSDPStrategy` for them.
         module: which the other axes divide when a verb begins; how far is known then.
         precision: the run's.
+        elsewhere: parameters that only other ranks' stages have.
     """
     copies, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"]
     shape = mesh or ((copies, shards) if copies > 1 else (shards,))
@@ -44,6 +47,8 @@ def mesh_costs(
     if sizes["tp"] * sizes["pp"] > 1 and not divided:
         layout += "; how much is known when a verb has divided the module"
         return replace(along_data, layout=layout, parameters=None, gradients=None, exchanges=sent)
+    if divided:
+        layout += f"; {parameters_held([module], elsewhere)}"
     return replace(along_data, layout=layout, exchanges=[*sent, *along_data.exchanges])
 
 

@@ -167,6 +167,10 @@ class XLAStrategy(Ported):
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself."""
+        owner: Any = getattr(method, "__self__", None)
+        parts = owner.modules() if isinstance(owner, nn.Module) else ()
+        if hasattr(method, "_torchdynamo_orig_callable") or any(p._compiled_call_impl is not None for p in parts):
+            raise StrategyError("XLA compiles steps by itself", found="torch.compile", fix="leave compile= out")
         return method
 
     def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
