@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import DataError
-from trainer_kit.data.workers import EndsWithParent
+from trainer_kit.data.workers import EndsWithParent, heard_context
 
 __all__ = ["Place", "Source", "copied", "kind_of", "refuse_batch_size", "set_epoch"]
 
@@ -122,6 +122,7 @@ def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | 
     mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
     if loader.num_workers:
         mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
+        mine.multiprocessing_context = heard_context(loader.multiprocessing_context)
     if "_initial_iter_for_state_dict" in mine.__dict__:
         mine.__dict__["_initial_iter_for_state_dict"] = False  # that was the other's iterator
     return mine, generator
