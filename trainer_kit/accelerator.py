@@ -19,6 +19,7 @@ from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, 
 from trainer_kit.core.protocols import Group, Strategy
 from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy, launched_on_xla
+from trainer_kit.precision.overflow import make_scaler
 from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
 from trainer_kit.raw.deepspeed import named_plugins
@@ -310,7 +311,7 @@ def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:
     scaler = options.get(GradScalerKwargs)
     if scaler is not None and made.scales:
         native: Any = getattr(made, "base", made)
-        native.scaler = torch.amp.GradScaler(strategy.device.type, **scaler.to_kwargs())
+        native.scaler = make_scaler(strategy.device.type, **scaler.to_kwargs())
     return made
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch.nn import functional as F
 import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision import Float8Precision, MixedPrecision, QATPrecision
+from trainer_kit.testing import distributed
 
 pytestmark = pytest.mark.slow  # importing the library takes seconds
 
@@ -126,6 +129,39 @@ def test_a_device_without_fp8_is_refused_before_the_first_step(monkeypatch: pyte
     ):
         trainer("fp8")
     trainer(Float8Precision(emulate=True, exceptions=["head"])).fit(Net(), batches())
+
+
+def test_nothing_is_asked_of_an_accelerator_before_ranks_may_have_been_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch initialises CUDA for each of these, after which a forked process cannot use it."""
+
+    def initialises(*given: Any) -> Any:
+        raise RuntimeError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", initialises)
+    monkeypatch.setattr(torch.cuda, "is_available", initialises)
+    for precision in (Float8Precision(), Float8Precision(base="16-mixed"), MixedPrecision(torch.float16)):
+        precision.check(torch.device("cuda", 1), "ddp")
+        if isinstance(precision, Float8Precision):
+            for _ in range(2):  # the rank's own device is asked, once a run
+                precision.check(torch.device("cuda", 1), "ddp")
+                with pytest.raises(RuntimeError, match="CUDA was initialised"):
+                    precision.convert_module(Net())
+    scaler = MixedPrecision(torch.float16, device_type="cuda").scaler
+    assert scaler is not None
+    assert scaler.is_enabled()
+
+
+def test_the_server_that_ranks_are_forked_from_initialises_nothing() -> None:
+    names = [*distributed._PRELOAD, *distributed._PRELOAD_WHERE_USED]
+    program = f"""
+import importlib, torch
+def initialises(*given): raise SystemExit("CUDA was initialised")
+torch.cuda._lazy_init = torch.cuda.is_available = initialises
+for name in {names}:
+    importlib.import_module(name)
+"""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stderr) == (0, "")
 
 
 def test_exchanged_layers_do_not_stay_under_another_precision() -> None:

@@ -41,10 +41,11 @@ class ConvertedPrecision(ABC):
         self.converts_batch, self.scales = self.base.converts_batch, self.base.scales
         self.param_dtype, self.reduce_dtype = self.base.param_dtype, self.base.reduce_dtype
         self.device = torch.device(self.base.device_type)
+        self._asked = True  # until a run says where it is
 
     @abstractmethod
     def check_vendor(self, device: torch.device) -> None:
-        """Raise a PrecisionError where the vendor's library or this device cannot do it."""
+        """Raise a PrecisionError where this device cannot do it; an accelerator is asked by the ranks alone."""
 
     def options(self) -> str:
         """What decides, beside exceptions, on which layers are exchanged, and for what."""
@@ -63,10 +64,16 @@ class ConvertedPrecision(ABC):
         check_runs(self.name, device.type, engine)
         self.device = device
         self.base.check(device, engine)
-        self.check_vendor(device)
+        self._asked = device.type == "cpu"
+        if self._asked:
+            self.check_vendor(device)
+        # Whoever asks an accelerator initialises it: a process that made a Trainer may still fork its ranks.
 
     def convert_module(self, module: nn.Module) -> None:
         """Exchange layers, then cast the rest as the native precision does."""
+        if not self._asked:
+            self._asked = True
+            self.check_vendor(torch.device(self.device.type))
         found = list(excepted(module, self.exceptions))
         options = f"{self.options()}, exceptions={self.exceptions}"
         refuse_layers(module, self.name, options)

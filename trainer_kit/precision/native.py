@@ -28,6 +28,7 @@ from trainer_kit.precision.overflow import (
     EngineSteps,
     SeenOptimizer,
     has_gradients,
+    make_scaler,
     seen_optimizers,
     state_of_next,
 )
@@ -203,7 +204,7 @@ class MixedPrecision:
         self.scales = self.skips = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
-        self.scaler = scaler or (torch.amp.GradScaler(self.device_type) if self.scales else None)
+        self.scaler = scaler or (make_scaler(self.device_type) if self.scales else None)
         self._seen: dict[int, list[SeenOptimizer]] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
@@ -223,7 +224,7 @@ class MixedPrecision:
                 )
             self.device_type = device.type
             if self.scales and not self._own_scaler:
-                self.scaler = torch.amp.GradScaler(device.type)
+                self.scaler = make_scaler(device.type)
 
     def convert_module(self, module: nn.Module) -> None:
         """Weights stay as they are, but those of exceptions in float64."""

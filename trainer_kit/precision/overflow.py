@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["EngineSteps", "SeenOptimizer", "has_gradients", "seen_optimizers", "state_of_next"]
+__all__ = ["EngineSteps", "SeenOptimizer", "has_gradients", "make_scaler", "seen_optimizers", "state_of_next"]
 
 
 class EngineSteps(Protocol):
@@ -64,6 +64,24 @@ def _nothing() -> None:
 def has_gradients(optimizer: Optimizer | SeenOptimizer) -> bool:
     """Whether any of its parameters has a gradient."""
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
+    """torch's gradient scaler; processes can still be forked afterwards.
+
+    Where it is made for CUDA it counts the devices through the runtime, after which no forked process can use them.
+
+    Args:
+        device_type: of the gradients.
+        options: of ``torch.amp.GradScaler``.
+
+    Example:
+        >>> make_scaler("cuda", init_scale=8.0).is_enabled()
+        True
+    """
+    made = torch.amp.GradScaler("cpu", **options)
+    made._device = device_type
+    return made
 
 
 def state_of_next(scaler: torch.amp.GradScaler) -> dict[str, Any]:
