@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import LaunchError
+from trainer_kit.data import move_to_device
 from trainer_kit.engine.runs import count_fit, hand_over
 
 __all__ = ["run_on_processes"]
@@ -36,7 +37,7 @@ def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> An
         module = trainer.module
         return {
             "result": result,
-            "weights": {name: tensor.cpu() for name, tensor in module.state_dict().items()},  # sync point: at the end
+            "weights": move_to_device(dict(module.state_dict()), "cpu"),  # sync point: at the end
             "progress": trainer.progress.state_dict(),
             "metrics": (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
             "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
@@ -49,6 +50,7 @@ def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> An
     module.load_state_dict(made["weights"])
     trainer.module = module
     trainer.progress.load_state_dict(made["progress"])
+    trainer.metrics.forget()  # as a verb does here: neither the bar nor the monitors of a test see anything of training
     for here, there in zip(
         (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar), made["metrics"], strict=True
     ):
