@@ -350,7 +350,12 @@ def test_four_processes(tmp_path: Path) -> None:
 
 @pytest.mark.world_size(4, timeout=240)
 def test_two_copies_or_parts_of_what_is_divided_again() -> None:
-    for sizes in ({"dp_replicate": 2, "dp_shard": 2}, {"dp_shard": 2, "cp": 2}, {"pp": 2, "dp_shard": 2}):
+    for sizes in (
+        {"dp_replicate": 2, "dp_shard": 2},
+        {"dp_shard": 2, "cp": 2},
+        {"pp": 2, "dp_shard": 2},
+        {"pp": 2, "tp": 2},
+    ):
         accelerator, _ = compare(axes(**sizes), both=False)
         what_is_gathered_is_there_once(accelerator)
 
