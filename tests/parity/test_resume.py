@@ -210,6 +210,44 @@ def test_from_within_an_epoch_and_from_its_end(tmp_path: Path, options: dict[str
         assert (torch.get_rng_state().tolist(), random.getstate()) == drawn
 
 
+class SaveAndStop(tk.Callback):
+    """Saves by hand, ahead of the validation of the step; stops at the end of one."""
+
+    def __init__(self, directory: Path, stop: int = -1) -> None:
+        self.directory, self.stop = directory, stop
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.directory / f"mine-{trainer.global_step}")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == self.stop:
+            trainer.stop("good enough")
+
+
+def test_a_checkpoint_that_is_taken_ahead_of_a_validation_owes_it(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save": False, "val_check_interval": 4}  # at steps 1, 2, 3 of an epoch of 4
+    module = Everything(plateau)
+    whole = run(tmp_path, module, SaveAndStop(tmp_path), **options)
+    for cut in (2, 3, 4):
+        again = Everything(plateau)
+        resumed = run(tmp_path, again, ckpt=tmp_path / f"mine-{cut}", start=77, **options)
+        assert resumed[1].validated[:2] == {2: [2, 3], 3: [3, 5], 4: [5, 6]}[cut]
+        resumed[1].validated[:] = [step for step in resumed[1].validated if step > cut]
+        assert_equal_ends(whole, resumed, module, again, since=cut)
+    stopped = [run(tmp_path / "b", Everything(), SaveAndStop(tmp_path / "b", 3), max_epochs=1, **options)]
+    stopped.append(
+        run(
+            tmp_path,
+            Everything(),
+            SaveAndStop(tmp_path / "c", 3),
+            ckpt=tmp_path / "b" / "mine-3",
+            max_epochs=1,
+            **options,
+        )
+    )
+    assert [trainer.global_step for trainer, *_ in stopped] == [3, 3]
+
+
 @pytest.mark.slow
 def test_augmentation_is_the_same_with_any_number_of_workers(tmp_path: Path) -> None:
     """Dropout too: seeding samples in this process leaves its generators alone."""

@@ -10,7 +10,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import settle_save
-from trainer_kit.engine.settle import continues, next_due, settle_end, settle_epoch, settle_step
+from trainer_kit.engine.settle import continues, next_due, settle_end, settle_epoch, settle_resume, settle_step
 
 __all__ = ["fit"]
 
@@ -27,9 +27,9 @@ def fit(run: Fit) -> None:
         with _again(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
             for hook in bus.on_train_epoch_start:
                 hook()
-        completed = True
+        completed = not settle_resume(run)
         try:
-            for _ in run.windows.epoch(progress):  # k micro-batches
+            for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
                 strategy.forward_backward(micro)  # begin, training_step, backward, end of each
                 stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
                 progress.step += 1

@@ -40,6 +40,7 @@ class Fit:
         listen_at: the step at which several ranks look for signals and the time; chosen by pace, so for nothing else.
         paced: step and monotonic seconds of the last such look.
         validated: the step at which validation ran last.
+        owes_validation: whether the checkpoint was taken ahead of the validation of its step.
         since: monotonic seconds up to which time was taken.
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
@@ -73,6 +74,7 @@ class Fit:
     listen_at: int = 2**62
     paced: tuple[int, float] = (0, 0.0)
     validated: int = -1
+    owes_validation: bool = False
     since: float = 0.0
     elapsed: float = 0.0
     finite: int = 0

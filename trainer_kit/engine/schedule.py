@@ -92,13 +92,16 @@ class Schedule:
 
     def validation_due(self, progress: Progress) -> bool:
         """Whether an interval was completed since this was last true; at the first end of a window at or after."""
+        if not self.owes_validation(progress):
+            return False
+        self.go_on(progress)
+        return True
+
+    def owes_validation(self, progress: Progress) -> bool:
+        """What `validation_due` is going to say: a checkpoint may be taken ahead of it."""
         if not self.validates or self.validate_every is None or not self._epoch_counts(progress):
             return False
-        done = self._intervals(progress)
-        if done > self.checked:
-            self.checked = done
-            return True
-        return False
+        return self._intervals(progress) > self.checked
 
     def validates_at_epoch_end(self, progress: Progress) -> bool:
         """Whether validation runs when the batches of this epoch are over."""

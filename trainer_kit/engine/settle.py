@@ -14,7 +14,7 @@ from trainer_kit.engine.requests import ended_by, requeue_once
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested, settle_save
 
-__all__ = ["continues", "next_due", "settle_end", "settle_epoch", "settle_step", "validate"]
+__all__ = ["continues", "next_due", "settle_end", "settle_epoch", "settle_resume", "settle_step", "validate"]
 
 
 def settle_step(run: Fit) -> bool:
@@ -48,6 +48,20 @@ def settle_step(run: Fit) -> bool:
         run.wake()  # it ended between the look at it and here
     if listens:
         _leave_on_signal(run)
+    return leaves
+
+
+def settle_resume(run: Fit) -> bool:
+    """What the checkpoint was taken ahead of: the validation of its step. Returns whether the epoch is to be left."""
+    if not run.owes_validation or run.validation is None:
+        return False
+    run.owes_validation = False
+    validate(run)
+    _unite(run)
+    if run.schedule.epoch_is_over(run.progress):
+        return False
+    leaves = _stops(run)
+    save_requested(run)
     return leaves
 
 

@@ -83,6 +83,7 @@ def collect(
         state["progress"] = _finished(run)
         state["trainable"] = changed_flags(run)
         state["inside_step"] = run.micro.started == progress.step
+        state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
         state["seed"] = seed
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
@@ -219,7 +220,7 @@ def restore(
 
     together(world, read_on)
     run.schedule.go_on(run.progress)
-    run.finite, run.resumed = run.progress.step, True
+    run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
     together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
 
 
