@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tokenize
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -34,7 +35,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"parts", "trainer", "accelerator", "__init__"}
 
-MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 400, 60, 12
+MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
 LONG_FUNCTIONS = {"trainer.Trainer.__init__": "the Trainer's constructor"}
 WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",
@@ -255,9 +256,24 @@ def test_no_import_cycle() -> None:
     report(violations)
 
 
+def code_lines(path: Path) -> int:
+    """Lines that hold code: without blank lines, comments and docstrings."""
+    kept: set[int] = set()
+    ignored = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            if token.type not in ignored and token.type != tokenize.ENCODING:
+                kept.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            kept.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(kept)
+
+
 def test_files_are_short() -> None:
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
-    report([f"{where(path)}: {n} lines, at most {MAX_FILE}" for path, n in lengths.items() if n > MAX_FILE])
+    """Code is counted, not documentation: a file is cut by the jobs in it, and a docstring is no reason to cut it."""
+    lengths = {path: code_lines(path) for path in sources()}
+    report([f"{where(path)}: {n} lines of code, at most {MAX_FILE}" for path, n in lengths.items() if n > MAX_FILE])
 
 
 def test_functions_are_short() -> None:
