@@ -14,6 +14,14 @@ __all__ = ["Line", "PlainLine", "TerminalLine", "View"]
 
 _TERMINAL_INTERVAL: Final = 0.1
 _PLAIN_INTERVAL: Final = 10.0
+# Layouts of the line, the first that fits is drawn; None is tqdm's own, with the bar.
+_OF_TOTAL: Final = (
+    None,
+    "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
+    "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    "{desc}: {n_fmt}/{total_fmt}{postfix}",
+)
+_OF_UNKNOWN: Final = (None, "{desc}: {n_fmt} [{elapsed}{postfix}]", "{desc}: {n_fmt}{postfix}")
 
 
 @dataclass
@@ -82,9 +90,31 @@ class TerminalLine:
     def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
         now, bar = monotonic(), self._bar
         self.due = now + _TERMINAL_INTERVAL
-        bar.n, bar.last_print_t, bar.postfix = view.done, bar._time(), _shown(metrics)
+        bar.n, bar.last_print_t = view.done, bar._time()
         bar.start_t = bar.last_print_t - (now - view.began)
+        self._fit(metrics)
         bar.refresh()
+
+    def _fit(self, metrics: Mapping[str, Any]) -> None:
+        """Choose the longest form of the line that fits the terminal: first the decoration is dropped, then values."""
+        bar = self._bar
+        bar.bar_format = None
+        facts = bar.format_dict
+        columns = facts["ncols"] or math.inf
+        # Losses are the last values to be dropped.
+        names = sorted(metrics, key=lambda name: "loss" not in name)
+        texts = [_shown(metrics)]
+        texts += [
+            f"{_shown({name: metrics[name] for name in names[:count]})}, ..." for count in range(len(names))[:0:-1]
+        ]
+        layouts = _OF_TOTAL if bar.total and bar.n <= bar.total else _OF_UNKNOWN
+        for layout, text in [*((layout, texts[0]) for layout in layouts), *((layouts[-1], text) for text in texts[1:])]:
+            bar.bar_format, bar.postfix = layout, text
+            drawn = bar.format_meter(**{**facts, "ncols": None, "bar_format": layout, "postfix": text})
+            if len(drawn) <= columns:
+                return
+        shortest = _shown({name: metrics[name] for name in names[:1]}) or bar.desc
+        bar.bar_format = shortest[: int(columns)].replace("{", "{{").replace("}", "}}")
 
     def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
         self.draw(view, metrics)
