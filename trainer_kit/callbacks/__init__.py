@@ -3,7 +3,10 @@
 from typing import TYPE_CHECKING
 
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.lazy import lazy_names
+from trainer_kit.core.lazy import alias_package, lazy_names
+
+if __name__ != "trainer_kit.callbacks":  # imported through the link at the top of a checkout
+    alias_package(__name__, "trainer_kit.callbacks")
 
 if TYPE_CHECKING:
     from trainer_kit.callbacks.early_stopping import EarlyStopping

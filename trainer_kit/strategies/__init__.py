@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer_kit.core.lazy import lazy_names
+from trainer_kit.core.lazy import alias_package, lazy_names
 from trainer_kit.strategies.single import SingleDeviceStrategy
+
+if __name__ != "trainer_kit.strategies":  # imported through the link at the top of a checkout
+    alias_package(__name__, "trainer_kit.strategies")
 
 if TYPE_CHECKING:
     from trainer_kit.strategies.ddp import DDPStrategy
