@@ -8,9 +8,11 @@ import os
 import pytest
 import safetensors.torch
 import torch
+from torch import nn
 
 from trainer_kit.checkpoint import export, read_weights, write_checkpoint
 from trainer_kit.checkpoint.files import in_bytes
+from trainer_kit.checkpoint.weights import weight_shapes
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 
 WEIGHTS = {
@@ -118,3 +120,45 @@ def test_a_failed_export_leaves_nothing(checkpoint, tmp_path, monkeypatch, name)
     with pytest.raises(CheckpointError, match="No space left"):
         export(checkpoint, tmp_path / name)
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_a_tied_weight_is_written_once_and_read_back_under_all_its_names(tmp_path):
+    weights = {"emb.weight": torch.randn(16, 8), "body.weight": torch.randn(8, 8)}
+    weights["head.weight"], weights["row"] = weights["emb.weight"], weights["emb.weight"][0]
+    one, several = tmp_path / "one.safetensors", tmp_path / "hub"
+    export(weights, one)
+    export(weights, several, max_shard_size=300)
+    export(weights, tmp_path / "one.pt")
+    assert list(safetensors.torch.load_file(one)) == ["body.weight", "emb.weight", "row"]
+    with safetensors.safe_open(one, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "head.weight": "emb.weight"}
+    index = json.loads((several / "model.safetensors.index.json").read_text())
+    assert sorted(index["weight_map"]) == ["body.weight", "emb.weight", "row"]
+    assert index["metadata"] == {"total_size": 16 * 8 * 4 + 8 * 8 * 4 + 8 * 4}
+    for path in (one, several, tmp_path / "one.pt"):
+        back = read_weights(path)
+        assert back.keys() == weights.keys()
+        assert all(torch.equal(back[name], weights[name]) for name in weights)
+        assert back["head.weight"] is back["emb.weight"] or path.suffix == ".pt"
+    for path in (one, several):
+        assert {name: tuple(t.shape) for name, t in weight_shapes(path).items()} == {
+            name: tuple(t.shape) for name, t in weights.items()
+        }
+
+
+def test_what_safetensors_itself_wrote_of_tied_weights_is_read(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    safetensors.torch.save_model(model, str(tmp_path / "theirs.safetensors"))
+    model.load_state_dict(read_weights(tmp_path / "theirs.safetensors"))
+
+
+def test_a_checkpoint_holds_a_tied_weight_once_and_so_does_its_export(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    path = write_checkpoint(tmp_path / "step-1", {"model": dict(model.state_dict())})
+    assert sorted(safetensors.torch.load_file(path / "model.safetensors")) == ["0.bias", "0.weight", "1.bias"]
+    model.load_state_dict(read_weights(path))
+    assert sorted(weight_shapes(path)) == ["0.bias", "0.weight", "1.bias", "1.weight"]
+    exported = safetensors.torch.load_file(export(path, tmp_path / "one.safetensors"))
+    assert sorted(exported) == ["0.bias", "0.weight", "1.bias"]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.dtypes import CARRIERS, numpy_dtype, torch_dtype
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, flatten
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, flatten, identity
 from trainer_kit.core.errors import CheckpointError
 
 __all__ = ["TAG", "EnumRecord", "decode", "encode"]
@@ -79,7 +79,8 @@ def encode(
     bytearray, complex, OrderedDict (with a ``state_dict``'s ``_metadata``), Counter, ``torch.Size``, ``torch.dtype``,
     ``torch.device``, paths, timedelta, enum members (see `EnumRecord`), numpy scalars; dense tensors of any shape and
     numpy arrays of numbers, strings and dates. Exact types only: a subclass would come back as something else, so it
-    is refused. Parameters come back as tensors, and tensors that share memory as separate ones.
+    is refused. Parameters come back as tensors. A tensor that occurs several times (a tied weight) is collected once,
+    and comes back as one tensor; tensors that overlap otherwise come back as separate ones.
 
     Args:
         value: the state.
@@ -184,6 +185,8 @@ class _Encoder:
         self._tensors, self._at, self._sharded = tensors, at, sharded
         self._copy = copy if callable(copy) else _copied if copy else _as_it_is
         self._open: set[int] = set()
+        # With the tensor, so that its memory is not used again while the key stands for it.
+        self._records: dict[tuple[Any, ...], tuple[Tensor, dict[str, Any]]] = {}
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
         kind = type(value)
@@ -269,6 +272,14 @@ class _Encoder:
             )
         if tensor.dtype not in TENSOR_DTYPES and tensor.dtype not in CARRIERS:
             raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
+        if type(tensor) is not Tensor and not hasattr(tensor, "placements"):  # nothing is known of its memory
+            return self._new_tensor(tensor, path)
+        key = identity(tensor)
+        if key not in self._records:
+            self._records[key] = tensor, self._new_tensor(tensor, path)
+        return dict(self._records[key][1])
+
+    def _new_tensor(self, tensor: Tensor, path: tuple[str, ...]) -> dict[str, Any]:
         if self._sharded:
             return _record("tensor", self._collect(tensor, path, owned=True))
         tensor = tensor.resolve_conj().resolve_neg()

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, get_args
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_bytes, safetensors_bytes, write_file
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_bytes, safetensors_bytes, tied_names, write_file
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.hidden import hidden_path, sync_directory
@@ -48,7 +48,8 @@ def export(
         format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, where that
             would be larger than a shard, ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
             ``"torch"``: a ``torch.save`` file (a zip file with a pickle, for ``torch.load(weights_only=True)``). None:
-            by the suffix of ``target``; without one, Hugging Face's.
+            by the suffix of ``target``; without one, Hugging Face's. A tied weight is stored once, under its first
+            name.
         max_shard_size: bytes, or ``"5GB"``, ``"200MB"``, ``"1GiB"``; a single tensor may be larger.
 
     Returns:
@@ -131,12 +132,17 @@ def _write(work: Path, kind: str, weights: dict[str, Tensor], limit: int) -> Non
 def _write_shards(work: Path, weights: Mapping[str, Tensor], limit: int) -> None:
     """Layout: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints."""
     shards: list[dict[str, Tensor]] = [{}]
+    tied, shard_of = tied_names(weights), dict[str, dict[str, Tensor]]()
     filled = total = 0
     for name, tensor in weights.items():
+        if name in tied:  # its file says that it is the same tensor; the index does not name it
+            shard_of[tied[name]][name] = tensor
+            continue
         size = tensor.numel() * tensor.element_size()
         if shards[-1] and filled + size > limit:
             shards.append({})
             filled = 0
+        shard_of[name] = shards[-1]
         shards[-1][name] = tensor
         filled, total = filled + size, total + size
     if len(shards) == 1:
@@ -146,7 +152,7 @@ def _write_shards(work: Path, weights: Mapping[str, Tensor], limit: int) -> None
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         write_file(work / file, safetensors_bytes(shard)[1])
-        places.update(dict.fromkeys(shard, file))
+        places.update({name: file for name in shard if name not in tied})
     index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
     content = json.dumps(index, indent=2, sort_keys=True) + "\n"
     write_file(work / "model.safetensors.index.json", [content.encode()])

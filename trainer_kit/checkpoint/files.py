@@ -25,11 +25,13 @@ __all__ = [
     "TENSOR_DTYPES",
     "checksum",
     "flatten",
+    "identity",
     "in_bytes",
     "read_file",
     "read_header",
     "read_tensors",
     "safetensors_bytes",
+    "tied_names",
     "write_file",
 ]
 
@@ -55,6 +57,8 @@ TENSOR_DTYPES: Final = {
 _DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 _UNITS: Final = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(("", "K", "M", "G", "T"))}}
 _BINARY_UNITS: Final = {f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", "T"), start=1)}
+_FORMAT_KEY: Final = "format"
+"""In the metadata of every safetensors file; the other keys there may be further names of a tied weight."""
 _CHUNK: Final = 4 << 20
 _PIECE: Final = 64 << 20
 """Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
@@ -96,9 +100,14 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
 
     The library's own writer returns after the bytes are on disk; a checksum made then would bless whatever landed
     there. This one lets the checksum be made from memory. Format: https://huggingface.co/docs/safetensors
+
+    A tensor with several names (a tied weight) is written once, under the first of them; the metadata of the file maps
+    the other names to it, as ``safetensors.torch.save_model`` does.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps data aligned
+    tied = tied_names(tensors)
+    header: dict[str, Any] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
+    kept = [item for item in tensors.items() if item[0] not in tied]
+    ordered = sorted(kept, key=lambda item: (-item[1].element_size(), item[0]))  # keeps data aligned
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
@@ -114,6 +123,31 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
                 yield flatten(tensor.detach().cpu()).view(torch.uint8).numpy().data
 
     return 8 + len(text) + end, buffers()
+
+
+def identity(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors that are the same elements of the same memory; both must be alive.
+
+    Of a tensor that is divided among ranks, this rank's part is looked at. The storage counts, not the address of its
+    data: a rank may hold nothing of a tensor, and must still find the names that the other ranks find.
+    """
+    held: Any = tensor
+    part = held.to_local() if hasattr(tensor, "placements") else held
+    storage, shape = part.untyped_storage()._cdata, tuple(tensor.shape)
+    return storage, part.storage_offset(), shape, part.stride(), tensor.dtype, part.is_conj(), part.is_neg()
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of tensors that an earlier name has already, with that name.
+
+    Example:
+        >>> weight = torch.ones(2, 3)
+        >>> tied_names({"embedding": weight, "bias": weight[0], "head": weight})
+        {'head': 'embedding'}
+    """
+    first: dict[tuple[Any, ...], str] = {}
+    found = {name: first.setdefault(identity(tensor), name) for name, tensor in tensors.items()}
+    return {name: kept for name, kept in found.items() if kept != name and name != _FORMAT_KEY}
 
 
 def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dict[str, Any]:
@@ -194,7 +228,7 @@ def _open_itself(path: str, flags: int) -> int:
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """All tensors of a safetensors file, each with memory of its own.
+    """All tensors of a safetensors file, each with memory of its own; names of one tied weight have one tensor.
 
     Raises:
         CheckpointError: when it is not a whole safetensors file.
@@ -202,7 +236,8 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
             # Some releases hand out views of a mapping of the file, which must not outlive the file.
-            return {name: file.get_tensor(name).clone() for name in list(file.keys())}
+            found = {name: file.get_tensor(name).clone() for name in list(file.keys())}
+            return {**found, **{name: found[kept] for name, kept in _stored_ties(file).items()}}
     except Exception as error:  # the header is data: torch refuses what it asks for in many ways
         raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
 
@@ -217,9 +252,16 @@ def read_header(file: Path) -> dict[str, Tensor]:
         with safe_open(str(file), framework="pt") as content:
             entries = {name: content.get_slice(name) for name in list(content.keys())}
             found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
+            ties = _stored_ties(content)
     except Exception as error:  # the header is data: whatever it provokes
         raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
     for name, (word, _) in found.items():
         if word not in _DTYPES:
             raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
-    return {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}
+    held = {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}
+    return {**held, **{name: held[kept] for name, kept in ties.items()}}
+
+
+def _stored_ties(file: Any) -> dict[str, str]:
+    names, metadata = set(file.keys()), dict(file.metadata() or {})
+    return {key: kept for key, kept in metadata.items() if kept in names and key not in names and key != _FORMAT_KEY}

@@ -284,8 +284,9 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     Raises:
         CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
     """
-    layout = {}
+    layout, keys = {}, dict[int, str]()
     for name, tensor in read_header(file).items():
-        chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, name)
+        key = keys.setdefault(id(tensor), name)  # a tied weight is stored under one of its names
+        chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, key)
         layout[name] = TensorLayout(tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ())
     return layout

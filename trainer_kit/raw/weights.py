@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer_kit.checkpoint.convert import export
+from trainer_kit.checkpoint.files import tied_names
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import absolute
 from trainer_kit.core.together import on_rank_zero, together
@@ -36,11 +37,21 @@ class Weights(Loop):
         if not self.strategy.sharded:
             return dict(own.state_dict())
         found = together(self.world, lambda: self.strategy.module_state(own))
-        pipeline = getattr(self.strategy, "pipeline", None)
-        names = list(found) if pipeline is None else pipeline.names
-        held = None if pipeline is None else self.world.all_gather_object(list(found))
+        pipeline, tied = getattr(self.strategy, "pipeline", None), tied_names(found)
+        names, held = list(found), None
+        if pipeline is not None:  # stages have other parameters, and share some
+            names, several = (
+                pipeline.names,
+                self.world.all_gather_object((list(found), {**tied, **pipeline.ties.names})),
+            )
+            held = [theirs for theirs, _ in several]
+            tied = {name: kept for _, ties in several for name, kept in ties.items()}
         for name in names:
             value = found.pop(name, None)
+            if name in tied:  # the same tensor, which was gathered under its first name
+                if self.is_main_process:
+                    found[name] = found[tied[name]]
+                continue
             if hasattr(value, "full_tensor"):
                 value = value.full_tensor()
             if held is not None:
@@ -68,6 +79,8 @@ class Weights(Loop):
         safe_serialization: bool = True,
     ) -> None:
         """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+
+        A tied weight is written once, under its first name.
 
         Args:
             model: prepared or not.
@@ -133,8 +146,11 @@ def _check_tensors(obj: Any) -> None:
 
 
 def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
-    # sync point: a checkpoint
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+    moved: dict[int, Any] = {}  # a tied weight stays one tensor
+    for value in state.values():
+        if id(value) not in moved:
+            moved[id(value)] = value.cpu() if isinstance(value, torch.Tensor) else value  # sync point: a checkpoint
+    return {name: moved[id(value)] for name, value in state.items()}
 
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
