@@ -197,13 +197,13 @@ def test_a_stop_is_put_off_until_the_minimum_and_then_asked_again(options):
     assert trainer.global_step == (20 if "min_epochs" in options and options["min_epochs"] == 2 else 15)
 
 
-def test_a_stop_that_is_not_asked_again_is_forgotten():
+def test_a_stop_that_is_not_asked_again_waits_for_the_minimum():
     class StopsOnce(Callback):
         def on_train_step_end(self, trainer, module):
             if trainer.global_step == 3:
                 trainer.should_stop = True
 
-    assert progress(fit(callbacks=[StopsOnce()], min_steps=5)) == (2, 20, 20)
+    assert progress(fit(callbacks=[StopsOnce()], min_steps=5)) == (0, 5, 5)
 
 
 def test_the_end_inside_an_epoch_still_ends_the_epoch_for_its_hooks():

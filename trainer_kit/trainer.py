@@ -52,9 +52,9 @@ class Trainer(Session):
         callbacks: one or several.
         fast_dev_run: run so many batches (True: 1) of everything and write nothing.
         max_epochs: default 1000 where no other limit is given; -1 for no limit.
-        min_epochs: a stop request before is not granted.
+        min_epochs: a stop request before waits until they are completed.
         max_steps: optimizer steps; -1 for no limit.
-        min_steps: a stop request before is not granted.
+        min_steps: the same in optimizer steps.
         max_time: ``"00:12:00:00"`` (days, hours, minutes, seconds), ``"2h"``, a timedelta or a dict of its arguments.
         limit_train_batches: int = batches, float = fraction of the epoch.
         limit_val_batches: the same.

@@ -44,7 +44,7 @@ class FakeTrainer:
         self.optimizers, self.lr_scheduler_configs = [], []
         self.module = SimpleNamespace(automatic_optimization=True, parameters=list)
         self.stops, self.requests, self.logged, self.accumulation = [], [], [], []
-        self.printed = []
+        self.printed, self.withdrawn = [], []
         vars(self).update(attributes)
 
     current_epoch = property(lambda self: self.progress.epoch)
@@ -56,6 +56,9 @@ class FakeTrainer:
 
     def stop(self, reason):
         self.stops.append(reason)
+
+    def withdraw_stop(self, reason):
+        self.withdrawn.append(reason)
 
     def request_checkpoint(self, reason, request=None):
         self.requests.append((self.global_step, reason, request))

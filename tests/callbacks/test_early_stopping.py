@@ -3,9 +3,11 @@ import math
 import pytest
 import torch
 
+from trainer_kit import Trainer
 from trainer_kit.callbacks import EarlyStopping
 from trainer_kit.callbacks.early_stopping import EarlyStoppingReason
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.testing import TinyModule
 
 
 def run(trainer, values, name="loss"):
@@ -52,7 +54,7 @@ def test_the_reason_has_the_numbers(make_trainer):
 
 
 def test_an_improvement_takes_the_stop_back(make_trainer):
-    """A request before min_epochs is not latched: it is made again at each check that wants it."""
+    """A request before min_epochs is re-evaluated at each check."""
     stop = EarlyStopping("loss", patience=1)
     trainer = make_trainer(stop, val_batches=[1]).begin()
     for value in (1.0, 2.0, 2.0, 0.5):
@@ -60,6 +62,21 @@ def test_an_improvement_takes_the_stop_back(make_trainer):
     assert len(trainer.stops) == 2
     assert stop.stopping_reason is EarlyStoppingReason.NOT_STOPPED
     assert stop.wait_count == 0
+    assert trainer.withdrawn == trainer.stops
+
+
+@pytest.mark.parametrize(("last", "epochs"), [(0.5, 6), (3.0, 4)])
+def test_a_run_before_its_minimum_stops_there_unless_the_value_improves(last, epochs):
+    """Epochs 2 and 3 are worse than the first; the value of the fourth decides."""
+
+    class Scored(TinyModule):
+        def validation_step(self, batch, batch_idx):
+            values = [1.0, 2.0, 2.0, last, 0.25, 0.125]
+            self.log("score", values[self.current_epoch])
+
+    trainer = Trainer(max_epochs=6, min_epochs=4, callbacks=EarlyStopping("score", patience=1), barebones=True)
+    trainer.fit(Scored(), [torch.ones(2, 32)], [torch.ones(2, 32)])
+    assert trainer.current_epoch == epochs
 
 
 def test_the_state_survives_a_restart(make_trainer):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
+
 import pytest
 import torch
+from torch.distributed import get_rank
 
 from tests.engine.tiny import Tiny
 from trainer_kit import Callback, Trainer
@@ -129,10 +133,57 @@ def test_the_first_reason_stays():
     assert seen == ["first"]
 
 
-@pytest.mark.parametrize(("minimum", "steps"), [({"min_steps": 6}, 12), ({"min_epochs": 2}, 12)])
-def test_a_stop_before_the_minimum_is_not_latched(minimum, steps):
+@pytest.mark.parametrize(
+    ("minimum", "steps", "said"),
+    [
+        ({"min_steps": 6}, 6, "min_steps=6"),
+        ({"min_epochs": 2}, 8, "min_epochs=2"),
+        ({"min_epochs": 1, "min_steps": 7}, 7, "min_epochs=1 and min_steps=7"),
+    ],
+)
+def test_a_stop_before_the_minimum_is_printed_once_and_granted_when_it_is_reached(minimum, steps, said, capsys):
     once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1)
-    assert fit(once, **minimum).global_step == steps
+    trainer = fit(once, **minimum)
+    assert trainer.global_step == steps
+    assert trainer.should_stop
+    assert capsys.readouterr().out.splitlines() == [
+        f"stop requested at step 1: enough; training continues until {said}",
+        f"stopped after step {steps}: enough",
+    ]
+
+
+def test_a_stop_that_waits_can_be_withdrawn():
+    once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1)
+    for reason, steps in (("enough", 12), ("another", 6)):
+        back = acting("on_train_batch_end", lambda t, r=reason: t.withdraw_stop(r), lambda t: t.global_step == 3)
+        assert fit(once, back, min_steps=6).global_step == steps
+
+
+def test_a_limit_ahead_of_the_minimum_ends_the_run_not_the_request_that_waits(capsys):
+    trainer = fit(acting("on_train_batch_end", stop), min_steps=9, max_steps=5)
+    assert trainer.global_step == 5
+    assert not trainer.should_stop
+    assert "stopped after" not in capsys.readouterr().out
+
+
+def test_a_resumed_run_grants_the_stop_that_waited_when_it_was_saved(tmp_path):
+    once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1)
+    save = acting(
+        "on_train_step_end", lambda trainer: trainer.save_checkpoint(tmp_path / "saved"), lambda t: t.global_step == 3
+    )
+    fit(once, save, min_steps=6)
+    trainer = Trainer(**{**QUIET, "max_epochs": 3, "min_steps": 6})
+    trainer.fit(Tiny(), [torch.ones(2, 2)] * 4, ckpt_path=tmp_path / "saved")
+    assert trainer.global_step == 6
+
+
+@pytest.mark.world_size(2)
+def test_a_stop_that_one_rank_asks_for_waits_for_the_minimum_on_all():
+    once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1 and get_rank() == 1)
+    with redirect_stdout(StringIO()) as printed:
+        trainer = fit(once, min_epochs=2, accelerator="cpu", strategy="ddp", devices=2)
+    assert trainer.progress.epoch == 2
+    assert printed.getvalue().count("stop requested") == (get_rank() == 0)
 
 
 @pytest.mark.parametrize(
@@ -152,8 +203,8 @@ def test_a_stop_that_is_asked_for_again_is_granted_once_both_minima_are_reached(
     assert fit(acting("on_train_batch_end", stop), **minimum).global_step == steps
 
 
-@pytest.mark.parametrize(("minimum", "steps"), [({"min_epochs": 2}, 8), ({"min_steps": 5}, 8), ({"min_steps": 4}, 4)])
-def test_a_stop_at_each_epoch_is_granted_at_the_end_of_the_first_that_may_be_the_last(minimum, steps):
+@pytest.mark.parametrize(("minimum", "steps"), [({"min_epochs": 2}, 8), ({"min_steps": 5}, 5), ({"min_steps": 4}, 4)])
+def test_a_stop_at_each_epoch_is_granted_when_the_minimum_is_reached(minimum, steps):
     assert fit(acting("on_train_epoch_end", stop), **minimum).global_step == steps
 
 

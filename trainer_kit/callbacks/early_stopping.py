@@ -33,6 +33,8 @@ class EarlyStoppingReason(Enum):
 class EarlyStopping(Callback):
     """Ask to stop when ``monitor`` has not improved for ``patience`` checks.
 
+    A request before ``min_epochs`` and ``min_steps`` waits for them; an improvement in the meantime withdraws it.
+
     Args:
         monitor: the logged value to watch.
         min_delta: by more than this it must improve to count.
@@ -161,9 +163,11 @@ class EarlyStopping(Callback):
             if self.verbose and trainer.is_global_zero:
                 warnings.warn(str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2)
             return
-        reason, message = self._judge(current)
-        self.stopping_reason = reason
-        if reason is not EarlyStoppingReason.NOT_STOPPED:
+        if self.stopping_reason_message is not None:  # it waits for min_epochs or min_steps
+            trainer.withdraw_stop(self.stopping_reason_message)
+        self.stopped_epoch, self.stopping_reason_message = 0, None
+        self.stopping_reason, message = self._judge(current)
+        if self.stopping_reason is not EarlyStoppingReason.NOT_STOPPED:
             self.stopped_epoch = trainer.current_epoch
             self.stopping_reason_message = message
             trainer.stop(message)

@@ -10,7 +10,15 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import settle_save
-from trainer_kit.engine.settle import continues, next_due, settle_end, settle_epoch, settle_resume, settle_step
+from trainer_kit.engine.settle import (
+    continues,
+    next_due,
+    settle_end,
+    settle_epoch,
+    settle_resume,
+    settle_step,
+    settle_stop,
+)
 
 __all__ = ["fit"]
 
@@ -44,8 +52,7 @@ def fit(run: Fit) -> None:
         except EndOfEpoch:
             micro.started = -1  # no window is under way any more
         goes_on = settle_epoch(run, completed)
-    if run.requests.stop is not None:
-        run.say(f"stopped after step {progress.step}: {run.requests.stop}")
+    settle_stop(run)
     settle_save(run)  # who ends training finds every checkpoint that was asked for
     for hook in bus.on_train_end:
         hook()

@@ -117,12 +117,12 @@ class Position(ABC):
 
     @property
     def min_epochs(self) -> int:
-        """Epochs before a stop request is granted."""
+        """Completed epochs before which no stop request is granted."""
         return self.settings.min_epochs
 
     @property
     def min_steps(self) -> int:
-        """Steps before a stop request is granted."""
+        """Completed steps before which no stop request is granted."""
         return self.settings.min_steps
 
     @property

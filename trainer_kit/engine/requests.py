@@ -52,6 +52,11 @@ class Requests:
         self.stop = self.stop or reason
         self.wake()
 
+    def withdraw_stop(self, reason: str) -> None:
+        """Forget a stop request for this reason."""
+        if self.stop == reason:
+            self.stop = None
+
     def ask_checkpoint(self, reason: str, request: CheckpointRequest | None) -> None:
         """Take a checkpoint once everything of this step is done."""
         self.checkpoints.append((reason, request))

@@ -47,6 +47,7 @@ class Fit:
         resumed: whether it goes on from a checkpoint.
         frozen: names of the parameters that were not trained when the run was composed.
         whole: whether the epoch that ended last was left because its batches were over.
+        deferred: whether the line about a stop request ahead of the minimum was printed.
         id: in the info of its checkpoints; "" where the run has no record.
     """
 
@@ -81,6 +82,7 @@ class Fit:
     resumed: bool = False
     frozen: frozenset[str] = frozenset()
     whole: bool = False
+    deferred: bool = False
     id: str = ""
 
     def wake(self) -> None:

@@ -20,7 +20,7 @@ class Schedule:
     Attributes:
         batches: micro-batches of an epoch on this rank, None where nobody knows.
         max_epochs, max_steps, max_duration: the run ends at the first that is reached; None for none.
-        min_epochs, min_steps: a stop request before both are reached is put off.
+        min_epochs, min_steps: a stop request waits until both are reached.
         validate_every: micro-batches between validations; None for the end of the epoch.
         across_epochs: whether ``validate_every`` counts on over epochs.
         validate_epochs: every so many epochs.
@@ -56,7 +56,7 @@ class Schedule:
         return None
 
     def may_stop(self, progress: Progress) -> bool:
-        """Whether the minimum is behind us."""
+        """Whether ``min_epochs`` and ``min_steps`` are reached."""
         return progress.epoch >= self.min_epochs and progress.step >= self.min_steps
 
     def epoch_is_over(self, progress: Progress) -> bool:

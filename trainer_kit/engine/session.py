@@ -101,8 +101,15 @@ class Session(Position):
     # -- requests ------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Ask training to end after this step; the reason reaches the log. Not granted before the minimum."""
+        """Ask training to end after this step; the reason reaches the log.
+
+        A request before ``min_epochs`` and ``min_steps`` is granted when both are reached.
+        """
         self.requests.ask_stop(reason)
+
+    def withdraw_stop(self, reason: str) -> None:
+        """Take back a stop request that is not granted yet; one for another reason stays."""
+        self.requests.withdraw_stop(reason)
 
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
         """Ask for a checkpoint once everything of this step is done."""

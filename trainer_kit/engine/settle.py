@@ -14,7 +14,16 @@ from trainer_kit.engine.requests import ended_by, requeue_once
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested, settle_save
 
-__all__ = ["continues", "next_due", "settle_end", "settle_epoch", "settle_resume", "settle_step", "validate"]
+__all__ = [
+    "continues",
+    "next_due",
+    "settle_end",
+    "settle_epoch",
+    "settle_resume",
+    "settle_step",
+    "settle_stop",
+    "validate",
+]
 
 
 def settle_step(run: Fit) -> bool:
@@ -103,6 +112,15 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     return schedule.finished(progress) is None and not _stops(run) and not empty
 
 
+def settle_stop(run: Fit) -> None:
+    """Training ended: print the request that ended it; drop one whose minimum was not reached."""
+    requests = run.requests
+    if not run.schedule.may_stop(run.progress):
+        requests.stop = None  # a limit came first
+    if requests.stop is not None:
+        run.say(f"stopped after step {run.progress.step}: {requests.stop}")
+
+
 def settle_end(run: Fit) -> None:
     """Save what the last hooks asked for, on any rank."""
     _unite(run)
@@ -111,7 +129,11 @@ def settle_end(run: Fit) -> None:
 
 def next_due(run: Fit) -> int:
     """The next step at which `settle_step` has something to do."""
-    return min(run.schedule.due(run.progress, run.windows.length), max(run.listen_at, run.progress.step + 1))
+    schedule, progress = run.schedule, run.progress
+    due = min(schedule.due(progress, run.windows.length), max(run.listen_at, progress.step + 1))
+    if run.requests.stop is not None and progress.step < schedule.min_steps:  # it waits for that step
+        return min(due, schedule.min_steps)
+    return due
 
 
 def continues(run: Fit) -> bool:
@@ -197,13 +219,17 @@ def _pace(run: Fit) -> int:
 
 
 def _stops(run: Fit) -> bool:
-    """Whether a stop request holds; one that comes before the minimum is dropped, and may be made again."""
-    requests = run.requests
-    if requests.stop is None:
+    """Whether a stop request is granted; one before ``min_epochs`` and ``min_steps`` waits for them."""
+    reason, schedule = run.requests.stop, run.schedule
+    if reason is None:
         return False
-    if run.schedule.may_stop(run.progress):
+    if schedule.may_stop(run.progress):
         return True
-    requests.stop = None
+    if not run.deferred:
+        run.deferred = True
+        given = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
+        minimum = " and ".join(f"{name}={value}" for name, value in given.items() if value)
+        run.say(f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}")
     return False
 
 

@@ -85,6 +85,8 @@ def collect(
         state["inside_step"] = run.micro.started == progress.step
         state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
         state["seed"] = seed
+        if not run.schedule.may_stop(progress):
+            state["stop"] = run.requests.stop  # it waits for the minimum, in a resumed run too
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
         own: list[dict[str, Tensor]] = []
@@ -220,6 +222,7 @@ def restore(
 
     together(world, read_on)
     run.schedule.go_on(run.progress)
+    run.requests.stop = run.requests.stop or state.get("stop")
     run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
     together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
 
