@@ -244,7 +244,7 @@ class Trainer(Session):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool = False,
     ) -> None:
-        """Train.
+        """Train, from step 0 or from a checkpoint; an earlier fit of this Trainer is not continued.
 
         Args:
             model: the module.
@@ -277,7 +277,7 @@ class Trainer(Session):
         """Validate; returns the logged values, one dict for each loader.
 
         Args:
-            model: the module; by default the one that was fitted, with its best weights.
+            model: the module; by default the one that was fitted, with the weights of its best checkpoint.
             dataloaders: a loader, a list of loaders, or a DataModule.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             verbose: print the values.
@@ -307,7 +307,7 @@ class Trainer(Session):
         """Predict; returns what ``predict_step`` returned, in dataset order, a list for each loader if several.
 
         Args:
-            model: the module; by default the one that was fitted, with its best weights.
+            model: the module; by default the one that was fitted, with the weights of its best checkpoint.
             dataloaders: a loader, a list of loaders, or a DataModule.
             datamodule: brings the loaders.
             return_predictions: False keeps nothing, for callbacks that write.

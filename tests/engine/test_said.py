@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from trainer_kit import DataModule, Trainer
-from trainer_kit.callbacks import TQDMProgressBar
+from trainer_kit.callbacks import ModelCheckpoint, TQDMProgressBar
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.testing import TinyModule
 
@@ -84,3 +84,60 @@ def test_what_is_said_does_not_depend_on_the_bar(capsys: pytest.CaptureFixture[s
         trainer.on("train_start")(lambda trainer, module: trainer.print("in training"))
         trainer.fit(TinyModule(), datamodule=Talks())
         assert capsys.readouterr().out == "in setup, ahead of the bar's own\nin training\n"
+
+
+def test_a_second_fit_starts_at_step_zero_and_prints_so(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = quiet(max_epochs=2)
+    line = "this fit starts at step 0 with new optimizers; the last one ended at step 6"
+    module, trained = TinyModule(), []
+    trainer.on("train_step_end")(lambda trainer, module: trained.append(trainer.global_step))
+    assert "begins" not in trainer.explain(module, BATCHES)
+    capsys.readouterr()
+    trainer.validate(module, BATCHES, verbose=False)  # no fit
+    trainer.fit(module, BATCHES)
+    assert capsys.readouterr().out == ""
+    assert "begins       at step 0, with new optimizers (the last fit ended at step 6)" in trainer.explain(module)
+    capsys.readouterr()
+    for again in (module, TinyModule()):
+        trainer.fit(again, BATCHES)
+        assert capsys.readouterr().out.startswith(line)
+    assert trained == [1, 2, 3, 4, 5, 6] * 3
+
+
+def test_a_fit_from_a_checkpoint_says_where_it_starts_and_not_that_it_starts_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, module = quiet(max_epochs=1), TinyModule()
+    first.fit(module, BATCHES)
+    first.save_checkpoint(tmp_path / "saved")
+    second = quiet(max_epochs=2)
+    second.fit(module, BATCHES, ckpt_path=tmp_path / "saved")
+    second.fit(module, BATCHES, ckpt_path=tmp_path / "saved")
+    out = capsys.readouterr().out
+    assert out.count("resuming from step 3") == 2
+    assert "starts at step 0" not in out
+    assert second.global_step == 6
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", None])
+def test_an_evaluation_prints_which_weights_it_loads(
+    monitor: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keeper = ModelCheckpoint(tmp_path, monitor=monitor, save_last=True)
+    options = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
+    trainer, module = Trainer(accelerator="cpu", max_epochs=2, callbacks=keeper, **options), TinyModule()
+    trainer.fit(module, BATCHES, BATCHES)
+    best = "the best checkpoint of the last fit, val_loss = " if monitor else "the newest checkpoint of the last fit;"
+    for verb in ("validate", "test", "predict"):
+        capsys.readouterr()
+        getattr(trainer, verb)(dataloaders=BATCHES)
+        said = capsys.readouterr().out
+        assert said.startswith(f"{verb}: weights of {keeper.best_model_path}: {best}")
+        assert "pass the module to use its own, or ckpt_path=" in said
+        getattr(trainer, verb)(module, BATCHES)
+        assert "weights of" not in capsys.readouterr().out
+        for chosen, path in (("best", keeper.best_model_path), (keeper.best_model_path, keeper.best_model_path)):
+            getattr(trainer, verb)(module, BATCHES, ckpt_path=chosen)
+            assert capsys.readouterr().out.startswith(f"{verb}: weights of {path}\n")
+        getattr(trainer, verb)(dataloaders=BATCHES, ckpt_path="last")
+        assert capsys.readouterr().out.startswith(f"{verb}: weights of {tmp_path}")

@@ -94,6 +94,10 @@ def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
         f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
         f"ends         {_limits(trainer)}",
     ]
+    if trainer.progress.step and not trainer.state_verb:
+        lines.append(
+            f"begins       at step 0, with new optimizers (the last fit ended at step {trainer.progress.step})"
+        )
     if why:
         lines.append(f"auto         {why}")
     if module is not None:

@@ -89,6 +89,7 @@ class Session(Position):
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
         self.train_batch_samples: int | None = None
+        self.trained_before = 0  # steps of the fit ahead of the running one
         self.accumulation = 1
         self.run: Fit | None = None
         self.record: RunRecord | None = None
@@ -279,7 +280,8 @@ class Session(Position):
             logger.log_metrics(values, at)
 
     def begin_fit(self) -> None:
-        """Counts, values and requests of an earlier fit are gone."""
+        """Reset counts, values and requests of an earlier fit."""
+        self.trained_before = self.progress.step
         self.progress.load_state_dict(Progress().state_dict())
         self.metrics.forget()
         self.requests.clear()

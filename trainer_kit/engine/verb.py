@@ -187,6 +187,11 @@ class Verb:
         _check_keepers(trainer)
         removed = take_directories(trainer, self.unwinding.cleanup)
         path, weights_only, told = find_start(trainer, ckpt_path, weights_only, removed)
+        if path is None and trainer.trained_before:
+            trainer.print(
+                f"this fit starts at step 0 with new optimizers; the last one ended at step {trainer.trained_before}"
+                ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
+            )
         state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
@@ -249,9 +254,11 @@ class Verb:
         """Build the evaluation, with the weights that are asked for."""
         trainer, module = self.trainer, self.module
         keepers = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
-        if ckpt_path is None and self.fitted and keepers and keepers[0].best_model_path:
-            ckpt_path = "best"
-        path = find_checkpoint(trainer, ckpt_path, keepers)
+        chosen = ckpt_path is None and self.fitted and keepers and keepers[0].best_model_path
+        path = find_checkpoint(trainer, "best" if chosen else ckpt_path, keepers)
+        if path is not None:
+            why = f": {_best(keepers[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
+            trainer.print(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
         load = _nobody if path is None else partial(load_weights, module, path, self.bus, trainer.strategy)
         divided = trainer.strategy.sharded  # each rank reads the parts that it has by then
@@ -308,6 +315,14 @@ class Verb:
         run.validation.seen.clear()
         trainer.metrics.forget()
         requests.stop, requests.validation, requests.checkpoints[:] = before
+
+
+def _best(keeper: Any) -> str:
+    """What ``best_model_path`` of a checkpoint callback is the best of."""
+    if keeper.best_model_score is None:
+        return "the newest checkpoint of the last fit"
+    score = float(keeper.best_model_score)  # no sync point: it is on the CPU
+    return f"the best checkpoint of the last fit, {keeper.monitor} = {score:.6g}"
 
 
 def _check_keepers(trainer: Any) -> None:
