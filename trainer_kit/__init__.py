@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from trainer_kit.core.hooks import Callback
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.module import TrainModule as LightningModule
+    from trainer_kit.core.move import move_to_device as send_to_device
     from trainer_kit.core.parallel import ContextPlan, ParallelPlan, PipelinePlan
     from trainer_kit.core.progress import Progress
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
-    from trainer_kit.data import move_to_device as send_to_device
     from trainer_kit.inference.budget import get_max_memory
     from trainer_kit.inference.device_map import get_balanced_memory, infer_auto_device_map
     from trainer_kit.inference.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
@@ -224,7 +224,7 @@ _HOME = {
     "reduce": "accelerator:reduce",
     "register_tracker_class": "raw.trackers:register_tracker_class",
     "seed_everything": "core.seed:seed_everything",
-    "send_to_device": "data:move_to_device",
+    "send_to_device": "core.move:move_to_device",
     "set_seed": "raw.generators:set_seed",
     "skip_first_batches": "raw.loader:skip_first_batches",
     "synchronize_rng_states": "accelerator:synchronize_rng_states",

@@ -139,6 +139,7 @@ def test_optimizers_look_like_optimizers():
             wrapped, raw = self.optimizers(), self.optimizers(use_pl_optimizer=False)
             assert [optimizer.optimizer for optimizer in wrapped] == raw == self.trainer.optimizers
             for ours, theirs in zip(wrapped, raw, strict=True):
+                assert isinstance(ours, torch.optim.Optimizer)
                 assert ours.param_groups is theirs.param_groups
                 assert ours.state is theirs.state
                 assert ours.state_dict() == theirs.state_dict()
@@ -170,6 +171,36 @@ def test_one_optimizer_and_one_scheduler_come_without_a_list():
     rates = []
     Trainer(max_epochs=1, **QUIET).fit(Single(), batches(4))
     assert rates == [1.0, 1.0, 0.5, 0.5]  # nobody but the user advances it
+
+
+@pytest.mark.parametrize("built", ["on_fit_start", "training_step"])
+def test_schedulers_of_torch_take_what_optimizers_returns(built):
+    kinds = torch.optim.lr_scheduler
+
+    class Schedules(Pair):
+        def build(self):
+            first, second = self.optimizers()
+            self.schedulers = [
+                kinds.StepLR(first, 1, gamma=0.5),
+                kinds.ReduceLROnPlateau(second, patience=0, factor=0.1),
+            ]
+
+        def on_fit_start(self):
+            if built == "on_fit_start":
+                self.build()
+
+        def training_step(self, batch, batch_idx):
+            if built == "training_step" and batch_idx == 0:
+                self.build()
+            super().training_step(batch, batch_idx)
+            self.schedulers[0].step()
+            self.schedulers[1].step(float(batch_idx))
+            rates.append([group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups])
+
+    rates = []
+    Trainer(max_epochs=1, **QUIET).fit(Schedules(), batches(3))
+    assert [first for first, _ in rates] == pytest.approx([0.005, 0.0025, 0.00125])
+    assert [second for _, second in rates] == pytest.approx([0.1, 0.01, 0.001])
 
 
 def test_toggled_optimizer_leaves_only_its_own_parameters_trainable():

@@ -197,6 +197,9 @@ def test_nothing_logged_means_nothing_handed_on():
         ("max", 4.0),
         (max, 4.0),
         (torch.max, 4.0),
+        ("SUM", 7.0),
+        ("Max", 4.0),
+        ("AVG", 2.0),
         (lambda values: values[1], 2.5),
         (torch.median, 2.5),
         (lambda values: values.numel(), 3.0),
@@ -206,6 +209,12 @@ def test_reductions_over_the_epoch(kind, expected):
     log = lambda m, v: m.log("a", v, on_step=False, on_epoch=True, reduce_fx=kind)  # noqa: E731
     trainer = fit(Net(log, log), loader())
     assert trainer.rows.of("a") == [(3, pytest.approx(expected)), (3, pytest.approx(expected))]
+
+
+@pytest.mark.parametrize("kind", ["total", None, 3, ["sum"]])
+def test_a_reduction_that_does_not_exist_is_refused_in_words(kind):
+    with pytest.raises(LogError, match=r"(?s)unknown reduce_fx for 'a'.*fix: +use mean, sum, min"):
+        fit(Net(lambda m, v: m.log("a", v, reduce_fx=kind)), loader())
 
 
 def test_a_mean_is_weighted_by_the_size_of_the_batch():

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer_kit.core.modes import restore_modes
+from trainer_kit.core.move import move_to_device
 from trainer_kit.core.signatures import check_hooks
 
 if TYPE_CHECKING:
@@ -47,6 +48,10 @@ class Callback:
     def state_key(self) -> str:
         """Under which name this callback's state is kept; unique among the callbacks of a run."""
         return type(self).__qualname__
+
+    def _generate_state_key(self, **arguments: Any) -> str:
+        """A `state_key` of the class name and these arguments; Lightning's documentation uses it."""
+        return f"{type(self).__qualname__}{arguments!r}"
 
     def state_dict(self) -> Mapping[str, Any]:
         """What must survive a restart: plain data and tensors."""
@@ -373,19 +378,19 @@ class DataHooks:
 
     def train_dataloader(self) -> Any:
         """A loader, or any pytree of loaders."""
-        raise NotImplementedError
+        raise _undefined(self, "train_dataloader")
 
     def val_dataloader(self) -> Any:
         """A loader, or a list of loaders."""
-        raise NotImplementedError
+        raise _undefined(self, "val_dataloader")
 
     def test_dataloader(self) -> Any:
         """A loader, or a list of loaders."""
-        raise NotImplementedError
+        raise _undefined(self, "test_dataloader")
 
     def predict_dataloader(self) -> Any:
         """A loader, or a list of loaders."""
-        raise NotImplementedError
+        raise _undefined(self, "predict_dataloader")
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch on the host, before it moves."""
@@ -393,8 +398,14 @@ class DataHooks:
 
     def transfer_batch_to_device(self, batch: Any, device: device, dataloader_idx: int) -> Any:
         """Move a batch; overriding replaces the default, which moves every tensor in any nesting."""
-        raise NotImplementedError
+        return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Change a batch on the device."""
         return batch
+
+
+def _undefined(owner: Any, name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{type(owner).__name__} has no {name}: define {name}(self), without a call of super().{name}()"
+    )

@@ -54,30 +54,30 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     # -- what users define ---------------------------------------------------------------------------------------
 
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """One micro-batch: returns the loss, a dict with ``"loss"`` (or one loss per named optimizer), or None to skip.
 
-        Args:
-            batch: what the loader yields, on the device.
-            batch_idx: position in the epoch, from 0.
+        Define it as ``training_step(self, batch, batch_idx)``: what the loader yields, on the device, and its position
+        in the epoch, from 0.
         """
-        raise NotImplementedError
+        rank_zero_warn("TrainModule.training_step has no default: it returns None, and None trains nothing")
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """One validation batch, without gradients; takes a third ``dataloader_idx`` with several loaders."""
-        raise NotImplementedError
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One validation batch, without gradients.
 
-    def test_step(self, batch: Any, batch_idx: int) -> Any:
-        """One test batch, without gradients."""
-        raise NotImplementedError
+        Define it as ``validation_step(self, batch, batch_idx)``, with a third ``dataloader_idx`` for several loaders.
+        """
 
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        """One prediction batch; by default ``self(batch)``."""
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """One test batch, without gradients; arguments as in ``validation_step``."""
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """One prediction batch; by default ``self(batch)``. Arguments as in ``validation_step``."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
         """The optimizers: one, a list, ``([optimizers], [schedulers])``, a dict, named ``{name: ...}``, or None."""
-        raise NotImplementedError
+        rank_zero_warn("TrainModule.configure_optimizers has no default: it returns None, and nothing is stepped")
 
     def configure_model(self) -> None:
         """Build layers here to have them made on the right device, in the right dtype, or sharded."""
@@ -99,7 +99,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
         Return the number of tokens (or of unmasked targets) when the loss is a mean over those.
         """
-        raise NotImplementedError
+        raise ConfigurationError(
+            "loss_weight has no default that super() could call",
+            fix="return a number, such as len(batch), or do not define loss_weight: batches then weigh their samples",
+        )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Run backward."""
@@ -323,15 +326,15 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         finally:
             self.untoggle_optimizer(optimizer)
 
-    def freeze(self) -> None:
-        """No parameter requires a gradient, and everything is in evaluation mode."""
+    def freeze(self) -> Any:
+        """No parameter requires a gradient, and everything is in evaluation mode; returns the module."""
         self.requires_grad_(False)
-        self.eval()
+        return self.eval()
 
-    def unfreeze(self) -> None:
-        """Every parameter requires a gradient, and everything is in training mode."""
+    def unfreeze(self) -> Any:
+        """Every parameter requires a gradient, and everything is in training mode; returns the module."""
         self.requires_grad_(True)
-        self.train()
+        return self.train()
 
     # -- in and out ----------------------------------------------------------------------------------------------
 

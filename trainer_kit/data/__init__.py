@@ -4,7 +4,7 @@ from trainer_kit.data.combined import CombinedLoader
 from trainer_kit.data.feed import Feed
 from trainer_kit.data.order import EMPTY
 from trainer_kit.data.sizes import batch_size_of, limit_batches, size_reader
-from trainer_kit.data.transfer import Ahead, move_to_device
+from trainer_kit.data.transfer import Ahead
 
 __all__ = [
     "EMPTY",
@@ -13,6 +13,5 @@ __all__ = [
     "Feed",
     "batch_size_of",
     "limit_batches",
-    "move_to_device",
     "size_reader",
 ]

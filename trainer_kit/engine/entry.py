@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import LogError
-from trainer_kit.data import move_to_device
+from trainer_kit.core.move import move_to_device
 
 __all__ = ["BATCH_HOOKS", "CLOSED_HOOKS", "Entry", "Reduced"]
 
@@ -102,9 +102,7 @@ class Entry:
             )
         self.prog_bar: bool = prog_bar
         self.to_logger: bool = logger is not False
-        self.reduce: Any = "mean" if reduce_fx in ("mean", "avg", torch.mean) else _NAMED.get(reduce_fx, reduce_fx)
-        if isinstance(self.reduce, str) and self.reduce not in ("mean", "sum", "min", "max"):
-            raise LogError(f"unknown reduce_fx for {name!r}", found=repr(reduce_fx), fix="use mean, sum, min or max")
+        self.reduce = _reduction(name, reduce_fx)
         self.sync, self.rank_zero = sync, rank_zero
         self.values: list[Any] = []
         self.weights: list[float] = []
@@ -222,6 +220,8 @@ def _unknown(name: str, values: Tensor) -> float:
 
 
 _NAMED: Final[dict[Any, str]] = {
+    "avg": "mean",
+    torch.mean: "mean",
     sum: "sum",
     min: "min",
     max: "max",
@@ -229,6 +229,19 @@ _NAMED: Final[dict[Any, str]] = {
     torch.min: "min",
     torch.max: "max",
 }
+
+
+def _reduction(name: str, given: Any) -> Any:
+    """``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, in any case or as torch's function; or the user's function."""
+    if not isinstance(given, str) and not callable(given):
+        raise LogError(
+            f"unknown reduce_fx for {name!r}", found=repr(given), fix="use mean, sum, min, max or a function"
+        )
+    known = given.lower() if isinstance(given, str) else given
+    found = _NAMED.get(known, known)
+    if isinstance(found, str) and found not in ("mean", "sum", "min", "max"):
+        raise LogError(f"unknown reduce_fx for {name!r}", found=repr(given), fix="use mean, sum, min or max")
+    return found
 
 
 class Reduced(dict[str, float]):

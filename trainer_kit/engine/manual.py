@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_kit.core.optimizer_proxy import OptimizerProxy
 from trainer_kit.core.protocols import Precision, Strategy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.micro import Micro
@@ -18,14 +19,14 @@ __all__ = ["ManualOptimizer", "ManualStepper"]
 
 
 @final
-class ManualOptimizer:
+class ManualOptimizer(OptimizerProxy):
     """An optimizer as ``self.optimizers()`` hands it out: ``step`` unscales, calls the hooks and skips overflows.
 
-    Everything else (``zero_grad``, ``param_groups``, ``state``, …) is the optimizer's own.
+    It is a ``torch.optim.Optimizer``, which torch's schedulers take; groups and state are the optimizer's own.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: Any) -> None:
-        self.optimizer = optimizer
+        super().__init__(optimizer)
         self._step = strategy.bind_step(optimizer)
         self._precision, self._bus, self._module = precision, bus, module
 
@@ -59,12 +60,6 @@ class ManualOptimizer:
         """Only this optimizer's parameters require gradients."""
         with self._module.toggled_optimizer(self):
             yield
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.optimizer, name)
-
-    def __repr__(self) -> str:
-        return repr(self.optimizer)
 
 
 @final

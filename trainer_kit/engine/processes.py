@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import LaunchError
-from trainer_kit.data import move_to_device
+from trainer_kit.core.move import move_to_device
 from trainer_kit.engine.runs import count_fit, hand_over
 
 __all__ = ["run_on_processes"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError
-from trainer_kit.data.transfer import move_to_device
+from trainer_kit.core.move import move_to_device
 from trainer_kit.inference.budget import Device, name_of, resolve_device
 from trainer_kit.inference.checkpoints import OnDisk, open_weights
 from trainer_kit.inference.places import Places, check_device_map, find_tied

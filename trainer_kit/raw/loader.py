@@ -10,8 +10,9 @@ from typing import Any, final
 import torch
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.move import move_to_device
 from trainer_kit.core.protocols import Group
-from trainer_kit.data import EMPTY, Feed, move_to_device, size_reader
+from trainer_kit.data import EMPTY, Feed, size_reader
 from trainer_kit.raw.options import DataLoaderConfiguration
 from trainer_kit.raw.window import Window
 

@@ -7,6 +7,7 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
+from trainer_kit.core.optimizer_proxy import OptimizerProxy
 from trainer_kit.core.protocols import Precision
 from trainer_kit.raw.window import Window
 
@@ -14,7 +15,7 @@ __all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]
 
 
 @final
-class AcceleratedOptimizer(Optimizer):
+class AcceleratedOptimizer(OptimizerProxy):
     """An optimizer whose ``step`` and ``zero_grad`` do nothing until its window's gradients are complete.
 
     Everything else (groups, state, defaults) is that of ``optimizer``.
@@ -35,8 +36,8 @@ class AcceleratedOptimizer(Optimizer):
         before_first_step: Callable[[Optimizer], None] | None = None,
         step: Callable[..., Any] | None = None,
     ) -> None:
-        # Optimizer.__init__ would make groups and state of its own.
-        self.optimizer, self._window, self._precision = optimizer, window, precision
+        super().__init__(optimizer)
+        self._window, self._precision = window, precision
         self._before_first_step, self._own_step = before_first_step, step
         self._skipped = False
         self._emptied = 0  # the micro-batch in which `zero_grad` was called ahead of its backward
@@ -49,35 +50,6 @@ class AcceleratedOptimizer(Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last ``step`` was left out because gradients overflowed."""
         return self._skipped
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.optimizer.param_groups = groups
-
-    @property
-    def state(self) -> Any:
-        return self.optimizer.state
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        self.optimizer.state = state
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        return self.optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, defaults: dict[str, Any]) -> None:
-        self.optimizer.defaults = defaults
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # while it is being copied or unpickled
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it."""
@@ -121,26 +93,6 @@ class AcceleratedOptimizer(Optimizer):
         if drops:
             window.corrected.discard(self.optimizer)
             self.optimizer.zero_grad(set_to_none)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let it step further parameters."""
-        self.optimizer.add_param_group(param_group)
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer."""
-        return self.optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Into the optimizer."""
-        self.optimizer.load_state_dict(dict(state_dict))
-
-    def train(self) -> Any:
-        """For optimizers that have modes (schedule-free ones)."""
-        return self.optimizer.train() if hasattr(self.optimizer, "train") else None
-
-    def eval(self) -> Any:
-        """For optimizers that have modes (schedule-free ones)."""
-        return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"

@@ -1,0 +1,86 @@
+"""Batches of any nesting: moving them to a device, and mapping what in them can be moved."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["BLOCKING", "map_movable", "move_to_device"]
+
+# Copies to these are finished when the call returns, whatever one asks for; asking has led to wrong values on mps.
+BLOCKING = ("cpu", "mps")
+
+
+def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = True) -> Any:
+    """A batch with all its tensors on ``device``.
+
+    Args:
+        batch: any nesting of mappings, lists, tuples, namedtuples and dataclasses; tensors and other objects with
+            ``.to(device)`` are moved, everything else is left alone.
+        device: where to.
+        non_blocking: do not wait for copies to an accelerator.
+
+    Returns:
+        The same object where nothing had to be moved; containers are copied, never changed.
+
+    Example:
+        >>> batch = {"x": torch.zeros(2), "name": "a"}
+        >>> move_to_device(batch, "cpu") is batch, move_to_device(batch, "meta")["x"].device.type
+        (True, 'meta')
+    """
+    device = torch.device(device)
+    wait = not non_blocking or device.type in BLOCKING
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device) if wait else leaf.to(device, non_blocking=True)
+        moved = leaf.to(device)
+        # A `to` that works in place and returns nothing.
+        return leaf if moved is None else moved
+
+    return map_movable(batch, move)
+
+
+def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
+    """``leaf`` of everything that has a ``to``; a container in which nothing changed is returned as it is."""
+    if isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None))):
+        return leaf(node)
+    if isinstance(node, (str, bytes, int, float)) or node is None:
+        return node
+    if isinstance(node, Mapping):
+        items = {key: map_movable(child, leaf) for key, child in node.items()}
+        if all(items[key] is child for key, child in node.items()):
+            return node
+        if type(node) is dict or not isinstance(node, MutableMapping):
+            return items
+        mapping: Any = copy.copy(node)
+        for key, value in items.items():
+            mapping[key] = value  # outputs of transformers have an ``update`` that raises
+        return mapping
+    if isinstance(node, (tuple, MutableSequence)):
+        parts = [map_movable(child, leaf) for child in node]
+        if all(new is old for new, old in zip(parts, node, strict=True)):
+            return node
+        if isinstance(node, tuple):
+            return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+        if type(node) is list:
+            return parts
+        sequence: Any = copy.copy(node)
+        sequence[:] = parts
+        return sequence
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
+        changed = {name: new for name, old in fields.items() if (new := map_movable(old, leaf)) is not old}
+        if not changed:
+            return node
+        clone = copy.copy(node)
+        for name, value in changed.items():
+            # Also for frozen ones: the copy is nobody else's yet.
+            object.__setattr__(clone, name, value)
+        return clone
+    return node
