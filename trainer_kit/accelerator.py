@@ -15,6 +15,7 @@ from torch import nn
 
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, steps_of, variable
 from trainer_kit.core.protocols import Group, Strategy
 from trainer_kit.core.seed import last_seed
@@ -241,7 +242,7 @@ class Accelerator(Answers):
         ) as found:
             yield found
         if chosen.output_trace_dir is not None:
-            directory = Path(chosen.output_trace_dir)
+            directory = Path(os.path.expanduser(chosen.output_trace_dir))
             directory.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
 
@@ -343,7 +344,7 @@ def _accumulation(
 def _several(given: Any) -> list[Any]:
     if given is None:
         return []
-    several = list(given) if isinstance(given, (list, tuple)) else [given]
+    several = as_list(given)
     words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in several]
     if "all" in words:
         objects = [one for one in words if not isinstance(one, str)]

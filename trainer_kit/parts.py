@@ -11,6 +11,7 @@ import torch
 
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
+from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import is_url
 from trainer_kit.core.origins import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.protocols import Logger, Precision, Strategy
@@ -85,7 +86,7 @@ _LAUNCHED = (
 
 
 def with_launchers(
-    accelerator: str, precision: Any, accumulation: Any, callbacks: Any
+    accelerator: str, precision: Any, accumulation: Any, callbacks: Sequence[Any]
 ) -> tuple[str, Any, Any, dict[str, Chosen]]:
     """Three arguments of the Trainer, filled in with what the launcher or the environment says, and their origins.
 
@@ -93,10 +94,9 @@ def with_launchers(
         accelerator: ``"auto"`` where it was not given.
         precision: None where it was not given.
         accumulation: None where it was not given.
-        callbacks: one or several; a callback for accumulation is an argument for it.
+        callbacks: a callback for accumulation is an argument for it.
     """
-    given = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    own = next((callback for callback in given if hasattr(callback, "get_accumulate_grad_batches")), None)
+    own = next((callback for callback in callbacks if hasattr(callback, "get_accumulate_grad_batches")), None)
     on_cpu = choose("use_cpu", None, False)
     origins = {
         "accelerator": Chosen("cpu", on_cpu.origin) if is_true(on_cpu.value) else Chosen("auto", "default"),
@@ -253,8 +253,7 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
     Raises:
         PrecisionError: for an unknown word, or where it cannot run.
     """
-    objects = plugins if isinstance(plugins, (list, tuple)) else [plugins] if plugins is not None else []
-    for plugin in objects:
+    for plugin in as_list(plugins):
         if not hasattr(plugin, "forward_context"):
             raise ConfigurationError(
                 "this plugin is not understood",
@@ -304,8 +303,7 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
         )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
-    several: Iterable[Any] = logger if isinstance(logger, Sequence) and not isinstance(logger, str) else [logger]
-    made = [LOGGERS.get(one)(root) if isinstance(one, str) else one for one in several]
+    made = [LOGGERS.get(one)(root) if isinstance(one, str) else one for one in as_list(logger, Logger)]
     for one in made:
         if isinstance(one, type) or not isinstance(one, Logger):
             fix = (
@@ -331,7 +329,8 @@ def added_callbacks(
             raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
         added.append(CALLBACKS.get("accumulation")(accumulation))
     if time is not None:
-        added.append(CALLBACKS.get("timer")(time))
+        # Both limits hold; their states need two names.
+        added.append(CALLBACKS.get("timer")(time, state_key="Timer(max_time)" if has("timer") else "Timer"))
     if bar and not has("progress_bar"):
         added.append(CALLBACKS.get("progress_bar")())
     if summary and not has("summary"):

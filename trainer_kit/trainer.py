@@ -9,7 +9,9 @@ from typing import Any
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
-from trainer_kit.core.location import is_url, locate
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.iterables import as_list
+from trainer_kit.core.location import locate
 from trainer_kit.core.protocols import Logger, Precision, Strategy
 from trainer_kit.core.registry import CALLBACKS
 from trainer_kit.engine.about import plain_arguments
@@ -49,7 +51,7 @@ class Trainer(Session):
         precision: ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
             Accelerate's ``"no"``, ``"fp16"``, ``"bf16"``, or an object.
         logger: None or True for TensorBoard, False for none, a word, an object with ``log_metrics``, or several.
-        callbacks: one or several.
+        callbacks: one, or any iterable of them.
         fast_dev_run: run so many batches (True: 1) of everything and write nothing.
         max_epochs: default 1000 where no other limit is given; -1 for no limit.
         min_epochs: a stop request before waits until they are completed.
@@ -61,7 +63,7 @@ class Trainer(Session):
         limit_test_batches: the same.
         limit_predict_batches: the same.
         overfit_batches: train and validate on so many (or that fraction) of the batches, unshuffled.
-        val_check_interval: float = fraction of the epoch, int = batches, or a duration.
+        val_check_interval: float = fraction of the epoch, int = batches, or a duration; time as in `max_time`.
         check_val_every_n_epoch: None counts ``val_check_interval`` over epoch borders.
         num_sanity_val_steps: validation batches tried before training; -1 for all.
         log_every_n_steps: optimizer steps between flushes of logged values (default 50); 0 for none.
@@ -161,6 +163,7 @@ class Trainer(Session):
         reproducible_workers: bool = False,
     ) -> None:
         self.arguments = plain_arguments(locals())
+        callbacks = as_list(callbacks, Callback)
         _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
         self.settings = make_settings(
             fast_dev_run=fast_dev_run,
@@ -196,8 +199,7 @@ class Trainer(Session):
         )
         chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
         quiet = bool(barebones or self.settings.fast)
-        root = os.fspath(default_root_dir or os.getcwd())
-        root = str(locate(root)) if is_url(root) else root
+        root = str(locate(default_root_dir or os.getcwd()))
         super().__init__(
             environment=environment,
             strategy=chosen,
@@ -219,13 +221,12 @@ class Trainer(Session):
         self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
         self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
         self.async_save = async_save
-        self.barebones, self.fast_dev_run = barebones, bool(fast_dev_run)
-        given = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks] if callbacks else []
+        self.barebones, self.fast_dev_run = barebones, fast_dev_run
         self.set_callbacks(
             [
-                *given,
+                *callbacks,
                 *added_callbacks(
-                    given,
+                    callbacks,
                     accumulation=accumulation,
                     time=max_time,
                     bar=_wanted("enable_progress_bar", enable_progress_bar, barebones),

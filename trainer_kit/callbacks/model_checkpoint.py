@@ -115,7 +115,7 @@ class ModelCheckpoint(Callback):
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
         self._shelf = Shelf(
-            None if dirpath is None else str(absolute(os.path.expanduser(dirpath))),
+            None if dirpath is None else str(absolute(dirpath)),
             CheckpointName(filename, auto_insert_metric_name),
             Retention(save_top_k, watched.better if monitor is not None else _later),
             weights_only=save_weights_only,

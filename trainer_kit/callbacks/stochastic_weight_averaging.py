@@ -83,7 +83,7 @@ class StochasticWeightAveraging(WeightAveraging):
             return
         self._anneals = False
         if isinstance(self.swa_epoch_start, float):
-            if trainer.max_epochs is None:
+            if trainer.max_epochs in (None, -1):
                 raise ConfigurationError(
                     "a fraction of nobody knows how many epochs",
                     found=f"swa_epoch_start={self.swa_epoch_start}, max_epochs=-1",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
@@ -16,7 +15,6 @@ from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["Timer"]
 
-_CLOCK: Final = re.compile(r"(\d+):(\d\d):(\d\d):(\d\d)")
 _STAGES: Final = ("train", "validate", "test", "predict")
 
 
@@ -30,6 +28,7 @@ class Timer(Callback):
         duration: ``"DD:HH:MM:SS"``, ``"2h"``, a ``timedelta``, or its arguments as a dict; None only measures.
         interval: ``"step"`` looks at the end of each optimizer step, ``"epoch"`` at the end of each epoch.
         verbose: print the stop.
+        state_key: the name of its state in a checkpoint; two timers in one run need two names.
 
     Raises:
         ConfigurationError: for a duration or interval that cannot be read.
@@ -45,12 +44,13 @@ class Timer(Callback):
         duration: str | timedelta | Mapping[str, float] | Duration | None = None,
         interval: Literal["step", "epoch"] = "step",
         verbose: bool = True,
+        state_key: str = "Timer",
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ConfigurationError(
                 "Timer looks at steps or epochs", found=repr(interval), fix=did_you_mean(interval, ("step", "epoch"))
             )
-        self.interval, self.verbose = interval, verbose
+        self.interval, self.verbose, self._state_key = interval, verbose, state_key
         self._duration = None if duration is None else _seconds(duration)
         self._started: dict[str, float] = {}
         self._ended: dict[str, float] = {}
@@ -60,6 +60,11 @@ class Timer(Callback):
         if duration is None or interval == "epoch":
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
+
+    @property
+    def state_key(self) -> str:
+        """The name of its state in a checkpoint."""
+        return self._state_key
 
     def start_time(self, stage: str = "train") -> float | None:
         """When the stage last began, in seconds of ``time.monotonic``; None if it did not."""
@@ -157,16 +162,6 @@ def _stage(name: str) -> str:
 
 
 def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
-    if isinstance(duration, str) and (match := _CLOCK.fullmatch(duration.strip())):
-        days, hours, minutes, seconds = map(int, match.groups())
-        return timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds).total_seconds()
-    if isinstance(duration, Mapping):
-        try:
-            return timedelta(**duration).total_seconds()
-        except TypeError as error:
-            raise ConfigurationError(
-                "not a length of time", found=f"{dict(duration)}", fix="use days, hours, minutes, seconds, …"
-            ) from error
     if isinstance(duration, (int, float)):
         raise ConfigurationError("a length of time needs a unit", found=repr(duration), fix=f'write "{duration}s"')
     length = Duration.parse(duration)

@@ -9,13 +9,14 @@ from typing import Any
 
 import click
 
+from trainer_kit.commands.paths import FilePath
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, is_url, locate
 
 __all__ = ["checkpoint"]
 
 
-class _Place(click.Path):
+class _Place(FilePath):
     """A path of this machine, or a URL: whether that is there is found out by the command."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
@@ -99,7 +100,7 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
 
 @checkpoint.command("export")
 @click.argument("source", type=_CHECKPOINT)
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=FilePath(path_type=Path))
 @click.option(
     "--format",
     type=click.Choice(["huggingface", "safetensors", "torch"]),

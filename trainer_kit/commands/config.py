@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import click
 
+from trainer_kit.commands.paths import FilePath
 from trainer_kit.commands.questions import ask, choose
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.secrets import mask_secrets
@@ -59,7 +60,7 @@ _ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
         },
     ),
 }
-_FILE: Final = click.Path(path_type=Path, dir_okay=False)
+_FILE: Final = FilePath(path_type=Path, dir_okay=False)
 
 
 def _accelerator() -> tuple[str | None, int]:

@@ -19,6 +19,7 @@ from typing import Any, Final, final
 
 import click
 
+from trainer_kit.commands.paths import FilePath
 from trainer_kit.core.errors import TrainerKitError
 
 __all__ = ["Finding", "doctor"]
@@ -47,9 +48,7 @@ class Finding:
 
 
 @click.command("doctor")
-@click.option(
-    "--directory", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".", help="Of runs."
-)
+@click.option("--directory", type=FilePath(exists=True, file_okay=False, path_type=Path), default=".", help="Of runs.")
 def doctor(directory: Path) -> None:
     """Look for what stands in the way of training.
 

@@ -10,6 +10,7 @@ from typing import Any, Final, NoReturn, final
 
 import click
 
+from trainer_kit.commands.paths import FilePath
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, describe_origins
 from trainer_kit.launch.options import Option, all_options
@@ -82,7 +83,7 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
         }.items()
     ):
         command = click.option(f"--{word}", is_flag=True, default=None, help=text)(command)
-    file = click.Path(path_type=Path)
+    file = FilePath(path_type=Path)
     return click.option("--config_file", type=file, help="YAML or JSON; by default what `config` wrote.")(command)
 
 

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import click
 
+from trainer_kit.commands.paths import FilePath
+
 __all__ = ["merge_weights"]
 
 
 @click.command("merge-weights")
-@click.argument("directory", type=click.Path(exists=True, path_type=Path))
-@click.argument("output", type=click.Path(path_type=Path))
+@click.argument("directory", type=FilePath(exists=True, path_type=Path))
+@click.argument("output", type=FilePath(path_type=Path))
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file, where OUTPUT is a directory.")
 def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
     """Write the weights of many files as one.

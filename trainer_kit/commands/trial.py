@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 import click
 
+from trainer_kit.commands.paths import FilePath
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.resolve import default_file
 
@@ -26,7 +27,7 @@ __all__ = ["trial"]
 @click.option("--accelerator", help="cpu, gpu, or what torch calls it.")
 @click.option("--strategy", help="A word, as for the Trainer.")
 @click.option("--precision", help="A word, as for the Trainer.")
-@click.option("--config_file", type=click.Path(exists=True), help="As `launch` does with this file.")
+@click.option("--config_file", type=FilePath(exists=True), help="As `launch` does with this file.")
 @click.option("--timeout", default=60.0, show_default=True, help="Seconds for everything.")
 def trial(
     devices: str | None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
@@ -14,6 +15,7 @@ __all__ = ["Duration", "DurationLike"]
 
 _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNTER: Final = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
+_CLOCK: Final = re.compile(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*")
 _PATTERN: Final = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]+)\s*")
 
 
@@ -71,13 +73,16 @@ class Duration:
         """Read a duration.
 
         Args:
-            length: a ``Duration``, a string such as ``"3ep"``, a ``timedelta``, or a number of ``unit``.
+            length: a ``Duration``, a string such as ``"3ep"``, a ``timedelta``, its arguments as a dict, time as
+                ``"DD:HH:MM:SS"``, or a number of ``unit``.
             unit: what a bare number counts; None refuses bare numbers.
         """
         if isinstance(length, Duration):
             return length
         if isinstance(length, timedelta):
             return cls(length.total_seconds(), "s")
+        if isinstance(length, Mapping):
+            return cls(_seconds(length), "s")
         if isinstance(length, bool) or not isinstance(length, (int, float, str)):
             raise DurationError(
                 "a duration is a string with a unit or a number",
@@ -88,12 +93,15 @@ class Duration:
             if unit is None:
                 raise DurationError("this duration needs a unit", found=repr(length), fix=f'write "{length}ep"')
             return cls(_whole(length, unit), unit)
+        if clock := _CLOCK.fullmatch(length):
+            days, hours, minutes, seconds = map(int, clock.groups())
+            return cls(_seconds({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}), "s")
         match = _PATTERN.fullmatch(length.lower())
         if match is None:
             raise DurationError(
                 "this duration cannot be read",
                 found=repr(length),
-                fix='write "3ep", "5000ba", "1e9tok", "2h", "0.3dur"',
+                fix='write "3ep", "5000ba", "1e9tok", "2h", "00:02:00:00", "0.3dur"',
             )
         number, name = float(match[1].replace("_", "")), match[2]
         if name in _SECONDS:
@@ -105,7 +113,16 @@ class Duration:
         return bool(getattr(progress, self.counter) >= self.value)
 
 
-DurationLike = Duration | str | int | float | timedelta
+DurationLike = Duration | str | int | float | timedelta | Mapping[str, float]
+
+
+def _seconds(parts: Mapping[str, float]) -> float:
+    try:
+        return timedelta(**parts).total_seconds()
+    except TypeError as error:
+        raise DurationError(
+            "not a length of time", found=f"{dict(parts)}", fix="use days, hours, minutes, seconds, …"
+        ) from error
 
 
 def _whole(number: float, unit: str) -> int | float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -345,7 +345,7 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
             return "all"
         if parsed > 0:
             return parsed
-    elif isinstance(parsed, (list, tuple)) and parsed:
+    elif isinstance(parsed, Iterable) and not isinstance(parsed, (str, Mapping)) and (parsed := list(parsed)):
         indices = [int(index) for index in parsed if isinstance(index, int) and not isinstance(index, bool)]
         if len(indices) == len(set(indices)) == len(parsed) and min(indices) >= 0:
             return indices

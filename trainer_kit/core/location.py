@@ -234,6 +234,8 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 def locate(path: str | os.PathLike[str]) -> Location:
     """The path behind ``path``: of this machine for a plain one and for a ``file://`` URL, else a `RemotePath`.
 
+    ``~`` at the start of a plain path is the home directory.
+
     Raises:
         ConfigurationError: for a URL of an unknown protocol, of one whose package is not installed, or with a password.
 
@@ -245,7 +247,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
         return path
     text = os.fspath(path)
     if "://" not in text:
-        return Path(text)
+        return Path(os.path.expanduser(text))
     match = _URL.fullmatch(text)
     if match is None or "::" in text:
         raise ConfigurationError(

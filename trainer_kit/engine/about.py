@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, ValuesView
 from enum import Enum
 from typing import Any
 
@@ -38,7 +38,7 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, Mapping):
         return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (Sequence, ValuesView)):
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, map(_plain, value)))

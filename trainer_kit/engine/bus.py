@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, final
 
@@ -28,11 +28,11 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
     for callback in chosen:
         if not isinstance(callback, Callback):
             kind = isinstance(callback, type) and issubclass(callback, Callback)
-            fix = (
-                f"make one: {callback.__name__}(...)"
-                if kind
-                else "subclass trainer_kit.Callback, or use trainer.on(...)"
-            )
+            fix = "subclass trainer_kit.Callback, or use trainer.on(...)"
+            if kind:
+                fix = f"make one: {callback.__name__}(...)"
+            elif isinstance(callback, Mapping):
+                fix = "pass callbacks=list(mapping.values())"
             raise ConfigurationError("not a callback", found=repr(callback), fix=fix)
         if callback.order not in _ORDER:
             raise ConfigurationError(

@@ -126,7 +126,8 @@ def _prepare(trainer: Any, module: Any, datamodule: Any) -> None:
 
 
 def _limits(trainer: Any) -> str:
-    settings, timer = trainer.settings, trainer.first_callback("time_remaining")
+    settings = trainer.settings
+    timers = [callback.time_remaining() for callback in trainer.callbacks if hasattr(callback, "time_remaining")]
     parts = []
     if settings.max_epochs is not None:
         parts.append(f"{settings.max_epochs} epochs")
@@ -134,8 +135,7 @@ def _limits(trainer: Any) -> str:
         parts.append(f"{settings.max_steps} steps")
     if settings.max_duration is not None:
         parts.append(str(settings.max_duration))
-    if timer is not None and timer.time_remaining() is not None:
-        parts.append(f"{timer.time_remaining():g}s")
+    parts += [f"{seconds:g}s" for seconds in timers if seconds is not None]
     return "after " + ", or after ".join(parts) if parts else "when it is stopped"
 
 

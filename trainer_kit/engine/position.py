@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any
 
+from trainer_kit.core.duration import Duration
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Strategy
@@ -127,13 +128,63 @@ class Position(ABC):
 
     @property
     def max_epochs(self) -> int | None:
-        """The limit in epochs, or None."""
-        return self.settings.max_epochs
+        """The limit in epochs; -1 where it was given as -1, None where another limit ends the run."""
+        return -1 if self.settings.max_epochs is None and self.settings.endless else self.settings.max_epochs
 
     @property
     def max_steps(self) -> int:
         """The limit in steps, or -1."""
         return -1 if self.settings.max_steps is None else self.settings.max_steps
+
+    @property
+    def limit_train_batches(self) -> int | float:
+        """Batches of a training epoch, or a fraction of them."""
+        return self.settings.limits["train"]
+
+    @property
+    def limit_val_batches(self) -> int | float:
+        """Batches of a validation, or a fraction of them."""
+        return self.settings.limits["val"]
+
+    @property
+    def limit_test_batches(self) -> int | float:
+        """Batches of a test, or a fraction of them."""
+        return self.settings.limits["test"]
+
+    @property
+    def limit_predict_batches(self) -> int | float:
+        """Batches of a prediction, or a fraction of them."""
+        return self.settings.limits["predict"]
+
+    @property
+    def overfit_batches(self) -> int | float:
+        """Batches, or a fraction of them, that training and validation are restricted to; 0 for no restriction."""
+        return self.settings.overfit
+
+    @property
+    def val_check_interval(self) -> int | float | Duration:
+        """When validation runs: a fraction of the epoch, a number of batches, or a duration."""
+        return self.settings.validate_every
+
+    @property
+    def check_val_every_n_epoch(self) -> int | None:
+        """Epochs between validations; None where ``val_check_interval`` counts over epochs."""
+        return self.settings.validate_epochs
+
+    @property
+    def num_sanity_val_steps(self) -> int:
+        """Validation batches before training; -1 for all."""
+        return self.settings.sanity_steps
+
+    @property
+    def gradient_clip_val(self) -> float | None:
+        """The largest gradient norm or value; None for no clipping."""
+        return None if self.settings.clip is None else self.settings.clip[0]
+
+    @property
+    def gradient_clip_algorithm(self) -> str | None:
+        """``"norm"`` or ``"value"``; None for no clipping."""
+        return None if self.settings.clip is None else self.settings.clip[1]
 
     @property
     def log_every_n_steps(self) -> int:
@@ -154,14 +205,15 @@ class Position(ABC):
         if duration is not None and duration.unit == "st":
             limits.append(duration.value)
         elif duration is not None and duration.unit == "ba":
-            epochs, rest = divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
-            limits.append(self._steps(rest) + (int(epochs) * self._steps(batches) if epochs else 0))
-        if self.max_epochs is not None:
+            whole, rest = divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
+            limits.append(self._steps(rest) + (int(whole) * self._steps(batches) if whole else 0))
+        epochs = self.settings.max_epochs
+        if epochs is not None:
             counting = self.first_callback("get_accumulate_grad_batches")
             if counting is None or batches in (0, math.inf):
-                limits.append(self._steps(batches) * self.max_epochs if self.max_epochs else 0)
+                limits.append(self._steps(batches) * epochs if epochs else 0)
             else:
-                lengths = map(counting.get_accumulate_grad_batches, range(self.max_epochs))
+                lengths = map(counting.get_accumulate_grad_batches, range(epochs))
                 limits.append(sum(math.ceil(batches / length) for length in lengths))
         return min(limits, default=math.inf)
 

@@ -178,6 +178,7 @@ class Session(Position):
         if self.state_verb:
             raise ConfigurationError("callbacks cannot change while a verb runs", found=self.state_verb)
         self._given = self._callbacks = sorted_callbacks(callbacks)
+        self.read_accumulation()
 
     def first_callback(self, attribute: str) -> Any:
         """The first callback that has ``attribute``, or None."""

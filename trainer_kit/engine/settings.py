@@ -16,7 +16,10 @@ __all__ = ["Settings", "check_switches", "make_settings"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """The loop's limits, intervals and switches; see `trainer_kit.Trainer` for their meaning."""
+    """The loop's limits, intervals and switches; see `trainer_kit.Trainer` for their meaning.
+
+    ``max_epochs`` is None where no number of epochs ends the run; ``endless`` tells whether -1 was given.
+    """
 
     max_epochs: int | None
     max_steps: int | None
@@ -35,6 +38,7 @@ class Settings:
     global_batch_size: int | None
     overfit: int | float
     fast: int
+    endless: bool
     reproducible: bool = False
 
     def train_limit(self) -> int | float:
@@ -97,6 +101,7 @@ def make_settings(
         clip=_clip(clip_val, clip_algorithm),
         overfit=0 if fast else _fraction("overfit_batches", overfit_batches),
         fast=fast,
+        endless=max_epochs == -1,
         **switches,
     )
 
@@ -166,7 +171,7 @@ def _fraction(name: str, value: Any) -> int | float:
 
 
 def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duration:
-    if isinstance(value, (str, Duration, timedelta)):
+    if isinstance(value, (str, Duration, timedelta, Mapping)):
         interval = Duration.parse(value)
         if interval.value <= 0 or interval.unit in ("ep", "dur"):
             raise ConfigurationError(

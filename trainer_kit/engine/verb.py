@@ -18,7 +18,8 @@ from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import deterministic_products
 from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
-from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.iterables import as_list
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.about import go_on_logging
@@ -122,7 +123,7 @@ class Verb:
         """
         trainer = self.trainer
         own = self.module.configure_callbacks()
-        own = list(own) if isinstance(own, (list, tuple)) else [own]
+        own = as_list(own, Callback)
         if not own and trainer.callbacks is trainer._given:
             return
         kinds = {type(callback) for callback in own}

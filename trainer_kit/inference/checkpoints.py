@@ -210,7 +210,7 @@ def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor])
     for name, tensor in weights.items():
         if tensor.dtype not in TENSOR_DTYPES:
             raise CheckpointError(folder, name, f"safetensors files do not hold {tensor.dtype}")
-    file = Path(folder).absolute() / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
+    file = Path(os.path.expanduser(folder)).absolute() / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, safetensors_bytes(weights)[1])

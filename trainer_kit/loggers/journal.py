@@ -173,7 +173,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         OSError: the file cannot be read.
     """
     records = []
-    *lines, torn = Path(path).read_bytes().split(b"\n")
+    *lines, torn = Path(os.path.expanduser(path)).read_bytes().split(b"\n")
     del torn  # what follows the last newline: nothing, or a line that was not finished
     for number, line in enumerate(lines, 1):
         try:

@@ -69,7 +69,7 @@ class WandbLogger:
             )
         self._init: dict[str, Any] = {
             "name": name,
-            "dir": os.fspath(save_dir),
+            "dir": os.path.expanduser(save_dir),
             "id": version or id,
             "project": project or os.environ.get("WANDB_PROJECT", DEFAULT_NAME),
             "resume": "allow",

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import variable
 from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
@@ -287,7 +288,7 @@ def by_kind(handlers: Any) -> dict[type, Any]:
         ConfigurationError: one is no handler, or a kind is given twice.
     """
     found: dict[type, Any] = {}
-    for handler in handlers if isinstance(handlers, (list, tuple)) else () if handlers is None else (handlers,):
+    for handler in as_list(handlers, KwargsHandler):
         if not isinstance(handler, KwargsHandler):
             raise ConfigurationError(
                 "this is no kwargs handler",

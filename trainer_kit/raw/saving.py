@@ -49,13 +49,13 @@ class Saving(Weights):
     def project_dir(self) -> str | None:
         """Where the project writes."""
         given = self.project_configuration.project_dir
-        return None if given is None else os.fspath(given)
+        return None if given is None else os.path.expanduser(given)
 
     @property
     def logging_dir(self) -> str | None:
         """Where trackers write."""
         given = self.project_configuration.logging_dir
-        return None if given is None else os.fspath(given)
+        return None if given is None else os.path.expanduser(given)
 
     @property
     def save_iteration(self) -> int:

@@ -155,7 +155,7 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def local_directory(path: str | os.PathLike[str]) -> Path:
     """A directory of this machine; hooks write beside a state, which they cannot at a URL."""
-    found = absolute(os.path.expanduser(path))
+    found = absolute(path)
     if not isinstance(found, Path):
         raise ConfigurationError(
             "an Accelerator saves to a directory of this machine",

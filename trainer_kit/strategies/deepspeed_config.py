@@ -56,7 +56,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         return {}
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
-    path = os.fspath(config)
+    path = os.path.expanduser(config)
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)

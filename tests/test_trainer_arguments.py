@@ -1,0 +1,221 @@
+"""The forms in which users hand arguments over, and what the Trainer answers when it is asked for them."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import trainer_kit as tk
+from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint, Timer
+from trainer_kit.commands.main import main
+from trainer_kit.core.errors import ConfigurationError, DurationError
+from trainer_kit.loggers import CSVLogger, JSONLLogger, WandbLogger
+from trainer_kit.testing import TinyModule
+
+OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+DATA = [torch.randn(4, 32)] * 4
+TRACES = tk.ProfileKwargs(activities=["cpu"], output_trace_dir="~/traces")
+
+
+class Heard(tk.Callback):
+    def __init__(self):
+        self.steps = 0
+
+    def on_train_step_end(self, trainer, module):
+        self.steps += 1
+
+
+class Listed:
+    """As a list of a configuration library: iterable, and neither a list nor a tuple."""
+
+    def __init__(self, *items):
+        self.items = items
+
+    def __iter__(self):
+        return iter(self.items)
+
+    def __len__(self):
+        return len(self.items)
+
+
+FORMS = {
+    "one": lambda one: one,
+    "tuple": lambda one: (one,),
+    "set": lambda one: {one},
+    "values": lambda one: {"name": one}.values(),
+    "generator": lambda one: (each for each in [one]),
+    "other": lambda one: Listed(one),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_callbacks_in_any_iterable(form):
+    heard = Heard()
+    trainer = tk.Trainer(max_epochs=1, callbacks=FORMS[form](heard), **OFF)
+    trainer.fit(TinyModule(), DATA)
+    assert heard.steps == 4
+    assert trainer.callbacks == [heard]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_loggers_plugins_and_the_modules_callbacks_in_any_iterable(form, tmp_path):
+    class Brings(TinyModule):
+        def configure_callbacks(self):
+            return FORMS[form](heard)
+
+    heard, logger = Heard(), CSVLogger(tmp_path)
+    precision = tk.precision.TruePrecision(torch.float64)
+    plugins = FORMS[form](precision)
+    trainer = tk.Trainer(max_epochs=1, plugins=plugins, **{**OFF, "logger": FORMS[form](logger)})
+    trainer.fit(Brings(), [batch.double() for batch in DATA])
+    assert heard.steps == 4
+    assert trainer.loggers == [logger]
+    assert trainer.precision_plugin is precision
+
+
+def test_an_accumulation_callback_of_a_generator_counts():
+    steps = Heard()
+    trainer = tk.Trainer(max_epochs=1, callbacks=(each for each in (GradientAccumulation(2), steps)), **OFF)
+    trainer.fit(TinyModule(), DATA)
+    assert trainer.global_step == 2
+
+
+def test_a_mapping_of_callbacks_is_refused_with_the_way_out():
+    with pytest.raises(ConfigurationError, match=r"values\(\)"):
+        tk.Trainer(callbacks={"mine": Heard()}, **OFF)
+
+
+@pytest.mark.parametrize("length", ["00:00:00:02", {"seconds": 2}, timedelta(seconds=2), "2s"], ids=str)
+def test_time_in_every_form_wherever_a_duration_goes(length, tmp_path):
+    class Validates(TinyModule):
+        validated = 0
+
+        def on_validation_start(self):
+            self.validated += 1
+
+    trainer = tk.Trainer(max_epochs=1, val_check_interval=length, num_sanity_val_steps=0, **OFF)
+    assert trainer.val_check_interval.value == 2.0
+    module = Validates()
+    trainer.fit(module, DATA, DATA)
+    assert module.validated == 0, "four batches take less than two seconds"
+    keeper = ModelCheckpoint(tmp_path, train_time_interval=length)
+    trainer = tk.Trainer(
+        max_duration=length, max_time=length, callbacks=keeper, **{**OFF, "enable_checkpointing": True}
+    )
+    assert str(trainer.settings.max_duration) == "2.0s"
+    assert Timer(length).time_remaining() == 2.0
+
+
+def test_validation_by_the_clock_runs():
+    class Validates(TinyModule):
+        validated = 0
+
+        def on_validation_start(self):
+            self.validated += 1
+
+    trainer = tk.Trainer(max_epochs=1, val_check_interval={"microseconds": 1}, num_sanity_val_steps=0, **OFF)
+    module = Validates()
+    trainer.fit(module, DATA, DATA)
+    assert module.validated == 4
+
+
+@pytest.mark.parametrize("wrong", ["00:00:02", {"second": 2}, {"seconds": -2}], ids=str)
+def test_time_that_cannot_be_read(wrong):
+    with pytest.raises(DurationError):
+        tk.Trainer(val_check_interval=wrong)
+
+
+def test_a_timer_beside_max_time(tmp_path):
+    def train(max_time, own, epochs, ckpt_path=None):
+        trainer = tk.Trainer(
+            max_epochs=epochs, max_time=max_time, callbacks=[own], default_root_dir=tmp_path, **{**OFF, "logger": "csv"}
+        )
+        trainer.fit(TinyModule(), DATA, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "saved")
+        return trainer
+
+    measures = Timer()
+    train("1h", measures, 1)
+    assert measures.time_elapsed() > 0
+    stopped = train({"microseconds": 1}, Timer("1h"), 9)
+    assert stopped.current_epoch < 9, "max_time ends the run"
+    stopped = train("1h", Timer({"microseconds": 1}), 9)
+    assert stopped.current_epoch < 9, "the timer ends the run"
+    before = measures.time_elapsed()
+    train("1h", measures, 1)
+    resumed = Timer()
+    train("1h", resumed, 2, tmp_path / "saved")
+    assert resumed.time_elapsed() > before > 0, "both go on where the checkpoint was"
+    both = tk.Trainer(max_epochs=9, max_time="2h", callbacks=Timer("1h"), **OFF)
+    assert "after 9 epochs, or after 3600s, or after 7200s" in str(both.explain())
+
+
+def test_arguments_are_read_back_as_given():
+    trainer = tk.Trainer(accumulate_grad_batches=4, fast_dev_run=3, max_epochs=-1)
+    assert trainer.accumulate_grad_batches == 4
+    assert trainer.fast_dev_run == 3
+    assert tk.Trainer(fast_dev_run=True).fast_dev_run is True
+    trainer = tk.Trainer(
+        accumulate_grad_batches=2,
+        max_epochs=-1,
+        max_steps=2,
+        limit_train_batches=0.5,
+        limit_val_batches=3,
+        limit_test_batches=2,
+        limit_predict_batches=1,
+        val_check_interval=0.5,
+        check_val_every_n_epoch=2,
+        num_sanity_val_steps=0,
+        gradient_clip_val=0.5,
+        overfit_batches=2,
+        **OFF,
+    )
+    for _ in range(2):
+        assert (trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches) == (-1, 2, 2)
+        assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (0.5, 3, 2)
+        assert (trainer.limit_predict_batches, trainer.overfit_batches, trainer.num_sanity_val_steps) == (1, 2, 0)
+        assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (0.5, 2)
+        assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "norm")
+        trainer.fit(TinyModule(), DATA)
+    assert tk.Trainer(accumulate_grad_batches={0: 3, 4: 1}).accumulate_grad_batches == 3
+    with pytest.raises(AttributeError):
+        trainer.limit_train_batches = 1.0
+
+
+def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch, tmp_path):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir(), here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    keeper = ModelCheckpoint("~/kept", save_last=True)
+    loggers = [CSVLogger("~/csv"), JSONLLogger("~/jsonl")]
+    on = {**OFF, "enable_checkpointing": True, "logger": loggers}
+    trainer = tk.Trainer(max_epochs=1, default_root_dir="~/runs", callbacks=keeper, **on)
+    assert trainer.default_root_dir == str(home / "runs")
+    trainer.fit(TinyModule(), DATA)
+    trainer.save_checkpoint("~/saved")
+    plain = tk.Trainer(max_epochs=1, default_root_dir="~/runs", **{**on, "logger": "csv"})
+    plain.fit(TinyModule(), DATA, ckpt_path="~/saved")
+    tk.verify_checkpoint("~/saved")
+    assert len(tk.checkpoints("~/kept")) == 1
+    assert isinstance(TinyModule.load_from_checkpoint("~/saved"), TinyModule)
+
+    accelerator = tk.Accelerator(project_dir="~/project", cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    assert (accelerator.project_dir, accelerator.logging_dir) == (str(home / "project"), str(home / "project"))
+    accelerator.save_state("~/state")
+    accelerator.load_state("~/state")
+    accelerator.save_model(model, "~/model")
+    tk.load_checkpoint_in_model(nn.Linear(2, 2), "~/model")
+    tk.disk_offload(nn.Linear(2, 2), "~/offloaded", execution_device="cpu")
+    with tk.Accelerator(cpu=True, kwargs_handlers=(each for each in [TRACES])).profile():
+        pass
+    assert WandbLogger(save_dir="~/wandb").save_dir == str(home / "wandb")
+    found = CliRunner().invoke(main, ["checkpoint", "verify", "~/saved"])
+    assert found.exit_code == 0, found.output
+
+    expected = {"csv", "jsonl", "kept", "model", "offloaded", "runs", "saved", "state", "traces"}
+    assert expected <= {path.name for path in home.iterdir()}
+    assert not list(here.iterdir())
