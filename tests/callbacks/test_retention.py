@@ -149,6 +149,62 @@ def test_a_failed_save_of_several_that_were_asked_for():
     assert (held.best, held.newest) == ("c", "c")
 
 
+def test_saves_that_failed_one_after_the_other_leave_no_trace():
+    held = Retention(1, lower)
+    held.ask("a", 0.5)
+    held.confirm("a")
+    held.ask("b", 0.4)
+    held.ask("c", 0.3)  # before the outcome of b is known
+    held.fail("b")
+    held.ask("d", 0.2)
+    held.fail("c")
+    held.fail("d")
+    assert (held.kept, held.newest, held.pending, held.displaced) == ({"a": 0.5}, "a", [], {})
+    assert held.admits(0.45)
+
+
+@pytest.mark.parametrize("keep", [-1, 0, 1, 3])
+def test_what_is_left_is_what_the_saves_that_did_not_fail_make(keep):
+    """Whichever fail, and whenever that becomes known: nothing of them stays, and nothing that was kept is gone."""
+    draw = random.Random(keep)
+    held, plain = Retention(keep, higher), Retention(keep, higher)
+    disk, disk_of_plain, under_way = set(), set(), []
+    for index in range(200):
+        path, fails = f"step-{index}", draw.random() < 0.4
+        score = draw.random() if draw.random() < 0.8 else None
+        held.ask(path, score)
+        if not fails:
+            plain.ask(path, score)
+            disk_of_plain.add(path)
+            disk_of_plain.difference_update(plain.confirm(path))
+        under_way.append((path, fails))
+        while len(under_way) > 1 or (under_way and draw.random() < 0.5):
+            done, failed = under_way.pop(0)
+            if failed:
+                held.fail(done)
+                continue
+            disk.add(done)
+            disk.difference_update(held.confirm(done))
+        assert {*held.kept, held.newest, held.spare} - {"", *held.pending} <= disk
+        if not under_way:
+            assert (held.kept, held.newest, held.spare) == (plain.kept, plain.newest, plain.spare)
+            assert disk == disk_of_plain
+
+
+def test_a_score_that_becomes_known_after_the_save():
+    for durable in (False, True):
+        held = Retention(1, lower)
+        held.ask("a", 0.5)
+        held.confirm("a")
+        held.ask("b", None)
+        ready = held.confirm("b") if durable else []
+        held.rate("b", 0.4)
+        ready += [] if durable else held.confirm("b")
+        assert (held.kept, held.newest, held.spare, ready) == ({"b": 0.4}, "b", "a", [])
+        held.ask("c", 0.3)
+        assert (held.confirm("c"), held.kept, held.spare) == (["a"], {"c": 0.3}, "b")
+
+
 def test_of_several_saves_the_one_that_failed_is_no_spare():
     held = Retention(1, higher)
     for score, path in enumerate("ab"):

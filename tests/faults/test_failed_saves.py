@@ -163,6 +163,32 @@ def test_the_best_is_not_lost_to_one_that_was_never_written(tmp_path, monkeypatc
     assert [record.step for record in checkpoints(tmp_path)] == [6, 8]
 
 
+class Scored(Wide):
+    """Logs another score in each step."""
+
+    def __init__(self, *scores):
+        super().__init__()
+        self.script = scores
+
+    def training_step(self, batch, batch_idx):
+        self.log("score", self.script[batch_idx])
+        return self.layer(batch).pow(2).mean()
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_several_failed_saves_in_a_row_leave_no_trace_among_the_best(tmp_path, monkeypatch, keep):
+    """Each is asked for before the outcome of the one before it is known."""
+    keeper = ModelCheckpoint(tmp_path, monitor="score", every_n_train_steps=1, save_top_k=keep)
+    breaks = Breaks({2, 3, 4}, monkeypatch)
+    trainer = Trainer(max_epochs=1, callbacks=[keeper, breaks], log_every_n_steps=1, **QUIET)
+    trainer.fit(Scored(0.6, 0.4, 0.3, 0.2, 0.55, 0.5, 0.45, 0.58), BATCHES)
+    assert all(Path(path).is_dir() for path in keeper.best_k_models)
+    assert [float(score) for score in keeper.best_k_models.values()] == pytest.approx([0.5, 0.45][-keep:])
+    assert keeper.best_model_path == str(tmp_path / "step-00000007")
+    assert [record.step for record in checkpoints(tmp_path)] == [6, 7]
+    assert lookup(tmp_path, "best") == tmp_path / "step-00000007"
+
+
 def test_a_failed_overwrite_leaves_the_old_one(tmp_path, monkeypatch):
     options = {"filename": "only", "enable_version_counter": False}
     _, keeper, seen = fit(tmp_path, Breaks({7, 8}, monkeypatch), **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from threading import Lock
 from typing import Final, final
 
@@ -17,8 +17,9 @@ class Retention:
     """The best ``keep`` checkpoints by score, the newest, and what stays in case that one of them is damaged.
 
     What is kept follows from what was *asked for*, so it does not depend on when a save was done. What may be deleted
-    follows from what is durable: a checkpoint goes only once the one that took its place is there. A save that never
-    became durable gives its place back. Whether a save is done may be said from another thread.
+    follows from what is durable: a checkpoint goes only once the one that took its place is there. A save that fails
+    leaves no trace: the state becomes what the other requests alone make of it. `confirm` and `taint` may be called
+    from another thread.
 
     Where the best and the newest are one checkpoint, the one that gave way last stays as a spare, so that there are
     always two once there were two. Of those that gave way, the last one with finite weights stays until another one
@@ -32,7 +33,6 @@ class Retention:
         better: as given.
         kept: path → score of the best.
         newest: the last one asked for, or "".
-        pending: asked for and not yet durable, in order.
         displaced: path → (who took its place, its score or None), until deleted.
         yielding: what goes once the newest is durable, deleted or not.
         late: what could not be deleted behind the last durable one.
@@ -55,13 +55,18 @@ class Retention:
         self.keep, self.better = keep, better
         self.kept: dict[str, float] = {}
         self.newest = ""
-        self.pending: list[str] = []
         self.displaced: dict[str, tuple[str, float | None]] = {}
         self.yielding: list[str] = []
         self.late: list[str] = []
         self.spare = ""
         self.tainted: set[str] = set()
-        self._before: tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str] | None = None
+        self._asked: dict[str, float | None] = {}  # scores of those that are not durable yet, in order
+        self._base = self._snapshot()  # the state before the first of them was asked for
+
+    @property
+    def pending(self) -> list[str]:
+        """Asked for and not yet durable, in order."""
+        return list(self._asked)
 
     @property
     def best(self) -> str:
@@ -90,11 +95,11 @@ class Retention:
         """The best one that is there, kept or about to go, or ""."""
         with _LOCK:
             scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
-        return self._best({path: score for path, score in scores.items() if path not in self.pending})
+        return self._best({path: score for path, score in scores.items() if path not in self._asked})
 
     def holds(self, path: str) -> bool:
         """Whether ``path`` is kept, asked for, or for this callback to delete."""
-        return path in self.kept or path in self.pending or path in self.displaced or path == self.newest
+        return path in self.kept or path in self._asked or path in self.displaced or path == self.newest
 
     @property
     def live(self) -> set[str]:
@@ -103,48 +108,67 @@ class Retention:
 
     def age(self) -> None:
         """Scores count anew from 0, upwards: what is kept is older than all that is asked for from now on."""
+        if self._asked:  # of a fit that was broken off: nothing is known of them
+            self._asked = {}
+            self._replay()
         highest = max(self.kept.values(), default=0.0)
         self.kept = {path: score - highest - 1.0 for path, score in self.kept.items()}
 
     def ask(self, path: str, score: float | None) -> None:
         """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
         with _LOCK:
-            self._before = dict(self.kept), self.newest, dict(self.displaced), list(self.yielding), self.spare
-            previous, self.newest = self.newest, path
-            if path in self.pending:
-                self.pending.remove(path)
-            self.pending.append(path)
-            self.kept.pop(path, None)
-            self.displaced.pop(path, None)
+            if not self._asked:
+                self._base = self._snapshot()
+            self._asked.pop(path, None)
+            self._asked[path] = score
             self.tainted.discard(path)
-            self.yielding = [old for old in (self._last_finite(), self.spare) if old in self.displaced]
-            self.yielding = list(dict.fromkeys(self.yielding))
-            for old in self.yielding:
-                self.displaced[old] = (path, self.displaced[old][1])
-            if score is not None:
-                if worst := self.worst:
-                    self.yielding.append(worst)
-                    self.displaced[worst] = (path, self.kept.pop(worst))
-                self.kept[path] = score
-            if previous and previous not in (path, *self.kept, *self.yielding):
-                self.yielding.append(previous)
-                self.displaced[previous] = (path, None)
-            self.spare = self.yielding.pop() if self.yielding and not self.kept.keys() - {path} else ""
+            self._apply(path, score)
+
+    def rate(self, path: str, score: float) -> None:
+        """Give the newest, which was asked for without a score, the score that became known at its step."""
+        with _LOCK:
+            if path in self._asked:
+                self._asked[path] = score
+                self._replay()
+            else:
+                self._apply(path, score)
+                self.late = [*self.late, *self.yielding]  # deleted once the next one is durable
+
+    def _apply(self, path: str, score: float | None) -> None:
+        previous, self.newest = self.newest, path
+        self.kept.pop(path, None)
+        self.displaced.pop(path, None)
+        self.yielding = [old for old in (self._last_finite(), self.spare) if old in self.displaced]
+        self.yielding = list(dict.fromkeys(self.yielding))
+        for old in self.yielding:
+            self.displaced[old] = (path, self.displaced[old][1])
+        if score is not None:
+            if worst := self.worst:
+                self.yielding.append(worst)
+                self.displaced[worst] = (path, self.kept.pop(worst))
+            self.kept[path] = score
+        if previous and previous not in (path, *self.kept, *self.yielding):
+            self.yielding.append(previous)
+            self.displaced[previous] = (path, None)
+        self.spare = self.yielding.pop() if self.yielding and not self.kept.keys() - {path} else ""
 
     def confirm(self, path: str) -> list[str]:
         """Count ``path`` as durable; returns what may be deleted now, and forgets it."""
         with _LOCK:
-            self._before = None
-            if path in self.pending:
-                at = self.pending.index(path)
-                lost, self.pending = self.pending[:at], self.pending[at + 1 :]
-                self._lose(lost)
+            if path in self._asked:
+                # Saves are done in order: those that were asked for before this one, and are not durable, have failed.
+                while (first := next(iter(self._asked))) != path:
+                    del self._asked[first]
+                later = dict(self._asked)
+                self._asked = {path: later.pop(path)}
+                self._replay()
+                self._asked, self._base = later, self._snapshot()
+                self._replay()
             stays = (path, self.spare, self._last_finite())
-            ready = [
-                other for other, (by, _) in self.displaced.items() if by not in self.pending and other not in stays
-            ]
+            ready = [other for other, (by, _) in self.displaced.items() if by not in self._asked and other not in stays]
             for other in ready:
                 del self.displaced[other]
+                self._base[2].pop(other, None)
             self.late = []
             self.tainted.difference_update(ready)
             return ready
@@ -156,7 +180,7 @@ class Retention:
 
     def _last_finite(self) -> str:
         """What must not go, for all that is there and stays is tainted; or ""."""
-        there = {*self.kept, self.newest, self.spare} - {"", *self.pending}
+        there = {*self.kept, self.newest, self.spare} - {"", *self._asked}
         if not there <= self.tainted:
             return ""
         return next((path for path in reversed(self.displaced) if path not in self.tainted), "")
@@ -164,34 +188,40 @@ class Retention:
     def fail(self, path: str) -> None:
         """The save of ``path`` failed: it gives its place back, and nothing is deleted for it."""
         with _LOCK:
-            if path not in self.pending:
-                return
-            self.pending.remove(path)
-            if self._before is not None and path == self.newest:
-                self.kept, self.newest, self.displaced, self.yielding, self.spare = self._before
-                self._before = None
-            else:  # others were asked for or confirmed since
-                self._lose([path])
+            if path in self._asked:
+                del self._asked[path]
+                self._replay()
+
+    def _snapshot(self) -> tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str]:
+        return dict(self.kept), self.newest, dict(self.displaced), list(self.yielding), self.spare
+
+    def _replay(self) -> None:
+        """Make the state from the requests that did not fail."""
+        kept, self.newest, displaced, yielding, self.spare = self._base
+        self.kept, self.displaced, self.yielding = dict(kept), dict(displaced), list(yielding)
+        for path, score in self._asked.items():
+            self._apply(path, score)
 
     def put_off(self, path: str, left: list[str]) -> None:
-        """What could not be deleted behind ``path`` goes behind the next one."""
+        """What could not be deleted after ``path`` became durable is deleted after the next one."""
         with _LOCK:
-            self.displaced.update(dict.fromkeys(left, (path, None)))
+            for displaced in (self.displaced, self._base[2]):
+                displaced.update(dict.fromkeys(left, (path, None)))
             self.late = left
 
-    def _lose(self, lost: list[str]) -> None:
-        # Saves are done one after the other: one that is passed by a later one has failed.
-        for path in lost:
-            self.kept.pop(path, None)
-            self.displaced.pop(path, None)
-        back = {path: score for path, (_, score) in self.displaced.items() if score is not None}
-        while lost and back and (self.keep == -1 or len(self.kept) < self.keep):
-            best = self._best(back)
-            self.kept[best] = back.pop(best)
-            del self.displaced[best]
-        if self.spare not in self.displaced:
-            alone = len({*self.kept, self.newest} - {"", *lost}) < 2
-            self.spare = next(reversed(self.displaced), "") if alone else ""
+    def restore(
+        self,
+        kept: Mapping[str, float],
+        newest: str,
+        yielding: list[str],
+        spare: str,
+        tainted: Iterable[str],
+    ) -> None:
+        """Take over the state of a checkpoint, in which nothing is under way."""
+        self.kept, self.newest, self.yielding, self.spare = dict(kept), newest, list(yielding), spare
+        self.displaced = dict.fromkeys([*yielding, *filter(None, [spare])], ("", None))
+        self.tainted = set(tainted)
+        self._asked = {}
 
     def _best(self, scores: Mapping[str, float]) -> str:
         found = ""
