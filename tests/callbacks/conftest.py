@@ -1,4 +1,7 @@
-"""A small trainer that records what callbacks ask for, and calls their hooks in the loop's order."""
+"""A small trainer that records what callbacks ask for, and calls their hooks in the loop's order.
+
+`ModelCheckpoint` and `EarlyStopping` are tested in real fits: `tests.callbacks.fits`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ import pytest
 import torch
 
 from trainer_kit.checkpoint.codec import decode, encode
-from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.core.progress import Progress
 
 
@@ -32,7 +34,6 @@ class FakeTrainer:
     def __init__(self, run_dir, callbacks=(), *, batches=4, val_batches=(), world_size=1, rank=0, **attributes):
         self.progress = Progress()
         self.run_dir, self.callbacks = Path(run_dir), list(callbacks)
-        self.checkpoint_dir = self.run_dir / "checkpoints"
         self.world_size, self.global_rank, self.is_global_zero = world_size, rank, rank == 0
         self.num_training_batches, self.num_val_batches = batches, list(val_batches)
         self.strategy = SimpleNamespace(world=OneOf(world_size), device=torch.device("cpu"))
@@ -43,8 +44,8 @@ class FakeTrainer:
         self.callback_metrics, self.progress_bar_metrics = {}, {}
         self.optimizers, self.lr_scheduler_configs = [], []
         self.module = SimpleNamespace(automatic_optimization=True, parameters=list)
-        self.stops, self.requests, self.logged, self.accumulation = [], [], [], []
-        self.printed, self.withdrawn = [], []
+        self.stops, self.logged, self.accumulation = [], [], []
+        self.printed = []
         vars(self).update(attributes)
 
     current_epoch = property(lambda self: self.progress.epoch)
@@ -56,12 +57,6 @@ class FakeTrainer:
 
     def stop(self, reason):
         self.stops.append(reason)
-
-    def withdraw_stop(self, reason):
-        self.withdrawn.append(reason)
-
-    def request_checkpoint(self, reason, request=None):
-        self.requests.append((self.global_step, reason, request))
 
     def set_accumulation(self, batches):
         self.accumulation.append(batches)
@@ -107,15 +102,6 @@ class FakeTrainer:
         self.call("on_train_epoch_end")
         self.progress.epoch += 1
         self.progress.epoch_batch = 0
-
-    def save(self, write=True):
-        """Everything asked for becomes durable, as the loop does it; returns the names."""
-        asked, self.requests = self.requests, []
-        for step, _, request in asked:
-            if write:
-                write_checkpoint(request.path, {"progress": {"step": step}}, info={"step": step}, overwrite=True)
-                request.saved(request.path)
-        return [request.path.name for _, _, request in asked]
 
     def epoch(self, steps=None, val=None, **metrics):
         """One epoch with a validation at its end where ``val`` has values."""

@@ -1,22 +1,19 @@
-import math
+import os
 
 import pytest
 import torch
 
-from trainer_kit import Trainer
+from tests.callbacks.fits import BATCH, Scripted, each, fit, trainer
+from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import EarlyStopping
 from trainer_kit.callbacks.early_stopping import EarlyStoppingReason
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
 
 
-def run(trainer, values, name="loss"):
-    """One epoch for each value, until a stop is asked for; returns how many epochs ran."""
-    for epoch, value in enumerate(values):
-        trainer.epoch(val={name: value})
-        if trainer.stops:
-            return epoch + 1
-    return None
+def run(stop, *values, **options):
+    """One epoch for each value, until the run stops."""
+    return fit(stop, epochs=len(values), batches=1, val=each("loss", *values), **options)
 
 
 @pytest.mark.parametrize(
@@ -37,32 +34,20 @@ def run(trainer, values, name="loss"):
         ([5.0, float("nan"), float("nan")], {"check_finite": False, "patience": 2}, 3),
     ],
 )
-def test_when_it_stops(make_trainer, values, options, epochs):
-    trainer = make_trainer(EarlyStopping("loss", **options), val_batches=[2]).begin()
-    assert run(trainer, values) == epochs
+def test_when_it_stops(values, options, epochs):
+    done = run(EarlyStopping("loss", **options), *values)
+    assert bool(done.stops) == (epochs is not None)
+    assert done.current_epoch == (epochs or len(values))
 
 
-def test_the_reason_has_the_numbers(make_trainer):
+def test_the_reason_has_the_numbers():
     stop = EarlyStopping("loss", patience=2)
-    trainer = make_trainer(stop, val_batches=[1]).begin()
-    run(trainer, [0.5, 0.75, 0.625])
-    assert trainer.stops == ["loss = 0.625 has not improved on 0.5 for 2 checks"]
+    done = run(stop, 0.5, 0.75, 0.625)
+    assert done.stops == ["loss = 0.625 has not improved on 0.5 for 2 checks"]
     assert stop.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
-    assert stop.stopping_reason_message == trainer.stops[0]
+    assert stop.stopping_reason_message == done.stops[0]
     assert (stop.stopped_epoch, stop.wait_count) == (2, 2)
     assert torch.equal(stop.best_score, torch.tensor(0.5, dtype=torch.float64))
-
-
-def test_an_improvement_takes_the_stop_back(make_trainer):
-    """A request before min_epochs is re-evaluated at each check."""
-    stop = EarlyStopping("loss", patience=1)
-    trainer = make_trainer(stop, val_batches=[1]).begin()
-    for value in (1.0, 2.0, 2.0, 0.5):
-        trainer.epoch(val={"loss": value})
-    assert len(trainer.stops) == 2
-    assert stop.stopping_reason is EarlyStoppingReason.NOT_STOPPED
-    assert stop.wait_count == 0
-    assert trainer.withdrawn == trainer.stops
 
 
 @pytest.mark.parametrize(("last", "epochs"), [(0.5, 6), (3.0, 4)])
@@ -79,113 +64,118 @@ def test_a_run_before_its_minimum_stops_there_unless_the_value_improves(last, ep
     assert trainer.current_epoch == epochs
 
 
-def test_the_state_survives_a_restart(make_trainer):
-    before = EarlyStopping("loss", patience=3)
-    first = make_trainer(before, val_batches=[1]).begin()
-    for value in (1.0, 2.0, 2.0):
-        first.epoch(val={"loss": value})
-    after = EarlyStopping("loss", patience=3)
-    second = make_trainer(after, val_batches=[1]).begin([before.state_dict()])
-    assert after.state_dict() == before.state_dict()
-    second.epoch(val={"loss": 1.5})
-    assert second.stops
+def test_the_state_survives_a_restart(tmp_path):
+    before, after = EarlyStopping("loss", patience=3), EarlyStopping("loss", patience=3)
+    run(before, 1.0, 2.0, 2.0).save_checkpoint(tmp_path / "saved")
+
+    class Looks(Callback):
+        order = "early"
+
+        def on_train_start(self, trainer, module):
+            self.state = after.state_dict()
+
+    done = fit(after, looks := Looks(), epochs=9, batches=1, val=each("loss", 1.5), ckpt_path=tmp_path / "saved")
+    assert looks.state == before.state_dict()
+    assert (len(done.stops), done.current_epoch) == (1, 4)
     assert after.state_key == before.state_key != EarlyStopping("loss", mode="max").state_key
 
 
-def test_a_restart_with_more_patience_goes_on(make_trainer):
-    state = {**EarlyStopping("loss").state_dict(), "wait_count": 3, "best_score": 1.0}
-    trainer = make_trainer(EarlyStopping("loss", patience=10), val_batches=[1]).begin([state])
-    assert run(trainer, [2.0] * 7) == 7
+def test_a_restart_with_more_patience_goes_on(tmp_path):
+    run(EarlyStopping("loss", patience=3), 1.0, 2.0, 2.0, 2.0).save_checkpoint(tmp_path / "saved")
+    more = EarlyStopping("loss", patience=10)
+    done = fit(more, epochs=20, batches=1, val=each("loss", *[2.0] * 9), ckpt_path=tmp_path / "saved")
+    assert done.current_epoch == 4 + 7
 
 
-def test_values_of_the_training_epoch_are_watched_where_validation_runs(make_trainer):
+@pytest.mark.parametrize("unsized", [False, True])
+def test_values_of_the_training_epoch_are_watched_where_validation_runs(unsized):
     stop = EarlyStopping("train_loss", patience=1)
-    trainer = make_trainer(stop, val_batches=[1]).begin()
-    trainer.epoch(val={"val_loss": 0.0}, train_loss=1.0)
-    trainer.epoch(val={"val_loss": 0.0}, train_loss=0.5)
-    assert float(stop.best_score) == 0.5
-    trainer.epoch(val={"val_loss": 0.0}, train_loss=2.0)
-    assert trainer.stops
-
-
-def test_values_of_the_training_epoch_in_epochs_of_unknown_length(make_trainer):
-    stop = EarlyStopping("train_loss", patience=1)
-    trainer = make_trainer(stop, batches=float("inf"), val_batches=[1]).begin()
-    for value in (3.0, 2.0, 1.0):
-        trainer.epoch(val={"val_loss": 0.0}, train_loss=value)
-        assert float(stop.best_score) == value
-    assert not trainer.stops
+    values = {"val": each("val_loss", *[0.0] * 5), "epoch": each("train_loss", 3.0, 2.0, 1.0, 4.0, 0.5)}
+    done = fit(stop, epochs=5, unsized=unsized, **values)
+    assert (done.current_epoch, float(stop.best_score)) == (4, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("at_epoch_end", "val_batches", "checks"),
-    [(None, [1], 3), (None, [], 1), (True, [1], 1), (False, [1], 3), (False, [], 0)],
+    ("at_epoch_end", "validates", "checks"),
+    [(None, True, 3), (None, False, 1), (True, True, 1), (False, True, 3), (False, False, 0)],
 )
-def test_when_it_looks(make_trainer, at_epoch_end, val_batches, checks):
+def test_when_it_looks(at_epoch_end, validates, checks):
+    """Three validations in an epoch, each with a value of its own."""
     stop = EarlyStopping("loss", patience=100, check_on_train_epoch_end=at_epoch_end)
-    trainer = make_trainer(
-        stop, batches=6, val_batches=val_batches, callback_metrics={"loss": torch.tensor(1.0)}
-    ).begin()
-    stop._best = 0.0  # nothing improves: each look counts
-    for _ in range(3):
-        trainer.step(batches=2)
-        if val_batches:
-            trainer.validate(loss=1.0)
-    trainer.end_epoch()
-    assert stop.wait_count == checks
+    values = {"val": each("loss", 1.0, 1.0, 1.0)} if validates else {"epoch": each("loss", 1.0)}
+    fit(stop, batches=6, val_check_interval=2, **values) if validates else fit(stop, batches=6, **values)
+    assert stop.wait_count == max(0, checks - 1)
+    assert float(stop.best_score) == (1.0 if checks else float("inf"))
 
 
-def test_not_in_the_sanity_check_nor_in_validate_nor_in_a_fast_run(make_trainer):
+def test_a_value_is_checked_once():
+    """Epochs without validation bring no new value: patience counts the validations."""
+    stop = EarlyStopping("loss", patience=2, check_on_train_epoch_end=True, strict=False)
+    done = fit(stop, epochs=8, batches=1, check_val_every_n_epoch=2, val=each("loss", 1.0, 2.0, 0.5, 2.0))
+    assert (done.stops, stop.wait_count, float(stop.best_score)) == ([], 1, 0.5)
+
+
+def test_a_validation_inside_the_epoch_is_checked_at_its_end():
+    stop = EarlyStopping("loss", patience=1, check_on_train_epoch_end=True)
+    done = fit(stop, epochs=8, batches=5, val_check_interval=3, val=each("loss", 1.0, 2.0, 0.5))
+    assert (done.current_epoch, len(done.stops)) == (2, 1)
+
+
+def test_not_in_the_sanity_check_nor_in_validate_nor_in_a_fast_run():
+    class Loud(Scripted):
+        def validation_step(self, batch, batch_idx):
+            self.log("loss", 1.0)
+
     stop = EarlyStopping("loss", patience=0)
-    trainer = make_trainer(stop, val_batches=[1]).begin()
-    trainer.sanity_checking = True
-    trainer.validate(loss=1.0)
-    trainer.sanity_checking = False
-    trainer.begin(stage="validate")
-    trainer.validate(loss=1.0)
-    trainer.fast_dev_run = True
-    trainer.begin()
-    trainer.epoch(val={"loss": 1.0})
-    assert (stop.wait_count, float(stop.best_score), trainer.stops) == (0, float("inf"), [])
+    for made, verb in (
+        (trainer(stop, num_sanity_val_steps=1, max_epochs=0), "fit"),
+        (trainer(stop), "validate"),
+        (trainer(stop, fast_dev_run=True), "fit"),
+    ):
+        getattr(made, verb)(Loud(), *([[BATCH]] if verb == "validate" else [[BATCH], [BATCH]]))
+        assert (stop.wait_count, float(stop.best_score), made.stops) == (0, float("inf"), [])
 
 
-def test_a_value_that_nobody_logged(make_trainer):
-    trainer = make_trainer(EarlyStopping("val_los"), val_batches=[1]).begin()
+def test_a_value_that_is_never_logged():
     with pytest.raises(
         ConfigurationError, match=r"watches 'val_los'(.|\n)*logged so far: val_loss(.|\n)*mean 'val_loss'"
     ):
-        trainer.epoch(val={"val_loss": 1.0})
+        fit(EarlyStopping("val_los"), val=each("val_loss", 1.0))
     with pytest.raises(ConfigurationError, match="logged so far: nothing"):
-        make_trainer(EarlyStopping("loss")).begin().epoch()
+        fit(EarlyStopping("loss"))
     with pytest.raises(ConfigurationError, match=r"train_loss; there is no validation\n.*define validation_step and"):
-        make_trainer(EarlyStopping("val_loss")).begin().epoch(train_loss=1.0)
+        fit(EarlyStopping("val_loss"), epoch=each("train_loss", 1.0))
 
 
-def test_not_strict(make_trainer):
-    trainer = make_trainer(EarlyStopping("x", strict=False)).begin()
-    trainer.epoch()
-    loud = make_trainer(EarlyStopping("x", strict=False, verbose=True)).begin()
-    with pytest.warns(RuntimeWarning, match="which nobody logged"):
-        loud.epoch()
+def test_not_strict():
+    fit(EarlyStopping("x", strict=False))
+    with pytest.warns(RuntimeWarning, match="which is not logged"):
+        fit(EarlyStopping("x", strict=False, verbose=True))
 
 
-def test_rank_0_decides_for_all(make_trainer):
-    trainer = make_trainer(EarlyStopping("loss"), world_size=2).begin()
-    trainer.epoch(loss=1.0)
-    assert trainer.strategy.world.heard == [1.0]
+@pytest.mark.world_size(2, process_group=False)
+def test_rank_0_decides_for_all():
+    """The value is each rank's own, and only rank 1's is worse than the limit."""
+
+    class Own(Scripted):
+        def training_step(self, batch, batch_idx):
+            self.log("loss", float(self.global_rank), sync_dist=False)
+            return self(batch).pow(2).mean()
+
+    stop = EarlyStopping("loss", divergence_threshold=0.5, verbose=True)
+    made = trainer(stop, devices=2, strategy="ddp", max_epochs=2)
+    made.fit(Own(), [BATCH] * 4)
+    assert (made.stops, made.current_epoch, float(stop.best_score)) == ([], 2, 0.0)
+    assert made.printed == (["loss improved from inf to 0"] if int(os.environ["RANK"]) == 0 else [])
 
 
-def test_verbose(make_trainer):
-    trainer = make_trainer(EarlyStopping("loss", verbose=True, patience=1), val_batches=[1]).begin()
-    run(trainer, [2.0, 1.0, 1.5])
-    assert trainer.printed == [
+def test_verbose():
+    done = run(EarlyStopping("loss", verbose=True, patience=1), 2.0, 1.0, 1.5)
+    assert done.printed[:3] == [
         "loss improved from inf to 2",
         "loss improved from 2 to 1",
         "loss = 1.5 has not improved on 1 for 1 checks",
     ]
-    other = make_trainer(EarlyStopping("loss", verbose=True), rank=1, world_size=2).begin()
-    other.epoch(loss=1.0)
-    assert not other.printed
 
 
 @pytest.mark.parametrize("options", [{"mode": "minimum"}, {"patience": -1}, {"min_delta": -0.1}])
@@ -194,14 +184,10 @@ def test_bad_arguments(options):
         EarlyStopping("loss", **options)
 
 
-def test_another_fit_begins_anew(make_trainer):
+def test_another_fit_begins_anew():
     stop = EarlyStopping("loss", patience=2)
-    first = make_trainer(stop, val_batches=[1]).begin()
-    for loss in (0.1, 0.2, 0.3):
-        first.epoch(val={"loss": loss})
+    first = run(stop, 0.1, 0.2, 0.3)
     assert (len(first.stops), stop.wait_count) == (1, 2)
-    second = make_trainer(stop, val_batches=[1]).begin()
-    assert (stop.wait_count, stop.stopped_epoch, float(stop.best_score)) == (0, 0, math.inf)
-    second.epoch(val={"loss": 0.5})
-    second.epoch(val={"loss": 0.75})
+    second = run(stop, 0.5, 0.75)
     assert (second.stops, stop.wait_count, float(stop.best_score)) == ([], 1, 0.5)
+    assert stop.stopped_epoch == 0

@@ -103,6 +103,7 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._best = self._monitor.worst
+        self._checked = -1  # the step that the last checked value describes
         self._validated = False  # at this step, and the epoch's own values follow
         self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
 
@@ -119,6 +120,7 @@ class EarlyStopping(Callback):
             "wait_count": self.wait_count,
             "stopped_epoch": self.stopped_epoch,
             "best_score": self._best,
+            "checked": self._checked,
             "stopping_reason": self.stopping_reason.value,
             "stopping_reason_message": self.stopping_reason_message,
             "logged_late": self._logged_late,
@@ -128,12 +130,13 @@ class EarlyStopping(Callback):
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
+        self._checked = state_dict.get("checked", -1)
         self.stopping_reason = EarlyStoppingReason(state_dict["stopping_reason"])
         self.stopping_reason_message = state_dict["stopping_reason_message"]
         self._logged_late = state_dict["logged_late"]
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        self._active = stage == "fit" and not getattr(trainer, "fast_dev_run", False)
+        self._active = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()  # what it saw of another fit says nothing about this one; a resumed one is told below
 
@@ -153,16 +156,19 @@ class EarlyStopping(Callback):
             self._check(trainer, final=True)
 
     def _check(self, trainer: TrainerLike, final: bool) -> None:
-        current = self._monitor.read(trainer)
+        current, logged_at = self._monitor.read(trainer)
         if current is None and not final:
             self._validated = self._logged_late = True
             return
+        if current is not None and logged_at <= self._checked:
+            return  # checked already: no validation has run since
         if current is None:
             if self.strict:
                 raise self._monitor.missing(trainer)
             if self.verbose and trainer.is_global_zero:
                 warnings.warn(str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2)
             return
+        self._checked = logged_at
         if self.stopping_reason_message is not None:  # it waits for min_epochs or min_steps
             trainer.withdraw_stop(self.stopping_reason_message)
         self.stopped_epoch, self.stopping_reason_message = 0, None

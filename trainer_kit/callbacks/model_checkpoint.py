@@ -45,10 +45,12 @@ class ModelCheckpoint(Callback):
         dirpath: where, a path or a URL that fsspec knows; default ``checkpoints`` in the run's directory.
         filename: a template for the directories' names, such as ``"{epoch}-{val_loss:.2f}"``; default
             ``step-00001200``. Fields are ``epoch``, ``step`` and whatever was logged.
-        monitor: a logged value by which checkpoints are compared. None: the newest is the best.
+        monitor: a logged value by which checkpoints are compared, or ``"step"`` or ``"epoch"``. None: the newest is
+            the best. A checkpoint is compared by a value of its own step: one that is due at a step without a new
+            value (no validation ran there) is taken at the next step that has one.
         verbose: log what is asked for, and what is not among the best.
-        save_last: True or ``"link"``: the newest state always has a checkpoint, also one that is not among the best,
-            and the run ends with one.
+        save_last: True or ``"link"``: the newest state always has a checkpoint, also one that is not among the best
+            or that ``monitor`` has no value for, and the run ends with one.
         save_top_k: how many to keep: -1 for all, 0 for none.
         save_on_exception: ask for one when an exception ends the run.
         save_weights_only: leave out everything but the model.
@@ -126,8 +128,7 @@ class ModelCheckpoint(Callback):
         # The next count of steps (batches, …) and of epochs at which one is due.
         self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
         self._clock, self._poll, self._validated_step = 0.0, 1, 0
-        self._waiting = False  # due, but its value is not there yet
-        self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
+        self._waiting = False  # due, but `monitor` has no value of that step yet
         self._active = self._restored = self._same_place = False
 
     @property
@@ -183,7 +184,6 @@ class ModelCheckpoint(Callback):
             **self._shelf.state_dict(),
             "current_score": self._score,
             "waiting": self._waiting,
-            "logged_late": self._logged_late,
             "validated_step": self._validated_step,
             "next": None if self._timed or math.isinf(self._next) else self._next,
             "next_epoch": None if math.isinf(self._next_epoch) else self._next_epoch,
@@ -193,14 +193,13 @@ class ModelCheckpoint(Callback):
         self._same_place = self._shelf.load_state_dict(state_dict)
         if self._same_place:
             self._score = state_dict["current_score"]
-        self._waiting, self._logged_late = state_dict["waiting"], state_dict["logged_late"]
-        self._validated_step = state_dict["validated_step"]
+        self._waiting, self._validated_step = state_dict["waiting"], state_dict["validated_step"]
         self._next = math.inf if state_dict["next"] is None else state_dict["next"]
         self._next_epoch = math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
         self._restored = True
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        self._active = stage == "fit" and not getattr(trainer, "fast_dev_run", False)
+        self._active = stage == "fit" and not trainer.fast_dev_run
         others = (other._shelf for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
         self._shelf.next_try = self._next_try
         self._shelf.open(trainer, (shelf for shelf in others if shelf is not self._shelf))
@@ -252,9 +251,8 @@ class ModelCheckpoint(Callback):
             every = in_run(self._every, trainer)
             self._next = following(getattr(progress, self._counter), every.value)
         self._waiting = True
-        # A value of this very step is better than the one of the last validation.
-        follows = epoch_ends_here(trainer) or getattr(trainer, "validation_due", False)
-        if self._monitor is None or not follows:
+        # The validation or the end of the epoch that follows at this step brings the value to compare by.
+        if self._monitor is None or not (trainer.validation_due or epoch_ends_here(trainer)):
             self._ask(trainer, f"every {self._every}")
 
     def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
@@ -265,9 +263,8 @@ class ModelCheckpoint(Callback):
         if where is not True and (self._default or (where is False and self._epoch_due(trainer))):
             self._waiting = True
         # At an epoch's last step all of its values are there a moment later, at the same step.
-        if self._waiting and (where is False or not (self._logged_late or epoch_ends_here(trainer))):
+        if self._waiting and (where is False or not epoch_ends_here(trainer)):
             self._ask(trainer, "validation ended", final=where is False)
-            self._logged_late = self._waiting
 
     def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if not self._active:
@@ -277,9 +274,6 @@ class ModelCheckpoint(Callback):
             self._waiting = True
         if where is not False and self._epoch_due(trainer):
             self._waiting = True
-        stale = validates and self._validated_step != trainer.global_step
-        if self._by_epoch and where is None and self._monitor is not None and stale:
-            return  # the next validation has the value
         if self._waiting:
             self._ask(trainer, f"epoch {trainer.current_epoch} ended", final=not validates or self._validated_step > 0)
 
@@ -314,24 +308,35 @@ class ModelCheckpoint(Callback):
         return "the next validation" if math.isinf(self._next_epoch) else f"epoch {int(self._next_epoch)}"
 
     def _ask(self, trainer: TrainerLike, reason: str, final: bool = False) -> None:
-        """Ask if the value is there; if it is not and this was its last chance, that is an error."""
+        """Ask for a checkpoint if ``monitor`` has a value of this step; without one it stays due.
+
+        Args:
+            trainer: that fits.
+            reason: why it is due.
+            final: ``monitor`` had its last chance to be logged at all: without a value that is an error.
+        """
         step, shelf = trainer.global_step, self._shelf
-        score = float(step)
+        score: float | None = float(step)
         if self._monitor is not None:
-            value = self._monitor.read(trainer)
-            if value is None:
-                if final:
-                    raise self._monitor.missing(trainer)
-                return
-            self._score = score = self._monitor.worst if math.isnan(value) else value
-        self._waiting = False
+            counts = {"epoch": trainer.current_epoch, "step": step}
+            value, logged_at = self._monitor.read(trainer, counts)
+            if value is None and final:
+                raise self._monitor.missing(trainer)
+            score = None
+            if value is not None and logged_at == step:
+                self._score = score = self._monitor.worst if math.isnan(value) else value
+        self._waiting = score is None
         if step == shelf.asked_step:
+            if score is not None and shelf.retention.admits(score):
+                shelf.rate(score)
             return
-        admitted = shelf.retention.admits(score)
-        shown = "" if self._monitor is None else f", {self.monitor} = {score:.6g}"
+        admitted = score is not None and shelf.retention.admits(score)
+        shown = "" if self._monitor is None or score is None else f", {self.monitor} = {score:.6g}"
         if admitted or self.save_last:
             path = shelf.ask(trainer, reason, score if admitted else None)
             message = f"checkpoint {path} ({reason}{shown})"
+        elif score is None:
+            return
         else:
             message = f"no checkpoint of step {step}: not among the best {self.save_top_k} ({reason}{shown})"
         if self.verbose and trainer.is_global_zero:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
@@ -40,17 +42,21 @@ class Monitor:
         """Whether ``value`` is strictly better; NaN never is."""
         return value < than if self.mode == "min" else value > than
 
-    def read(self, trainer: TrainerLike) -> float | None:
-        """The value as rank 0 has it, or None where it was not logged.
+    def read(self, trainer: TrainerLike, counts: Mapping[str, int] = MappingProxyType({})) -> tuple[float | None, int]:
+        """The value as rank 0 has it (None where it was not logged), and the step whose weights it describes.
 
         A collective with more than one process, and a sync point: call it where every rank does.
+
+        Args:
+            trainer: whose values are read.
+            counts: values of the present step that need not be logged.
         """
-        value = trainer.callback_metrics.get(self.name)
-        number = None if value is None else float(value)
+        value = trainer.callback_metrics.get(self.name, counts.get(self.name))
+        found = None if value is None else float(value), trainer.logged_at(self.name)
         # Values between two flushes are local to a rank; what is decided with them must not differ.
         if trainer.world_size > 1:
-            number = trainer.strategy.world.broadcast(number)
-        return number
+            found = trainer.strategy.world.broadcast(found)
+        return found
 
     def missing(self, trainer: TrainerLike) -> ConfigurationError:
         """The error for a value that should have been logged by now."""
@@ -58,7 +64,7 @@ class Monitor:
         fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
         lacks = "val" in self.name and not has_validation(trainer)
         return ConfigurationError(
-            f"{self.owner} watches {self.name!r}, which nobody logged",
+            f"{self.owner} watches {self.name!r}, which is not logged",
             found=f"logged so far: {', '.join(known) or 'nothing'}{'; there is no validation' if lacks else ''}",
             fix=f"define validation_step and val_dataloader, or: {fix}" if lacks else fix,
         )

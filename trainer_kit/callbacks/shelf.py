@@ -78,6 +78,7 @@ class Shelf:
         self.weights_only, self.versions, self.ranked = weights_only, versions, ranked
         self.next_try: Callable[[], str] = str
         self.asked_step = 0
+        self._unrated = ""  # what was asked for at `asked_step` without a score
         self._default = dirpath is None
         self._before: tuple[str, float | None] = ("", None)  # the best in the directory of before a resume
         self._taken: list[str] = []  # there before this run began, so not ours to overwrite
@@ -120,6 +121,8 @@ class Shelf:
                 self.retention.spare = ""
         if before in gone:
             self._before = ("", None)
+        if not restored:
+            self._unrated = ""
         if not restored and not self.ranked:
             self.retention.age()  # steps begin anew with this fit
             kept = self.retention.kept
@@ -162,10 +165,16 @@ class Shelf:
             path = self._free(self.name({**metrics, "epoch": int(epoch), "step": int(step)}), trainer.global_step)
         if together and trainer.world_size > 1:
             path = trainer.strategy.world.broadcast(path)
-        self.asked_step = trainer.global_step
+        self.asked_step, self._unrated = trainer.global_step, "" if score is not None else path
         self.retention.ask(path, score)
         trainer.request_checkpoint(reason, _Request(reason, locate(path), self.weights_only, self))
         return path
+
+    def rate(self, score: float) -> None:
+        """Compare the checkpoint that was asked for at this step by ``score``, which was not known then."""
+        if self._unrated:
+            self.retention.rate(self._unrated, score)
+            self._unrated = ""
 
     def _free(self, name: str, step: int) -> str:
         assert self.dirpath is not None
@@ -227,6 +236,7 @@ class Shelf:
             "spare": held.spare,
             "not_finite": sorted(held.tainted & held.live),
             "taken": list(self._taken),
+            "unrated": self._unrated,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -245,13 +255,15 @@ class Shelf:
         held = self.retention
         # A checkpoint may have been written by anybody: what it names elsewhere is not this shelf's to delete.
         place = state["dirpath"]
-        held.kept = {path: score for path, score in kept.items() if os.path.dirname(path) == place}
-        held.newest, held.pending = state["newest"] if os.path.dirname(state["newest"]) == place else "", []
-        held.yielding = [path for path in state["yielding"] if os.path.dirname(path) == place]
-        spare = state.get("spare", "")
-        held.spare = spare if os.path.dirname(spare) == place else ""
-        held.displaced = dict.fromkeys([*held.yielding, *filter(None, [held.spare])], ("", None))
-        held.tainted = set(state.get("not_finite", ()))
+        newest, spare = state["newest"], state.get("spare", "")
+        held.restore(
+            kept={path: score for path, score in kept.items() if os.path.dirname(path) == place},
+            newest=newest if os.path.dirname(newest) == place else "",
+            yielding=[path for path in state["yielding"] if os.path.dirname(path) == place],
+            spare=spare if os.path.dirname(spare) == place else "",
+            tainted=state.get("not_finite", ()),
+        )
+        self._unrated = state.get("unrated", "") if held.newest else ""
         self._taken = list(state["taken"])
         return True
 

@@ -45,6 +45,7 @@ class Metrics:
     __slots__ = (
         "_flushed",
         "_homeless",
+        "_settled",
         "_shown",
         "_staged",
         "_tables",
@@ -81,6 +82,7 @@ class Metrics:
         self.table = self._tables["train"]
         self._shown: dict[str, Tensor] = {}
         self._homeless: set[int] = set()
+        self._settled: dict[str, int] = {}  # name of a value of an evaluation or a finished epoch -> its step
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
@@ -215,6 +217,7 @@ class Metrics:
         self.hook = ""
         self.leave_batch()
         self._shown = {}
+        self._settled.clear()
         for kept in (self.callback, self.logged, self.progress_bar):
             kept.clear()
 
@@ -232,7 +235,7 @@ class Metrics:
                 entry.turn = -1  # delivered
                 for value in entry.now().values():
                     self._deliver(result, entry, float(value), step=True)  # sync point: every batch was asked for
-        self._keep(result)
+        self._keep(result, step=True)
         return result
 
     def flush_epoch(self, ran: bool = True) -> Reduced:
@@ -259,11 +262,16 @@ class Metrics:
         own = [] if alone or self.shares_all else [e for e in entries if e.rank_zero or not e.sync]
         for entry, value in zip(own, reduced(own, step, None), strict=True):
             self._deliver(result, entry, value, step)
-        self._keep(result, log)
+        self._keep(result, step, log)
         return result
 
-    def _keep(self, result: Reduced, log: bool = True) -> None:
+    def _keep(self, result: Reduced, step: bool, log: bool = True) -> None:
         self.callback.update(result)
+        if step and not self.evaluating:
+            for name in result:
+                self._settled.pop(name, None)
+        else:
+            self._settled.update(dict.fromkeys(result, self.progress.step))
         if log:
             self.logged.update(result.logger)
         self.progress_bar.update(result.progress_bar)
@@ -284,13 +292,28 @@ class Metrics:
         """
         values = self._shown
         values.update((name, torch.tensor(value)) for name, value in self.callback.items())
+        values.update(self._running())
+        return values
+
+    def _running(self) -> dict[str, Tensor]:
+        """Values that were logged since the last flush that cleared them."""
         tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
         if self._staged:  # what one stage alone knows by now would let the ranks decide differently
             tables = []
+        found: dict[str, Tensor] = {}
         for entry in chain.from_iterable(table.values() for table in tables):
             if entry.recorded:
-                values.update(entry.now())
-        return values
+                found.update(entry.now())
+        return found
+
+    def logged_at(self, name: str) -> int:
+        """The step whose weights the latest value of ``name`` describes.
+
+        That is an earlier step for a value of its validation, or of an epoch that ended there. A value that is logged
+        in training steps counts as the present step's, as does one that a callback put into `callback_metrics`.
+        """
+        present = self.progress.step
+        return present if name in self._running() else self._settled.get(name, present)
 
     def state_dict(self) -> dict[str, Any]:
         """Partial sums of the running epoch, the latest values, and what was reduced last."""
@@ -308,6 +331,7 @@ class Metrics:
                 if name not in names and isinstance(value, (Tensor, int, float))
             },
             "flushed": self._flushed,
+            "settled": dict(self._settled),
         }
 
     def _place(self, entry: Entry) -> str | None:
@@ -330,6 +354,7 @@ class Metrics:
         self.progress_bar.update(state.get("progress_bar", {}))
         self._shown.update(state.get("others", {}))
         self._flushed = state.get("flushed", -1)
+        self._settled.update(state.get("settled", {}))
         modules = {}
         if self.module is not None:
             restore_running(self.module, state.get("objects", {}))

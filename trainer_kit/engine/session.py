@@ -122,6 +122,14 @@ class Session(Position):
         self.requests.ask_validation(reason)
 
     @property
+    def validation_due(self) -> bool:
+        """Whether validation follows at this step; requests of other ranks are not known before they agree."""
+        if self.run is None or self.run.validation is None:
+            return False
+        asked = self.requests.validation is not None and self.world_size == 1
+        return asked or self.run.schedule.owes_validation(self.progress)
+
+    @property
     def should_stop(self) -> bool:
         """Whether a stop is asked for; setting it to True asks."""
         return self.requests.stop is not None
@@ -256,6 +264,10 @@ class Session(Position):
     def callback_metrics(self) -> dict[str, Tensor]:
         """The latest of every logged name; between flushes what this rank logged. Callbacks may add to it."""
         return self.metrics.callback_metrics()
+
+    def logged_at(self, name: str) -> int:
+        """The step whose weights the latest value of ``name`` in ``callback_metrics`` describes."""
+        return self.metrics.logged_at(name)
 
     @property
     def logged_metrics(self) -> dict[str, float]:
