@@ -18,7 +18,6 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, steps_of, variable
 from trainer_kit.core.protocols import Group, Strategy
-from trainer_kit.core.seed import last_seed
 from trainer_kit.parts import choose_precision, choose_strategy, launched_on_xla
 from trainer_kit.precision.overflow import make_scaler
 from trainer_kit.raw import collectives
@@ -122,7 +121,8 @@ class Accelerator(Answers):
         kwargs_handlers: options of the parts.
         dynamo_backend: of ``torch.compile``, for prepared models.
         dynamo_plugin: more about that.
-        seed: of the order of the data; by default that of ``set_seed``, else drawn once for all processes.
+        seed: of the order of the data; by default what ``set_seed`` or ``torch.manual_seed`` was last given on the main
+            process when a loader is prepared.
         fsdp_plugin: train under FSDP; by default what the launcher says.
         megatron_lm_plugin: train under Megatron, likewise.
         parallelism_config: divide the work along several axes; by default what the launcher says.
@@ -193,9 +193,7 @@ class Accelerator(Answers):
             options.get(DistributedDataParallelKwargs),
             options.get(InitProcessGroupKwargs),
         )
-        given = next((s for s in (seed, self.dataloader_config.data_seed, last_seed()) if s is not None), None)
-        drawn = int.from_bytes(os.urandom(4), "little") if given is None else given
-        self.data_seed = int(self.world.broadcast(drawn))
+        self.data_seed = self.dataloader_config.data_seed if seed is None else seed
         self.step = 0
         self.trackers, self._models, self._optimizers, self._schedulers = [], [], [], []
         self._dataloaders, self._objects = [], []

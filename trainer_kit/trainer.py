@@ -89,7 +89,8 @@ class Trainer(Session):
         max_duration: a limit in any unit.
         compile: True, or arguments of ``torch.compile``, for ``training_step``; with ``"regional": True`` among them
             each block of the model by itself, which compiles once for all blocks of a class.
-        seed: of the order of the data; by default `seed_everything`'s, else drawn once and kept in checkpoints.
+        seed: of the order of the data; by default what `seed_everything` or ``torch.manual_seed`` was last given when
+            a fit begins, and the checkpoint's in a fit that resumes.
         resume: ``"auto"`` goes on with the newest unfinished run of this script and root; by default a new one starts.
         global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
         loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.

@@ -11,7 +11,7 @@ import torch
 from trainer_kit import seed_everything
 from trainer_kit.core import seed
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.seed import last_seed, preserved_rng, restore_rng, rng_state
+from trainer_kit.core.seed import order_seed, preserved_rng, restore_rng, rng_state
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +34,12 @@ def test_the_same_seed_gives_the_same_numbers_everywhere():
     assert all(a != b for a, b in zip(draw(), first, strict=True))
 
 
-def test_the_last_seed_is_remembered_for_trainers():
-    assert last_seed() is None
+def test_the_order_of_the_data_takes_the_last_seed_or_torch_s_own():
+    torch.manual_seed(4)
+    assert order_seed() == 4
     seed_everything(5)
-    assert last_seed() == 5
+    torch.manual_seed(6)
+    assert order_seed() == 5
 
 
 def test_a_seed_that_nobody_gave_is_drawn_and_returned():
@@ -45,14 +47,14 @@ def test_a_seed_that_nobody_gave_is_drawn_and_returned():
     first = draw()
     seed_everything(chosen)
     assert draw() == first
-    assert last_seed() == chosen
+    assert order_seed() == chosen
 
 
 @pytest.mark.parametrize("wrong", [-1, 2**32])
 def test_a_seed_out_of_range_is_refused(wrong):
     with pytest.raises(ConfigurationError, match="0 to"):
         seed_everything(wrong)
-    assert last_seed() is None
+    assert seed._last_seed is None
 
 
 def test_lightning_s_other_arguments_are_taken():

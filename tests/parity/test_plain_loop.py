@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+import trainer_kit as tk
 from tests.parity.plain import (
     Batch,
     Classifier,
@@ -304,6 +305,38 @@ def test_the_order_depends_on_the_seed_and_not_on_the_workers() -> None:
     assert order(3) == order(3)
     assert order(3) == order(3, num_workers=2)
     assert order(3) != order(4)
+
+
+@pytest.mark.parametrize("of", ["loader", "sampler"])
+@pytest.mark.parametrize("by", ["trainer", "accelerator"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_order_of_a_plain_loop(of: str, by: str, num_workers: int) -> None:
+    """With a generator of the user's own, order, dropout and weights are those of the loop without this library."""
+    data, mine = numbered(22), make_net(dropout=0.2)
+    theirs = copy_of(mine)
+
+    def loader() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(9)
+        if of == "loader":
+            return DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers, generator=generator)
+        sampler = RandomSampler(data, generator=generator)
+        return DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers, generator=generator)
+
+    made = loader()
+    torch.manual_seed(5)
+    plain_loop(theirs, [made, made], adamw(theirs))
+    torch.manual_seed(5)
+    if by == "trainer":
+        train(Classifier(mine, adamw), loader(), max_epochs=2)
+    else:
+        accelerator = tk.Accelerator(cpu=True)
+        net, optimizer, prepared = accelerator.prepare(mine, adamw(mine), loader())
+        for _ in range(2):
+            for x, y in prepared:
+                optimizer.zero_grad()
+                accelerator.backward(F.cross_entropy(net(x), y))
+                optimizer.step()
+    assert_same(mine, theirs)
 
 
 @pytest.mark.parametrize("way", ["one", "named", "manual", "bound"])

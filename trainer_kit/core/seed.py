@@ -14,13 +14,15 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["last_seed", "preserved_rng", "restore_rng", "rng_state", "seed_everything"]
+__all__ = ["order_seed", "preserved_rng", "restore_rng", "rng_state", "seed_everything"]
 
 _last_seed: int | None = None
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python, NumPy and torch (all devices), and the order of the data of Trainers made afterwards.
+    """Seed Python, NumPy and torch (all devices), and the order of the data of fits that begin afterwards.
+
+    A later ``torch.manual_seed`` does not change the order of the data; another call of this function does.
 
     Args:
         seed: 0 to 2**32 - 1; drawn from the system when None.
@@ -48,9 +50,13 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     return chosen
 
 
-def last_seed() -> int | None:
-    """What `seed_everything` was last called with in this process."""
-    return _last_seed
+def order_seed() -> int:
+    """The seed of the order of the data where no argument gives one.
+
+    That of the last `seed_everything`; without such a call torch's own: the last ``torch.manual_seed``, or what torch
+    drew from the system when this process began. Ranks may differ; the caller takes that of rank 0.
+    """
+    return torch.initial_seed() if _last_seed is None else _last_seed
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:

@@ -114,6 +114,7 @@ def choose_run(trainer: Any) -> tuple[RunRecord | None, RunRecord | None]:
 
 def hand_over(trainer: Any) -> dict[str, str]:
     """The variable by which ranks and restarts get the run that is drawn here."""
+    trainer.read_seed()
     drawn = {"id": secrets.token_hex(8), "seed": trainer.data_seed, "loggers": logger_states(trainer.loggers)}
     return {HANDED_OVER: json.dumps(drawn)}
 

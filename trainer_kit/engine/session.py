@@ -20,7 +20,7 @@ from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
 from trainer_kit.core.registry import LOGGERS
-from trainer_kit.core.seed import last_seed
+from trainer_kit.core.seed import order_seed
 from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.bus import sorted_callbacks
 from trainer_kit.engine.loaders import training_feed
@@ -70,10 +70,7 @@ class Session(Position):
     ) -> None:
         self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
         self._loggers, self.default_root_dir, self.seed = list(loggers), root, seed
-        drawn = last_seed() if seed is None else seed
-        # Only `Trainer(seed=)` is the user's word about the order of the data: a resumed run keeps the checkpoint's,
-        # whatever the script seeds everything with today.
-        self.data_seed = int.from_bytes(os.urandom(4), "little") if drawn is None else drawn
+        self.read_seed()
         self.start, self.processes, self.resume = start, processes, resume
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
@@ -383,10 +380,19 @@ class Session(Position):
             self.journal = None
         self._run_dir = None
 
+    def read_seed(self) -> None:
+        """Take the seed of the order of the data: the argument's, else what the script has seeded by now.
+
+        A fit that goes on from a checkpoint takes the checkpoint's in place of the second.
+        """
+        self.data_seed = order_seed() if self.seed is None else self.seed
+
     def agree_on_run(self) -> None:
         """Choose the run on rank 0, and give every rank its directory and seed; open the journal."""
         world = self.strategy.world
         fits = self.state_verb == "fit"
+        if fits or self.run is None:  # the state of a finished fit keeps its seed
+            self.read_seed()
         if fits or self._run_dir is None:
             # An evaluation ahead of a fit writes to where the fit will.
             chosen = on_rank_zero(world, lambda: choose_run(self))
@@ -395,8 +401,7 @@ class Session(Position):
             count_fit()
         if world.size > 1:
             mine = (str(self.run_dir), logger_states(self._loggers)) if world.rank == 0 else ("", [])
-            seed = self.seed if self.seed is not None else self.data_seed
-            (self._run_dir, states), self.data_seed = world.broadcast((mine, seed))
+            (self._run_dir, states), self.data_seed = world.broadcast((mine, self.data_seed))
             follow(
                 self._loggers if world.rank else (), states
             )  # their names and directories are asked for on every rank

@@ -214,6 +214,11 @@ class Verb:
             restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
             go_on_logging(trainer, state)
             trainer.print(told.replace("{step}", str(trainer.progress.step), 1))
+            if trainer.progress.epoch_batch and state.get("seed", trainer.data_seed) != trainer.data_seed:
+                trainer.print(
+                    f"Trainer(seed={trainer.seed}) changes the order of the data inside an epoch: samples that the"
+                    " epoch has read may come again; leave seed= out to keep the checkpoint's order"
+                )
             ended = trainer.taken
             if ended is not None and ended.status == "finished" and trainer.progress.step >= ended.step:
                 run.requests.stop = ended.stopped  # what a request ended stays ended; a limit is looked at anew

@@ -19,7 +19,7 @@ _KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch, and the order of the data of what is made afterwards.
+    """Seed Python, NumPy and torch, and the order of loaders that are prepared afterwards.
 
     Args:
         seed: 0 to 2**32 - 1.

@@ -29,10 +29,11 @@ class PreparedLoader:
 
     Args:
         loader: the user's; it is not changed.
-        make_feed: makes the feed of this process, filled up or not.
+        make_feed: makes the feed of this process, filled up or not, for a seed.
         group: the processes among which data are divided.
         device: where batches go; None leaves them where they are.
         window: of the accelerator: is told which loader is being read.
+        seed: of the order, the same on every process.
         even: fill the last batch up from the start of the data, so that every process gets equally many.
         dispatch: only the main process reads.
         non_blocking: copies to an accelerator do not wait.
@@ -52,11 +53,12 @@ class PreparedLoader:
     def __init__(
         self,
         loader: Any,
-        make_feed: Callable[[bool], Feed],
+        make_feed: Callable[[bool, int], Feed],
         group: Group,
         device: torch.device | None,
         window: Window,
         *,
+        seed: int,
         even: bool,
         dispatch: bool = False,
         non_blocking: bool = False,
@@ -64,9 +66,9 @@ class PreparedLoader:
         end: Callable[[], None] | None = None,
     ) -> None:
         self.dataloader, self.group, self.device, self.window = loader, group, device, window
-        self.even, self.dispatch, self.non_blocking = even, dispatch, non_blocking
+        self.seed, self.even, self.dispatch, self.non_blocking = seed, even, dispatch, non_blocking
         self._shard, self._end = shard, end
-        self._make_feed, self.feed = make_feed, make_feed(even)
+        self._make_feed, self.feed = make_feed, make_feed(even, seed)
         self.iteration = 0
         self.size = 1
         self.weight = self.nominal = 1.0
@@ -103,8 +105,11 @@ class PreparedLoader:
     def set_even(self, even: bool) -> None:
         """Whether the next epochs fill the last batch up."""
         if even != self.even:
+            begun, state = self._position is not None, self.state_dict()
             self.even = even
-            self.feed = self._make_feed(even)
+            self.feed = self._make_feed(even, self.seed)
+            if not begun:  # where its own generators are, and which batch a loaded state goes on with
+                self.feed.track.load_state_dict([state["track"]] * self.group.size, self.group.rank)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch ``epoch``; by default it is one more than the last."""
@@ -130,7 +135,7 @@ class PreparedLoader:
         window = self.window
         if self._position is not None:
             # A feed reads one epoch at a time: a reading while another is under way, or was given up, has its own.
-            self.feed = self._make_feed(self.even)
+            self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
         source = self._dispatched(feed, epoch, start) if self.dispatch else feed.epoch(epoch, start)
         self.iteration, self.end_of_dataloader = epoch + 1, False
@@ -221,15 +226,16 @@ class PreparedLoader:
             yield turn[group.rank] if group.rank < len(turn) else EMPTY
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: epoch, batches handed out, and what the loader itself needs to go on."""
+        """Where it is: epoch, batches handed out, the seed, and what the loader itself needs to go on."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
         at = batch * self.group.size if self.dispatch else batch
         state = self.feed.track.state_dict(epoch if inside else None, at)
-        return {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "track": state}
+        samples = batch * self.total_batch_size
+        return {"epoch": epoch, "batch": batch, "samples": samples, "seed": self.seed, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """The next iteration goes on where `state_dict` was taken.
+        """The next iteration goes on where `state_dict` was taken, in the same order.
 
         Args:
             states: of every process then; there may be another number of them now, and batches of another size.
@@ -242,6 +248,8 @@ class PreparedLoader:
             batch = self._batches_of(samples)
         self.iteration, self._position = epoch, None
         self._resume = (epoch, batch) if batch else None
+        self.seed = int(states[0]["seed"])
+        self.feed = self._make_feed(self.even, self.seed)
         self.feed.track.load_state_dict([state["track"] for state in states], self.group.rank)
 
     def _batches_of(self, samples: int) -> int:
@@ -350,7 +358,7 @@ def prepare_loader(
     dispatch = bool(config.dispatch_batches) and group.size > 1
     rank, size = (0, 1) if dispatch else (group.rank, group.size)
 
-    def make_feed(even: bool) -> Feed:
+    def make_feed(even: bool, seed: int) -> Feed:
         pad = even and not dispatch and size > 1
         return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
 
@@ -360,6 +368,7 @@ def prepare_loader(
         group,
         device,
         window,
+        seed=seed,
         even=config.even_batches,
         dispatch=dispatch,
         non_blocking=config.non_blocking,

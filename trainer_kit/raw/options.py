@@ -130,7 +130,8 @@ class DataLoaderConfiguration:
         dispatch_batches: the main process reads, and hands their parts to the others.
         even_batches: every process gets equally many samples: the last batch is filled up from the start of the data.
         use_seedable_sampler: accepted; the order is always a function of seed and epoch.
-        data_seed: of the order; by default that of ``set_seed``, else drawn once.
+        data_seed: of the order; by default what ``set_seed`` or ``torch.manual_seed`` was last given on the main
+            process when a loader is prepared.
         non_blocking: copies to an accelerator do not wait.
         use_stateful_dataloader: accepted; positions are always part of a saved state.
     """

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group, Precision, Strategy
+from trainer_kit.core.seed import order_seed
 from trainer_kit.engine.groups import configured
 from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
 from trainer_kit.raw.gathering import Gathering
@@ -48,7 +49,7 @@ class Preparing(Gathering):
     device_placement: bool
     step_scheduler_with_optimizer: bool
     scheduler_steps_per_process: bool
-    data_seed: int
+    data_seed: int | None
     _models: list[nn.Module]
     _optimizers: list[AcceleratedOptimizer]
     _schedulers: list[AcceleratedScheduler]
@@ -226,12 +227,17 @@ class Preparing(Gathering):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
-        """A loader divided among the processes; `PreparedLoader` says how."""
+        """A loader divided among the processes; `PreparedLoader` says how. Every process calls it.
+
+        Its order follows the seed of the Accelerator, else what the main process has seeded by now.
+        """
         if isinstance(data_loader, PreparedLoader):
             return data_loader
         device = self.device if self._places(device_placement) else None
+        with self._together(None, "prepare"):
+            seed = self.world.broadcast(order_seed() if self.data_seed is None else self.data_seed)
         # A seed each: two loaders over one data set must not come in the same order.
-        seed = self.data_seed + len(self._dataloaders)
+        seed += len(self._dataloaders)
         strategy = self.strategy
         engine = (strategy.shard_batch, getattr(strategy, "end_batch", None))
         made = prepare_loader(data_loader, strategy.data, device, self.window, self.dataloader_config, seed, *engine)

@@ -127,7 +127,6 @@ class Saving(Weights):
         if buffers is not None and any(any(theirs) for theirs in buffers):  # who writes them has them
             state["buffers"] = buffers
         state["progress"] = {"step": self.step, "iteration": self.save_iteration}
-        state["seed"] = self.data_seed
         return state
 
     def _names(self) -> dict[int, str]:
@@ -301,8 +300,11 @@ class Saving(Weights):
         self.window.load_state_dict(state["window"])
         for one, saved in zip(self._objects, state["objects"], strict=True):
             one.load_state_dict(saved)
+        seeds = [loader.seed for loader in self._dataloaders]
         for loader, saved in zip(self._dataloaders, state["loaders"], strict=True):
             loader.load_states(saved)
+        if self.data_seed is not None and seeds != [loader.seed for loader in self._dataloaders]:
+            self.print(f"load_state: the data keep the order of the state, not that of seed={self.data_seed}")
 
     def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
         kinds: dict[str, list[Any]] = {
