@@ -81,7 +81,7 @@ soak: .venv/.stamp
 check: .venv/.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict trainer_kit
+	$(BIN)/mypy --strict trainer_kit tests/typing_contracts.py
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: .venv/.stamp

@@ -362,6 +362,28 @@ def on_the_host(argument: ast.expr, function: ast.AST) -> bool:
     return False
 
 
+def test_parts_of_a_run_are_not_probed() -> None:
+    """An optional member is a method with a default; a probe hides a misspelt one from the type checker."""
+    parts = re.compile(r"(\w+\.)*_?(strategy|precision|precision_plugin)")
+    violations = []
+    for path in sources():
+        if path.name == "parts.py":  # which reads what the user hands over
+            continue
+        for node in ast.walk(tree(path)):
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Name)
+                and node.func.id in {"hasattr", "getattr"}
+            ):
+                if node.args and parts.fullmatch(ast.unparse(node.args[0])):
+                    violations.append(f"{where(path, node)}: {ast.unparse(node)}")
+            elif isinstance(node, ast.Compare):
+                sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+                if any(parts.fullmatch(side.removesuffix(".name")) and side.endswith(".name") for side in sides):
+                    violations.append(f"{where(path, node)}: {ast.unparse(node)}: declare a capability instead")
+    report(violations)
+
+
 def test_sync_points_are_marked() -> None:
     """In the rooms a step passes through, whatever may wait for a device says so on its line."""
     violations = []

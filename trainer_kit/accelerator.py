@@ -17,7 +17,7 @@ from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, steps_of, variable
-from trainer_kit.core.protocols import Group, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.parts import choose_precision, choose_strategy, launched_on_xla
 from trainer_kit.precision.overflow import make_scaler
 from trainer_kit.raw import collectives
@@ -44,6 +44,7 @@ from trainer_kit.raw.waiting import Waiting
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.window import Window
 from trainer_kit.raw.wrapping import unwrap, without_exchange
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "Accelerator",
@@ -271,10 +272,9 @@ def _origins(
 
 
 def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin, precision: str) -> Window:
-    if hasattr(strategy, "configure"):  # an engine with a configuration of its own: contradictions are told now
-        strategy.configure(precision=precision, accumulation=accumulation.num_steps)
+    strategy.configure(precision=precision, accumulation=accumulation.num_steps)  # refuses contradictions now
     quiet = without_exchange if strategy.world.size > 1 and not accumulation.sync_each_batch else None
-    complete = getattr(strategy, "complete_gradients", None)
+    complete = strategy.complete_gradients if strategy.completes_gradients else None
     groups = strategy.data, strategy.losses
     return Window(accumulation.num_steps, *groups, accumulation.sync_with_dataloader, quiet, complete)
 

@@ -14,10 +14,12 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError, Strategy
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import is_url
 from trainer_kit.core.origins import Chosen, choose, is_true, steps_of, variable
-from trainer_kit.core.protocols import Logger, Precision, Strategy
+from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES
-from trainer_kit.precision.where import engine_of
+from trainer_kit.precision.precision import Precision
 from trainer_kit.precision.words import WORDS, make_precision
+from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "added_callbacks",
@@ -78,11 +80,6 @@ _DEEPSPEED_KEYS = (
     "deepspeed_moe_layer_cls_names",
 )  # fmt: skip
 _FORKED = ("ddp_notebook", "ddp_fork")
-# Not DeepSpeed, nor what offloads: one process alone has a host to offload to.
-_LAUNCHED = (
-    *("ddp", "fsdp", "fsdp_full_shard"),
-    *(word for word in _OPTIONS if "deepspeed" not in word and "offload" not in word),
-)
 
 
 def with_launchers(
@@ -149,27 +146,29 @@ def choose_strategy(
             found=f"num_nodes={num_nodes} in a process without a rank",
             fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
         )
-    word = strategy if isinstance(strategy, str) else getattr(strategy, "name", "")
-    alone = world == 1 and (local or not environment.launched)
-    if hasattr(strategy, "places"):
-        strategy.places(world)  # sizes that do not fit are told before any process is started
-    if strategy == "auto":
-        word = "ddp" if world > 1 else "single_device"
-    elif alone and (word in _LAUNCHED or word == "mesh") and not getattr(strategy, "serves_alone", False):
-        strategy = word = "single_device"  # nobody to exchange gradients with
-    elif word == "single_device" and world > 1:
+    if isinstance(strategy, Strategy):
+        strategy.places(world)  # refuses sizes that do not fit before any process is started
+    word = strategy if isinstance(strategy, str) else ""
+    if (word == "single_device" or isinstance(strategy, SingleDeviceStrategy)) and world > 1:
         raise StrategyError(
             "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
         )
     device = pick_device(accelerator, environment.local_rank, devices)
+    made: Any = strategy
     if strategy == "auto":
         engine = variable("distributed_type")
-        strategy = _launchers_engine("" if engine is None else str(engine.value), world, device) or strategy
-    made = _make_strategy(word, device) if isinstance(strategy, str) else strategy
-    if not hasattr(made, "forward_backward"):
+        made = _launchers_engine("" if engine is None else str(engine.value), world, device)
+        made = made or _make_strategy("ddp" if world > 1 else "single_device", device)
+    elif isinstance(strategy, str):
+        made = _make_strategy(strategy, device)
+    if not isinstance(made, Strategy):
         raise StrategyError(
-            "this is no strategy", found=f"strategy={strategy!r}", fix="pass a word such as 'ddp', or a strategy object"
+            "this is not a strategy",
+            found=f"strategy={strategy!r}",
+            fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
+    if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
+        made = _make_strategy("single_device", device)  # there is no other process to exchange anything with
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start
@@ -177,7 +176,7 @@ def choose_strategy(
 
 def roomier_strategy(asked: Any, made: Strategy) -> Strategy | None:
     """What takes the place of a strategy that ``"auto"`` stands for where a model does not fit; None: nothing does."""
-    return _make_strategy("fsdp", made.device) if asked == "auto" and made.name == "ddp" else None
+    return _make_strategy("fsdp", made.device) if asked == "auto" and made.engine == "ddp" else None
 
 
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
@@ -189,7 +188,7 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
         made = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
     elif strategy == "auto" and accelerator.lower() in _XLA:
         made = STRATEGIES.get("xla")()
-    elif getattr(strategy, "finds_devices", False):
+    elif isinstance(strategy, Strategy) and strategy.finds_devices:
         made = strategy
     drives = torch.accelerator.current_accelerator()
     if accelerator == "tpu" and strategy == "auto" and drives is not None and drives.type == "tpu":
@@ -254,27 +253,26 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
         PrecisionError: for an unknown word, or where it cannot run.
     """
     for plugin in as_list(plugins):
-        if not hasattr(plugin, "forward_context"):
+        if not isinstance(plugin, Precision):
             raise ConfigurationError(
-                "this plugin is not understood",
+                "this plugin is not a precision",
                 found=type(plugin).__name__,
-                fix="pass precisions; the rest has arguments",
+                fix="plugins= takes precision objects; everything else has its own argument",
             )
         if precision is not None:
             raise ConfigurationError("precision is given twice", found=f"precision={precision!r} and plugins=...")
         precision = plugin
     made = _make_precision("32-true" if precision is None else precision, strategy.device.type)
-    if hasattr(made, "check"):
-        made.check(strategy.device, engine_of(strategy.name))
+    made.check(strategy.device, strategy.engine)
     return made
 
 
 def _make_precision(precision: Any, device_type: str) -> Precision:
     made: Precision
     if not isinstance(precision, (str, int)):
-        if not hasattr(precision, "forward_context"):
+        if not isinstance(precision, Precision):
             raise PrecisionError(
-                "this is no precision",
+                "this is not a precision",
                 found=f"precision={precision!r}",
                 fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
             )

@@ -12,7 +12,7 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import locate
-from trainer_kit.core.protocols import Logger, Precision, Strategy
+from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS
 from trainer_kit.engine.about import plain_arguments
 from trainer_kit.engine.evaluate import evaluate, predict
@@ -31,6 +31,8 @@ from trainer_kit.parts import (
     roomier_strategy,
     with_launchers,
 )
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Trainer"]
 

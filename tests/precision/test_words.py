@@ -169,7 +169,7 @@ def test_a_precision_of_a_vendor_says_what_it_needs(
 def test_contradictions_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="precision is given twice"):
         quiet(precision="bf16", plugins=TruePrecision(F64))
-    with pytest.raises(ConfigurationError, match="plugin is not understood"):
+    with pytest.raises(ConfigurationError, match="plugin is not a precision"):
         quiet(plugins=object())
     with pytest.raises(PrecisionError, match="bfloat16 needs no gradient scaler"):
         MixedPrecision(BF16, "cpu", torch.amp.GradScaler("cpu"))

@@ -83,7 +83,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: str, told: str) -> No
 
 def test_what_is_no_strategy_is_refused() -> None:
     for strategy in (5, None, object(), torch.nn.Linear(1, 1)):
-        with pytest.raises(StrategyError, match="this is no strategy"):
+        with pytest.raises(StrategyError, match="this is not a strategy"):
             made(strategy=strategy)
 
 

@@ -134,8 +134,8 @@ class ModelSummary(Callback):
             convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
             table = summarize(module, self.max_depth, context=context, convert=convert)
             lines = [str(table)]
-            if hasattr(trainer.strategy, "costs"):
-                costs = trainer.strategy.costs(module, plugin, trainer.world_size)
+            costs = trainer.strategy.costs(module, plugin, trainer.world_size)
+            if costs is not None:
                 lines += cost_lines(costs, trainer.optimizers)
             sys.stderr.write("\n".join([*lines, ""]))
 

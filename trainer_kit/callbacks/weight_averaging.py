@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar, Final, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -16,12 +16,6 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["EMAWeightAveraging", "WeightAveraging", "refuse_averaging"]
-
-_ELSEWHERE: Final = {
-    "deepspeed": "DeepSpeed steps flat copies of its own of the weights",
-    "megatron": "Megatron's optimizer steps copies of its own of the weights",
-    "xla": "averages under XLA were never compared with those of one process",
-}
 
 
 class WeightAveraging(Callback):
@@ -113,8 +107,7 @@ class WeightAveraging(Callback):
             trainer.print("weight averaging begins here: the checkpoint is of a run without it")
             return
         self._averages = self._made(trainer, module)
-        others = getattr(trainer.strategy, "shared_names", None)
-        shared = None if others is None else others(module)
+        shared = trainer.strategy.shared_names(module)
         new = self._averages.load(checkpoint["averaging_state"], checkpoint["state_dict"], shared)
         if new:
             trainer.print(f"weight averaging begins here for {len(new)} weights that were not averaged: {new[0]}, ...")
@@ -195,12 +188,12 @@ def refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.dev
     """
     strategy = trainer.strategy
     name = type(callback).__name__
-    why = _ELSEWHERE.get(strategy.name)
+    why = strategy.why_not_averaged
     if why is not None:
         raise ConfigurationError(
             f"{name} cannot average the weights of this engine", found=why, fix="train with DDP, FSDP or a mesh"
         )
-    if hasattr(strategy, "own_state"):
+    if strategy.per_rank_state:
         raise ConfigurationError(
             f"{name} averages the weights of a step, and between two exchanges each rank has its own",
             found="local SGD",

@@ -213,11 +213,10 @@ def _is_manual(trainer: Any, module: Any) -> bool:
 def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
     """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
     strategy = trainer.strategy
-    if hasattr(strategy, "configure"):
-        facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
-        told = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
-        if told:
-            trainer.print(told)
+    facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
+    message = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
+    if message:
+        trainer.print(message)
     if trainer.compile_regional:  # before it is sharded
         Compile(options=trainer.compile_options).apply(module)
     strategy.prepare_module(module, manual, trainer.precision_plugin)

@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
-from trainer_kit.core.protocols import Group, Precision, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import EMPTY, Feed, size_reader
 from trainer_kit.engine.bus import Bus, Listeners
@@ -25,6 +25,8 @@ from trainer_kit.engine.ghosts import donated, in_step, unseen
 from trainer_kit.engine.loaders import part_weight
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.unwind import Unwinding
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Evaluation", "evaluate", "predict"]
 
@@ -119,7 +121,7 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     extra = (loader,) if len(run.feeds) > 1 else ()
     if not takes(step, 2 + len(extra)):
         step, extra = _first_arguments(step, extra), ()
-    step = run.strategy.bind_evaluation(step, whole=True) if run.whole else run.strategy.bind_evaluation(step)
+    step = run.strategy.bind_evaluation(step, whole=run.whole)
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
     size: Callable[[Any], int] | None = None

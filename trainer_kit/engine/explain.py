@@ -165,11 +165,11 @@ def _window(trainer: Any) -> int:
 
 def _cost_lines(trainer: Any, strategy: Any, module: Any, size: int) -> list[str]:
     """What a rank holds and sends: of the module as it is now, divided by an earlier fit or not."""
-    if not hasattr(strategy, "costs"):
-        return []
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
     costs = strategy.costs(module, trainer.precision_plugin, size)
+    if costs is None:
+        return [f"layout       not known: {type(strategy).__name__} declares no costs"]
     optimizers = trainer.optimizers if trainer.module is module else None
     note = []
     if not optimizers and is_overridden("configure_optimizers", module, TrainModule):

@@ -57,8 +57,7 @@ def fit(run: Fit) -> None:
     for hook in bus.on_train_end:
         hook()
     settle_end(run)
-    if hasattr(strategy, "finish"):
-        strategy.finish(run.module)
+    strategy.finish(run.module)
 
 
 @contextmanager

@@ -14,11 +14,12 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from trainer_kit.core.errors import DataError
-from trainer_kit.core.protocols import Group, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import EMPTY, Feed
 from trainer_kit.engine.metric_objects import restore_running, running_states
 from trainer_kit.engine.micro import Micro
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Ghosts", "donated", "in_step", "unseen"]
 

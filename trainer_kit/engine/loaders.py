@@ -15,9 +15,11 @@ from trainer_kit.core.errors import DataError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.move import move_to_device
-from trainer_kit.core.protocols import Group, Precision, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.data import Feed, limit_batches
 from trainer_kit.engine.settings import Settings
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "part_weight", "training_feed"]
 

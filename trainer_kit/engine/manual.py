@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.optimizer_proxy import OptimizerProxy
-from trainer_kit.core.protocols import Precision, Strategy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import LRSchedulerConfig, Optimizers
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ManualOptimizer", "ManualStepper"]
 

@@ -8,7 +8,7 @@ from typing import Any
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
-from trainer_kit.core.protocols import Strategy
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["count_once", "place_of", "restore_running", "running_states"]
 

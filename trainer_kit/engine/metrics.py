@@ -13,10 +13,11 @@ from torch import Tensor
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.protocols import Group, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.engine.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
 from trainer_kit.engine.metric_objects import place_of, restore_running, running_states
 from trainer_kit.engine.reduction import agreed, reduced
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Metrics"]
 

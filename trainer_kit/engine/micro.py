@@ -12,10 +12,10 @@ from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.protocols import Precision
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.metrics import Metrics
+from trainer_kit.precision.precision import Precision
 
 __all__ = ["EndOfEpoch", "Micro"]
 

@@ -13,8 +13,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.protocols import Precision, Strategy
 from trainer_kit.engine.bus import Bus
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["LRSchedulerConfig", "Optimizers", "Stepper", "configure_optimizers", "parameters_of"]
 
@@ -55,14 +56,14 @@ class Optimizers:
     names: list[str] | None = None
 
 
-def configure_optimizers(module: TrainModule, strategy: Any = None) -> Optimizers:
+def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) -> Optimizers:
     """Call ``module.configure_optimizers`` and read every form it may return.
 
     Args:
         module: the user's.
         strategy: whose configuration may name what the module does not.
     """
-    sections: Any = getattr(strategy, "sections", None)
+    sections: Any = None if strategy is None else strategy.sections
     named = sections is not None and sections.optimizer is not None
     if is_overridden("configure_optimizers", module, TrainModule):
         given = module.configure_optimizers()
@@ -79,7 +80,7 @@ def configure_optimizers(module: TrainModule, strategy: Any = None) -> Optimizer
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         given = sections.make_optimizer(trained)
     made = _read(given, module)
-    if sections is not None and sections.scheduler is not None and len(made.optimizers) == 1:
+    if strategy is not None and sections is not None and sections.scheduler is not None and len(made.optimizers) == 1:
         if made.schedulers:
             sections.refuse_both("scheduler", made.schedulers[0].scheduler)
         scheduler = sections.make_scheduler(made.optimizers[0], strategy.device)
@@ -214,7 +215,7 @@ class Stepper:
     ) -> None:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
         self.clip, self.metrics = clip, metrics
-        self._skips = getattr(precision, "skips", precision.scales)
+        self._skips = precision.skips
         self.replay: Callable[[], Any] | None = None
         self.window: Any = None
         self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.together import together
 from trainer_kit.engine.groups import configured
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["optimizer_state", "owned_parameters", "parameter_names", "restore_optimizer"]
 
@@ -43,8 +43,7 @@ def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.P
 
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
     """What checkpoints call a module's parameters, by their ids."""
-    names = getattr(strategy, "shared_names", None)
-    others = {} if names is None else names(module)
+    others = strategy.shared_names(module)
     return {id(parameter): others.get(name, name) for name, parameter in module.named_parameters()}
 
 

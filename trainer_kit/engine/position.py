@@ -9,9 +9,9 @@ from typing import Any
 from trainer_kit.core.duration import Duration
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.engine.metrics import Metrics
 from trainer_kit.engine.settings import Settings
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Position"]
 
@@ -52,7 +52,7 @@ class Position(ABC):
     @property
     def global_rank(self) -> int:
         """This process's rank over all nodes."""
-        return self.strategy.world.rank if hasattr(self.strategy, "world") else self.environment.rank
+        return self.strategy.world.rank if self.strategy.started else self.environment.rank
 
     @property
     def local_rank(self) -> int:
@@ -67,7 +67,7 @@ class Position(ABC):
     @property
     def world_size(self) -> int:
         """Processes over all nodes."""
-        return self.strategy.world.size if hasattr(self.strategy, "world") else self.environment.world_size
+        return self.strategy.world.size if self.strategy.started else self.environment.world_size
 
     @property
     def is_global_zero(self) -> bool:

@@ -14,12 +14,12 @@ from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info,
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.together import on_rank_zero, together
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded
 from trainer_kit.engine.records import RUN, read_records
 from trainer_kit.engine.state import fitting, own_part
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "find_checkpoint",
@@ -219,12 +219,8 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
 def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection[str]]:
     """What this rank holds of a module, by the names that checkpoints have for it, and those of what it does not."""
     like = strategy.module_state(module)
-    held_elsewhere = getattr(strategy, "held_elsewhere", None)
-    absent = () if held_elsewhere is None else held_elsewhere(module)
-    others = getattr(strategy, "shared_names", None)
-    if others is not None:
-        like = {**like, **{first: like[name] for name, first in others(module).items() if name in like}}
-    return like, absent
+    others = {first: like[name] for name, first in strategy.shared_names(module).items() if name in like}
+    return {**like, **others}, strategy.held_elsewhere(module)
 
 
 def read_rest(
@@ -243,7 +239,7 @@ def read_rest(
     elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
     state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
     mine = own_part(strategy.world.rank)
-    if hasattr(strategy, "own_state") and mine in known and not weights_only:
+    if strategy.per_rank_state and mine in known and not weights_only:
         state.update(read_checkpoint(path, parts=[mine]))
     return _with_weights(path, state)
 

@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer_kit.core.memory import device_memory, in_units
-from trainer_kit.precision.where import engine_of
 
 __all__ = ["build_module", "training_bytes", "weigh"]
 
@@ -23,8 +22,7 @@ _WIDTHS: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
 def build_module(trainer: Any, module: Any, stage: str) -> None:
     """Call ``configure_model``, and take the other strategy where ``"auto"`` finds that what it built does not fit."""
     strategy, precision = trainer.strategy, trainer.precision_plugin
-    if hasattr(strategy, "configure"):
-        strategy.configure(precision=precision.name)
+    strategy.configure(precision=precision.name)
     # What may have to be divided is built in host memory.
     with precision.init_context(), strategy.init_context() if trainer.roomier is None else torch.device("cpu"):
         module.configure_model()
@@ -33,8 +31,7 @@ def build_module(trainer: Any, module: Any, stage: str) -> None:
     taken, why = weigh(trainer, module, stage, strategy.world)
     if taken is strategy:
         return
-    if hasattr(precision, "check"):
-        precision.check(taken.device, engine_of(taken.name))
+    precision.check(taken.device, taken.engine)
     taken.start()
     trainer.strategy, trainer.roomier = taken, None  # for good: what is divided stays divided
     trainer.metrics.heard_on(taken, module)

@@ -8,7 +8,6 @@ from typing import Any
 
 from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.protocols import Precision, Strategy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.evaluate import Evaluation
 from trainer_kit.engine.manual import ManualStepper
@@ -19,6 +18,8 @@ from trainer_kit.engine.requests import Requests
 from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
 from trainer_kit.engine.windows import Windows
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Fit"]
 

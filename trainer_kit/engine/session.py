@@ -18,7 +18,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.progress import Progress
-from trainer_kit.core.protocols import CheckpointRequest, Precision, Strategy
+from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.seed import order_seed
 from trainer_kit.core.together import on_rank_zero
@@ -34,6 +34,8 @@ from trainer_kit.engine.run import Fit
 from trainer_kit.engine.runs import choose_run, count_fit, follow, logger_states
 from trainer_kit.engine.saving import save_to
 from trainer_kit.engine.state import collect
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Session"]
 

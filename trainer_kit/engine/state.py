@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.together import on_every_rank, together
@@ -20,6 +19,7 @@ from trainer_kit.engine.optimizer_states import optimizer_state, owned_parameter
 from trainer_kit.engine.reading import reading_state, restore_reading
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.schedulers import restore_scheduler
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "collect",
@@ -130,10 +130,9 @@ def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule:
 
 def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
     """Where ranks have weights of their own, a part for each of them beside what stands for all."""
-    context = getattr(run.strategy, "own_state", None)
-    if context is None:
+    if not run.strategy.per_rank_state:
         return {}
-    with context():
+    with run.strategy.own_state():
         weights = {k: v for k, v in run.strategy.module_state(run.module).items() if isinstance(v, Tensor)}
         optimizers = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
     return {own_part(run.strategy.world.rank): {"state_dict": weights, "optimizer_states": optimizers}}

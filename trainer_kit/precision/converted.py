@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,12 +15,13 @@ from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.exceptions import Exceptions, ModulePrecision, call_layers, except_modules, excepted
 from trainer_kit.precision.lasting import note_layers, refuse_layers
 from trainer_kit.precision.native import MixedPrecision, TruePrecision, native_precision
+from trainer_kit.precision.precision import Precision
 from trainer_kit.precision.where import check_runs
 
 __all__ = ["ConvertedPrecision", "refuse_shared"]
 
 
-class ConvertedPrecision(ABC):
+class ConvertedPrecision(Precision):
     """A native precision with some layers exchanged.
 
     Args:
@@ -39,6 +40,7 @@ class ConvertedPrecision(ABC):
         self.exceptions = except_modules(exceptions)
         self.base = native_precision(base) if isinstance(base, str) else base
         self.converts_batch, self.scales = self.base.converts_batch, self.base.scales
+        self.skips = self.base.skips
         self.param_dtype, self.reduce_dtype = self.base.param_dtype, self.base.reduce_dtype
         self.device = torch.device(self.base.device_type)
         self._asked = True  # until a run says where it is

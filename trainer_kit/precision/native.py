@@ -32,6 +32,7 @@ from trainer_kit.precision.overflow import (
     seen_optimizers,
     state_of_next,
 )
+from trainer_kit.precision.precision import Precision
 from trainer_kit.precision.where import check_runs
 
 __all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
@@ -57,7 +58,7 @@ _Excepted: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
 
 
 @final
-class TruePrecision:
+class TruePrecision(Precision):
     """Parameters, buffers, batches and layers made in ``configure_model`` all in one dtype; nothing is scaled.
 
     Args:
@@ -73,10 +74,7 @@ class TruePrecision:
         'bf16-true'
     """
 
-    scales = skips = False
     _engine: EngineSteps | None = None  # which steps by itself
-    param_dtype: torch.dtype | None = None  # stored in the dtype that computes
-    reduce_dtype: torch.dtype | None = None
 
     def __init__(self, dtype: torch.dtype = torch.float32, exceptions: Exceptions = ()) -> None:
         self.dtype, self.name, self.device_type = dtype, f"{_bits(dtype, _BITS, 'TruePrecision')}-true", "cpu"
@@ -160,7 +158,7 @@ class TruePrecision:
 
 
 @final
-class MixedPrecision:
+class MixedPrecision(Precision):
     """Autocast: float32 weights, and the forward in bfloat16 or float16 where that is safe.
 
     float16 gradients underflow, so the loss is scaled by ``torch.amp.GradScaler``: gradients are unscaled once for
@@ -183,7 +181,6 @@ class MixedPrecision:
         'bf16-mixed'
     """
 
-    converts_batch = False
     _engine: EngineSteps | None = None  # which steps by itself
 
     def __init__(
@@ -199,8 +196,7 @@ class MixedPrecision:
         self._own_scaler = scaler is not None
         # What autocast would cast weights to, for engines that gather them so (FSDP gathers them as they are stored);
         # sums over many ranks need float32's digits.
-        self.param_dtype: torch.dtype | None = dtype
-        self.reduce_dtype: torch.dtype | None = torch.float32
+        self.param_dtype, self.reduce_dtype = dtype, torch.float32
         self.scales = self.skips = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
@@ -248,17 +244,9 @@ class MixedPrecision:
         """The exceptions."""
         return [part for _, part, _ in excepted(module, self.exceptions)]
 
-    def convert_batch(self, batch: Any) -> Any:
-        """Batches stay as they are."""
-        return batch
-
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """Autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
-
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are made in float32."""
-        return nullcontext()
 
     def hand_over(self, steps: EngineSteps, scales: bool) -> None:
         """An engine steps by itself, and scales losses or not."""

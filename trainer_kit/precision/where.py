@@ -9,7 +9,7 @@ from typing import Final
 
 from trainer_kit.core.errors import PrecisionError
 
-__all__ = ["DEVICES", "ENGINES", "RUNS", "TESTED", "UNTESTED", "check_runs", "engine_of"]
+__all__ = ["DEVICES", "ENGINES", "RUNS", "TESTED", "UNTESTED", "check_runs"]
 
 TESTED: Final = "yes"
 """Held against a plain loop by the tests, on a CPU."""
@@ -55,26 +55,13 @@ DEVICES: Final[dict[str, dict[str, str]]] = {
 """By precision and device type, why it is refused there; fp8, and DeepSpeed's float16, are tried out instead."""
 
 
-def engine_of(strategy: str) -> str:
-    """The family of a strategy's name; the name itself where it is none of ours.
-
-    Example:
-        >>> engine_of("deepspeed_stage_3_offload"), engine_of("hsdp"), engine_of("my-engine")
-        ('deepspeed', 'fsdp', 'my-engine')
-    """
-    for start, family in (("single", "single"), ("hsdp", "fsdp"), ("tpu", "xla"), ("tp", "mesh"), ("pp", "mesh")):
-        if strategy.startswith(start):
-            return family
-    return next((family for family in ENGINES if strategy.startswith(family)), strategy)
-
-
 def check_runs(precision: str, device: str, engine: str) -> None:
     """Look the combination up.
 
     Args:
         precision: a key of `RUNS`.
         device: as in ``torch.device.type``.
-        engine: one of `ENGINES`; any other passes.
+        engine: one of `ENGINES`, as a strategy declares it; any other passes.
 
     Raises:
         PrecisionError: where the table says no.

@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import Final
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.core.protocols import Precision
 from trainer_kit.precision.native import NAMES, native_precision
+from trainer_kit.precision.precision import Precision
 
 __all__ = ["WORDS", "make_precision"]
 

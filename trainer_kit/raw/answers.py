@@ -91,32 +91,37 @@ class Answers(Tracking):
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
         """How many processes divide what; None where they divide only data."""
-        if self.strategy.name != "mesh":
+        if not self._divides_more_than_data:
             return None
         mesh: Any = self.torch_device_mesh
         sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
         axes = {f"{axis}_size": sizes[axis] for axis in sizes}
-        return ParallelismConfig(**axes, plan=getattr(self.strategy, "plan", None))
+        return ParallelismConfig(**axes, plan=self.strategy.plan)
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
         """The processes, an axis for each way in which they divide the work; None where there are no axes."""
-        found: DeviceMesh | None = getattr(self.strategy, "mesh", None)
-        return found
+        return self.strategy.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
         """Whether parameters are divided by FSDP2."""
-        return self.strategy.name in ("fsdp", "mesh")
+        return self.strategy.mesh is not None
 
     @property
     def data_parallel_rank(self) -> int:
         """Which part of the data is read here; on a mesh, by `parallelism_config`, which copy is trained."""
-        return self._place("dp_replicate") if self.strategy.name == "mesh" else self.strategy.data.rank
+        return self._place("dp_replicate") if self._divides_more_than_data else self.strategy.data.rank
 
     def _place(self, axis: str) -> int:
-        mesh = self.torch_device_mesh if self.strategy.name == "mesh" else None
-        return 0 if mesh is None else mesh.get_local_rank(axis)
+        mesh = self.torch_device_mesh
+        return 0 if mesh is None or axis not in (mesh.mesh_dim_names or ()) else mesh.get_local_rank(axis)
+
+    @property
+    def _divides_more_than_data(self) -> bool:
+        """Whether the mesh has the axes of a `ParallelismConfig`."""
+        mesh = self.torch_device_mesh
+        return mesh is not None and "tp" in (mesh.mesh_dim_names or ())
 
     @property
     def gradient_state(self) -> GradientState:
@@ -234,7 +239,7 @@ class Answers(Tracking):
             StrategyError: a sequence that cannot be divided, or no attention was called.
         """
         mesh = self.torch_device_mesh
-        if self.strategy.name != "mesh" or mesh is None or mesh["cp"].size() == 1:
+        if mesh is None or not self._divides_more_than_data or mesh["cp"].size() == 1:
             yield
             return
         first, self._attends = not self._attends, True

@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import is_true, variable
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.strategies.deepspeed_config import from_launcher, read_config, with_arguments
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "made_optimizer", "made_scheduler", "named_plugins"]
 
@@ -67,9 +67,9 @@ class DummyScheduler:
         self.kwargs = kwargs
 
 
-def made_optimizer(strategy: Any, given: Optimizer | DummyOptim) -> Optimizer:
+def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimizer:
     """The optimizer itself, or the one that the JSON of a strategy names; never both."""
-    sections = getattr(strategy, "sections", None)
+    sections = strategy.sections
     if not isinstance(given, DummyOptim):
         if sections is not None:
             sections.refuse_both("optimizer", given)
@@ -81,9 +81,9 @@ def made_optimizer(strategy: Any, given: Optimizer | DummyOptim) -> Optimizer:
     )
 
 
-def made_scheduler(strategy: Any, given: Any, optimizer: Any) -> Any:
+def made_scheduler(strategy: Strategy, given: Any, optimizer: Any) -> Any:
     """As `made_optimizer`; ``optimizer`` is the last one that was prepared."""
-    sections = getattr(strategy, "sections", None)
+    sections = strategy.sections
     if not isinstance(given, DummyScheduler):
         if sections is not None:
             sections.refuse_both("scheduler", given)

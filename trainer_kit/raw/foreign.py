@@ -11,10 +11,11 @@ from torch import nn
 from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles
 from trainer_kit.checkpoint.deepspeed_content import DeepSpeedContent, deepspeed_content
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.protocols import Group, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.together import together
 from trainer_kit.engine.optimizer_states import owned_parameters, parameter_names, restore_optimizer
 from trainer_kit.engine.resume import held_of
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["load_deepspeed"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.core.protocols import Precision
+from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.options import KwargsHandler
 
 if TYPE_CHECKING:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.raw import collectives
 from trainer_kit.raw.meet import meet
 from trainer_kit.raw.process import Processes
 from trainer_kit.raw.waiting import Waiting
 from trainer_kit.raw.window import Window
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Gathering"]
 

@@ -54,7 +54,7 @@ class Loop(Preparing):
     @property
     def scaler(self) -> Any:
         """The gradient scaler of fp16, or None."""
-        return getattr(self.precision, "scaler", None)
+        return self.precision.scaler
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -171,7 +171,7 @@ class Loop(Preparing):
         Raises:
             ConfigurationError: the strategy needs every process in a step, so that nobody can be left behind.
         """
-        together = self.strategy.lockstep or hasattr(self.strategy, "complete_gradients")
+        together = self.strategy.lockstep or self.strategy.completes_gradients
         if together and self.strategy.data.size > 1:
             raise ConfigurationError(
                 "a step needs every process, so that all of them need equally many batches",

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Final, final
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import variable
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronLMPlugin"]
 

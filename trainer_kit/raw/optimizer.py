@@ -8,7 +8,7 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from trainer_kit.core.optimizer_proxy import OptimizerProxy
-from trainer_kit.core.protocols import Precision
+from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.window import Window
 
 __all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]

@@ -11,9 +11,9 @@ from typing import Any
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import variable
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.strategies.fsdp_config import KEYS, from_launcher
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "AutocastKwargs",

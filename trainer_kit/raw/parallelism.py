@@ -9,10 +9,10 @@ from typing import Any
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import variable
 from trainer_kit.core.parallel import ParallelPlan
-from trainer_kit.core.protocols import Strategy
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.raw.options import FullyShardedDataParallelPlugin
 from trainer_kit.strategies.axes import AXES
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "ParallelismConfig",

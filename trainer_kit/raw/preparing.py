@@ -14,9 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.protocols import Group, Precision, Strategy
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
 from trainer_kit.engine.groups import configured
+from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
 from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader
@@ -25,6 +26,7 @@ from trainer_kit.raw.options import DataLoaderConfiguration, GradientAccumulatio
 from trainer_kit.raw.process import DistributedType
 from trainer_kit.raw.watch import Watch
 from trainer_kit.raw.wrapping import apply_precision, compile_options, compiled, uncompiled, unwrap
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.compile import Compile
 
 __all__ = ["Preparing"]
@@ -87,7 +89,7 @@ class Preparing(Gathering):
     @property
     def distributed_type(self) -> DistributedType:
         """The engine, where Accelerate has a word for it; else what kind of processes work together."""
-        return _BY_ENGINE.get(self.strategy.name) or super().distributed_type
+        return _BY_ENGINE.get(self.strategy.engine) or super().distributed_type
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -213,16 +215,14 @@ class Preparing(Gathering):
     @property
     def _owns_step(self) -> bool:
         """Whether an engine runs backward, puts parameters of its own into optimizers, and steps them."""
-        return bool(getattr(self.strategy, "owns_step", False))
+        return self.strategy.owns_step
 
     def _tell_engine(self) -> None:
         """What an engine with a configuration of its own is to agree with."""
-        configure = getattr(self.strategy, "configure", None)
-        if configure is not None:
-            known = (loader.feed.per_rank_batch_size for loader in self._dataloaders)
-            sizes, plugin = {size for size in known if size is not None}, self.deepspeed_plugin
-            size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
-            configure(accumulation=self.window.steps, batch_size=size)
+        known = (loader.feed.per_rank_batch_size for loader in self._dataloaders)
+        sizes, plugin = {size for size in known if size is not None}, self.deepspeed_plugin
+        size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
+        self.strategy.configure(accumulation=self.window.steps, batch_size=size)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
@@ -239,7 +239,7 @@ class Preparing(Gathering):
         # A seed each: two loaders over one data set must not come in the same order.
         seed += len(self._dataloaders)
         strategy = self.strategy
-        engine = (strategy.shard_batch, getattr(strategy, "end_batch", None))
+        engine = (strategy.shard_batch, strategy.end_batch)
         made = prepare_loader(data_loader, strategy.data, device, self.window, self.dataloader_config, seed, *engine)
         self._dataloaders.append(made)
         return made

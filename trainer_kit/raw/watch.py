@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError, RankError
-from trainer_kit.core.protocols import Strategy
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.rehearsal import tensors_of
 
 __all__ = ["Watch"]

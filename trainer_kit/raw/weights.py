@@ -37,13 +37,11 @@ class Weights(Loop):
         if not self.strategy.sharded:
             return dict(own.state_dict())
         found = together(self.world, lambda: self.strategy.module_state(own))
-        pipeline, tied = getattr(self.strategy, "pipeline", None), tied_names(found)
+        everywhere, tied = self.strategy.names_on_all_ranks(), tied_names(found)
         names, held = list(found), None
-        if pipeline is not None:  # stages have other parameters, and share some
-            names, several = (
-                pipeline.names,
-                self.world.all_gather_object((list(found), {**tied, **pipeline.ties.names})),
-            )
+        if everywhere is not None:  # stages have other parameters, and share some
+            shared = {**tied, **self.strategy.shared_names(own)}
+            names, several = list(everywhere), self.world.all_gather_object((list(found), shared))
             held = [theirs for theirs, _ in several]
             tied = {name: kept for _, ties in several for name, kept in ties.items()}
         for name in names:

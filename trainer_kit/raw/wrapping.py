@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.core.protocols import Precision
+from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.collectives import each_tensor
 from trainer_kit.raw.options import TorchDynamoPlugin
 from trainer_kit.strategies.engine_module import EngineModule

@@ -1,4 +1,4 @@
-"""Where tensors live and who talks to whom: one file an engine, the protocol is ``core.protocols.Strategy``."""
+"""Where tensors live, and which processes exchange what: one file an engine; `Strategy` is their contract."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from trainer_kit.core.lazy import alias_package, lazy_names
 from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.strategies.strategy import Strategy
 
 if __name__ != "trainer_kit.strategies":  # imported through the link at the top of a checkout
     alias_package(__name__, "trainer_kit.strategies")
@@ -27,6 +28,7 @@ __all__ = [
     "MeshStrategy",
     "PostLocalSGD",
     "SingleDeviceStrategy",
+    "Strategy",
     "XLAStrategy",
 ]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, final
 
@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.comm_hooks import register_comm_hook
 from trainer_kit.strategies.costs import held_whole, ring
-from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
-from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
@@ -28,13 +27,14 @@ from trainer_kit.strategies.process_group import (
     broadcast_buffers,
     join_world,
 )
-from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
+from trainer_kit.strategies.state import optimizer_state
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["DDPStrategy"]
 
 
 @final
-class DDPStrategy(Ported):
+class DDPStrategy(Strategy):
     """torch's DistributedDataParallel (Li et al., VLDB 2020; https://pytorch.org/docs/stable/notes/ddp.html).
 
     Gradients are exchanged once an optimizer step: not at all inside an accumulation window. A rank that has no data
@@ -55,8 +55,8 @@ class DDPStrategy(Ported):
     """
 
     name = "ddp"
-    lockstep = False
-    shard_batch = None
+    engine = "ddp"
+    needs_processes = True
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class DDPStrategy(Ported):
         if local_sgd is not None and static_graph:
             raise StrategyError("a static graph is learned from exchanges, of which local SGD has none", found="both")
         self.device = torch.device(device)
-        self.local_sgd, self.sharded = local_sgd, local_sgd is not None
+        self.local_sgd = local_sgd
+        self.sharded = self.per_rank_state = local_sgd is not None
         self._replicas: Replicas | None = None
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -109,16 +110,11 @@ class DDPStrategy(Ported):
         self.reporter = self.world.rank
         if self.local_sgd is not None:
             self._replicas = Replicas(self.local_sgd, self.world)
-            self.own_state = self._replicas.own
 
     def stop(self) -> None:
         """Let go of the wrapper and its hooks on the parameters; the process group stays until the process ends."""
         self._ddp = None
         self._step, self._frozen = _Step(nn.Module()), []
-
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are built where they run."""
-        return torch.device(self.device)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module, and give every rank rank 0's weights."""
@@ -183,9 +179,6 @@ class DDPStrategy(Ported):
             register_comm_hook(wrapped, self.comm_hook, self.comm_state)
         return wrapped
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Parameters are the very same objects."""
-
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Through the wrapper, whose forward arms the exchange; unless each backward arms it, or there are several.
 
@@ -198,10 +191,6 @@ class DDPStrategy(Ported):
             return method
         self._step.redirect(method)
         return self._ddp
-
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method itself."""
-        return method
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """The user's own, or autograd's; after each of manual optimization gradients are complete."""
@@ -268,19 +257,9 @@ class DDPStrategy(Ported):
             self._ddp.require_backward_grad_sync = True
             self._ddp.reducer.prepare_for_backward([loss])
 
-    def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
-    ) -> Tensor | None:
-        """Clip by norm or by value: every rank has the whole gradients."""
-        return clip_gradients(parameters, value, algorithm, norm_type)
-
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""
         return dict(module.state_dict()) if self._replicas is None else self._replicas.module_state(module)
-
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """As torch loads it."""
-        module.load_state_dict(state, strict=strict)
 
     def optimizer_state(
         self, optimizer: Optimizer
@@ -288,15 +267,6 @@ class DDPStrategy(Ported):
         """The optimizer's own."""
         parameters, state = optimizer_state(optimizer)
         return parameters, state if self._replicas is None else self._replicas.optimizer_state(parameters, state)
-
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
-        """As torch loads it."""
-        load_optimizer_state(optimizer, groups, state)
 
     @property
     def own_buffers(self) -> bool:
@@ -313,6 +283,10 @@ class DDPStrategy(Ported):
             else:
                 with self._replicas.united(module):
                     yield
+
+    def own_state(self) -> AbstractContextManager[Any]:
+        """Inside, states are this rank's own, not the average of all ranks."""
+        return nullcontext() if self._replicas is None else self._replicas.own()
 
     def finish(self, module: nn.Module) -> None:
         """Training is over: weights that are each rank's own become one."""
@@ -338,7 +312,7 @@ class DDPStrategy(Ported):
     def describe(self) -> str:
         """One line for ``explain()``."""
         on = ", ".join(name for name, value in self.wrapper_options.items() if value is True)
-        size = f" over {self.world.size} ranks" if hasattr(self, "world") else ""
+        size = f" over {self.world.size} ranks" if self.started else ""
         every = "" if self.local_sgd is None else f"; weights averaged every {self.local_sgd.period} steps"
         return f"DistributedDataParallel{size} on {self.device.type}: {on}{every}"
 

@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.together import together
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
 from trainer_kit.strategies.deepspeed_costs import deepspeed_costs
 from trainer_kit.strategies.deepspeed_gradients import OpenWindow, Windows, take_step
@@ -52,15 +53,15 @@ from trainer_kit.strategies.deepspeed_state import (
 )
 from trainer_kit.strategies.engine_module import EngineModule
 from trainer_kit.strategies.pieces import Piece
-from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, refuse_whole
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["DeepSpeedStrategy"]
 
 
 @final
-class DeepSpeedStrategy(Ported):
+class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO (Rajbhandari et al., SC 2020; https://www.deepspeed.ai).
 
     The engine runs backward, averages gradients, clips and steps; windows, weights, hooks and checkpoints are ours.
@@ -88,10 +89,10 @@ class DeepSpeedStrategy(Ported):
     """
 
     name = "deepspeed"
-    sharded = False
+    engine = "deepspeed"
     lockstep = True
-    owns_step = True
-    shard_batch = None
+    owns_step = completes_gradients = own_buffers = True
+    why_not_averaged = "DeepSpeed steps flat copies of its own of the weights"
 
     def __init__(
         self,
@@ -193,8 +194,7 @@ class DeepSpeedStrategy(Ported):
         """Check what the engine cannot do; it takes the module over when the optimizer is known, too."""
         check_module(module, manual)
         self.configure(precision=precision.name, hidden_size=hidden_size(module))
-        if hasattr(precision, "hand_over"):
-            precision.hand_over(self._scaler, precision.name.startswith("16-"))
+        precision.hand_over(self._scaler, precision.name.startswith("16-"))
         self._engine = self._optimizer = None
         self._pieces, self._step = {}, Step(module)
         if not self._release(module):
@@ -273,7 +273,7 @@ class DeepSpeedStrategy(Ported):
             )
         return self._through(method, lambda: self._engine)
 
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """Through the module that the engine gathers parameters for; the method itself below stage 3."""
         if self._engine is None or self.stage < 3:
             return method
@@ -325,9 +325,6 @@ class DeepSpeedStrategy(Ported):
             raise StrategyError("DeepSpeed has nothing to step", fix="return an optimizer from configure_optimizers")
         self._windows.run(self._engine, micro, self._finishes_late)
 
-    def arm(self, loss: Tensor) -> None:
-        """There is no manual optimization."""
-
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
@@ -376,11 +373,6 @@ class DeepSpeedStrategy(Ported):
             group.update(options)
         load_optimizer(self._pieces, optimizer, state)
 
-    @property
-    def own_buffers(self) -> bool:
-        """The engine leaves buffers alone."""
-        return True
-
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""
         return borrowed_buffers(module, self.world)
@@ -391,7 +383,7 @@ class DeepSpeedStrategy(Ported):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        size = f" over {self.world.size} ranks" if hasattr(self, "world") else ""
+        size = f" over {self.world.size} ranks" if self.started else ""
         keys = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
         hosted = [word for word, key in keys.items() if self._offloads(key)]
         there = f", {' and '.join(hosted)} on the host" if hosted else ""

@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.exchanging_backward import ExchangingBackward
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.initial import InitialWeights, built_once
-from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     borrowed_buffers,
@@ -33,10 +33,10 @@ from trainer_kit.strategies.state import (
     load_module_parts,
     load_optimizer_state,
     optimizer_parts,
-    optimizer_state,
     parameters_of,
 )
 from trainer_kit.strategies.stepping import step_by_kind
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
 from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
 from trainer_kit.strategies.transforms.units import Policy, outer_modules
@@ -52,7 +52,7 @@ _RESHARDS: Final[Mapping[str, bool | None]] = {
 
 
 @final
-class FSDPStrategy(Ported):
+class FSDPStrategy(Strategy):
     """torch's FSDP2 (Zhao et al., VLDB 2023; https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 
     A unit's parameters are gathered while it computes, gradients are reduced into parts once an optimizer step. The
@@ -76,8 +76,9 @@ class FSDPStrategy(Ported):
     """
 
     name = "fsdp"
+    engine = "fsdp"
     sharded = lockstep = True
-    shard_batch = None
+    mesh: DeviceMesh
     own_buffers = True
     """Nothing exchanges them in a step."""
 
@@ -105,6 +106,7 @@ class FSDPStrategy(Ported):
         self._reshards = _RESHARDS[word] if reshard_after_forward is None else reshard_after_forward
         self._policy, self._recomputes = auto_wrap_policy, activation_checkpointing_policy
         self.cpu_offload, self._mixed, self._ignored = cpu_offload, mixed_precision, ignored_modules
+        self.needs_processes = not cpu_offload and activation_checkpointing_policy is False
         self.backend, self.timeout = process_group_backend, timeout
         self._root: Any = None  # what gathers the rest of its module; None where that is several modules
         self._units: list[FSDPModule] = []
@@ -114,11 +116,6 @@ class FSDPStrategy(Ported):
         self.weights: InitialWeights | None = None
         """Whose they are that a module starts from, where it was divided along other axes ahead of this one."""
         self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
-
-    @property
-    def serves_alone(self) -> bool:
-        """Whether one process gains by it: it has nobody to divide with, but a host to offload to."""
-        return self.cpu_offload or self._recomputes is not False
 
     @property
     def parameters_on(self) -> torch.device:
@@ -148,7 +145,7 @@ class FSDPStrategy(Ported):
                 ("fsdp", kind, sizes),
                 lambda: inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=names)),
             )
-        self.mesh: DeviceMesh = shape
+        self.mesh = shape
 
     def _shape(self, ranks: int) -> tuple[int, ...] | DeviceMesh:
         """Of the mesh; (replicas, shards) where there are two axes."""
@@ -257,7 +254,7 @@ class FSDPStrategy(Ported):
         self._every_backward = self._every_backward or several
         return method if self._root is None else _through(self._root, method)
 
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """The same; weights are divided again after each call, as hooks and checkpoints look for them."""
         call = method if self._root is None else _through(self._root, method)
         units = self._units
@@ -305,28 +302,15 @@ class FSDPStrategy(Ported):
                 abandon(unit)
             raise
 
-    def arm(self, loss: Tensor) -> None:
-        """Every backward of manual optimization exchanges gradients."""
-
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's own, in parts."""
-        return dict(module.state_dict())
-
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Whole tensors, or parts."""
         load_module_parts(module, state, strict)
-
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
-        """The optimizer's own, in parts."""
-        return optimizer_state(optimizer)
 
     def load_optimizer_state(
         self,
@@ -343,7 +327,7 @@ class FSDPStrategy(Ported):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """A part of everything; parameters are gathered in a forward and again for its backward, gradients reduced."""
-        shape = getattr(self, "mesh", None) or self._shape(ranks)
+        shape = self.mesh or self._shape(ranks)
         rank = shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
         sizes = tuple(shape.shape) if isinstance(shape, DeviceMesh) else shape
         automatic = getattr(module, "automatic_optimization", True)
@@ -354,7 +338,7 @@ class FSDPStrategy(Ported):
     def describe(self) -> str:
         """One line for ``explain()``."""
         kind = "hybrid FSDP" if self.hybrid else "FSDP"
-        if not hasattr(self, "mesh"):
+        if self.mesh is None:
             return f"{kind} on {self.device.type}"
         names = self.mesh.mesh_dim_names or ()
         axes = " × ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=False))
@@ -383,7 +367,6 @@ def _nothing_returned(rank: int) -> StrategyError:
 def _apart(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
     """What cannot be gathered with the rest: torch casts a unit to one dtype, and reduces gradients of one."""
     trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
-    if not hasattr(precision, "kept_modules") or (policy.param_dtype is None and len(trained) < 2):
+    if policy.param_dtype is None and len(trained) < 2:
         return []
-    kept: list[nn.Module] = precision.kept_modules(module)
-    return kept
+    return precision.kept_modules(module)

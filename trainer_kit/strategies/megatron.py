@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.together import together
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron_config import check_model, megatron_model
 from trainer_kit.strategies.megatron_costs import megatron_costs
@@ -24,15 +25,15 @@ from trainer_kit.strategies.megatron_library import finalize, make_groups, make_
 from trainer_kit.strategies.megatron_scaler import MegatronScaler
 from trainer_kit.strategies.megatron_state import TensorParts, find_pieces, keep_state, kept_state
 from trainer_kit.strategies.pieces import Piece, whole_of
-from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, part_of
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronStrategy"]
 
 
 @final
-class MegatronStrategy(Ported):
+class MegatronStrategy(Strategy):
     """megatron-core (https://docs.nvidia.com/megatron-core/): data and tensor parallel, for models of its layers.
 
     ``configure_model`` builds the model, as ``self.net = GPTModel(TransformerConfig(...), ...)``, with the sizes that
@@ -55,9 +56,11 @@ class MegatronStrategy(Ported):
     """
 
     name = "megatron"
+    engine = "megatron"
+    data: ProcessGroup
     lockstep = True  # its schedule wants a loss for each micro-batch
-    shard_batch = None
-    gradient_divisor = 1  # it adds up
+    completes_gradients = own_buffers = True
+    why_not_averaged = "Megatron's optimizer steps copies of its own of the weights"
 
     def __init__(
         self,
@@ -85,14 +88,15 @@ class MegatronStrategy(Ported):
         self._inside = False
         self._half = ""
 
-    def places(self, world: int) -> None:
-        """Whether so many processes can be divided."""
-        if world % self.tensor_parallel:
+    def places(self, processes: int) -> dict[str, int]:
+        """The data ranks and the tensor ranks."""
+        if processes % self.tensor_parallel:
             raise StrategyError(
-                f"{world} processes are no multiple of {self.tensor_parallel}",
+                f"{processes} processes are no multiple of {self.tensor_parallel}",
                 found=f"tensor_parallel={self.tensor_parallel}",
                 fix="launch a multiple of it",
             )
+        return {"data": processes // self.tensor_parallel, "tensor": self.tensor_parallel}
 
     def start(self) -> None:
         """Join the process group, and make Megatron's groups of it."""
@@ -151,7 +155,7 @@ class MegatronStrategy(Ported):
         check_model(config, {**sizes, **others}, precision.name)
         self._half = "bf16" if config.bf16 else "fp16" if config.fp16 else ""
         if self._half == "fp16":
-            precision.hand_over(self._scaler, True)  # type: ignore[attr-defined]
+            precision.hand_over(self._scaler, True)
         module.to(self.device)
         self._chunk = wrap(model, self._half, added_up, self.distributed_optimizer)
         self._optimizer, self._gradients, self._pieces = None, {}, {}
@@ -184,10 +188,6 @@ class MegatronStrategy(Ported):
         """The method itself: the wrapper is where it calls the model."""
         if several:
             raise StrategyError("Megatron runs one backward a micro-batch", fix="return one loss, or use DDP")
-        return method
-
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The method itself."""
         return method
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
@@ -273,9 +273,6 @@ class MegatronStrategy(Ported):
         )
         micro.end(micro.count - 1)
 
-    def arm(self, loss: Tensor) -> None:
-        """There is no manual optimization."""
-
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
@@ -347,11 +344,6 @@ class MegatronStrategy(Ported):
             raise StrategyError("Megatron made several optimizers", found=f"{len(chained)}, where one is known")
         return chained[0]
 
-    @property
-    def own_buffers(self) -> bool:
-        """Nobody exchanges them."""
-        return True
-
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, buffers are those of data rank 0."""
         return borrowed_buffers(module, self.data)
@@ -363,6 +355,6 @@ class MegatronStrategy(Ported):
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        size = f", {self.data.size} data ranks" if hasattr(self, "data") else ""
+        size = f", {self.data.size} data ranks" if self.started else ""
         divided = ", distributed optimizer" if self.distributed_optimizer else ""
         return f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks{size}{divided}"

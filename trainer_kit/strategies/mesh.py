@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
-from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.around_steps import AroundSteps
 from trainer_kit.strategies.axes import check_options, check_sizes, places, refuse_by_hand
 from trainer_kit.strategies.fsdp import FSDPStrategy
@@ -26,7 +27,6 @@ from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
 from trainer_kit.strategies.mesh_groups import mesh_groups
 from trainer_kit.strategies.noise import agree_on_noise, drawing_alike
-from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
@@ -35,10 +35,10 @@ from trainer_kit.strategies.state import (
     load_module_parts,
     load_optimizer_state,
     optimizer_parts,
-    optimizer_state,
     parameters_of,
 )
 from trainer_kit.strategies.stepping import step_by_kind
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
 from trainer_kit.strategies.transforms.pipeline import Pipeline
 from trainer_kit.strategies.transforms.schedules import bubble, check_schedule
@@ -54,7 +54,7 @@ __all__ = ["MeshStrategy"]
 
 
 @final
-class MeshStrategy(Ported):
+class MeshStrategy(Strategy):
     """Data, tensor, context and pipeline parallel together, on one ``DeviceMesh``.
 
     Each global batch is divided over ``dp_replicate × dp_shard``; the other ranks of a place there get the same batch.
@@ -85,6 +85,13 @@ class MeshStrategy(Ported):
     """
 
     name = "mesh"
+    engine = "mesh"
+    needs_processes = True
+    mesh: DeviceMesh
+    data: ProcessGroup
+    losses: ProcessGroup
+    reports: ProcessGroup
+    completes_gradients = True
     own_buffers = True
     """Nothing exchanges them in a step."""
 
@@ -129,16 +136,19 @@ class MeshStrategy(Ported):
         Raises:
             StrategyError: another number of places than processes.
         """
+        again = self.started
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
-        if hasattr(self, "mesh"):
+        if again:
             return
         sizes = self.places(self.world.size)
         check_options(sizes, self._fsdp)
         self.groups = mesh_groups(self.device, sizes)
-        self.mesh: DeviceMesh = self.groups.mesh
+        self.mesh = self.groups.mesh
         self.data, self.losses, self.reports = self.groups.data, self.groups.losses, self.groups.reports
         self._same = list(self.groups.same.values())
         self.reporter = self.world.rank
+        self.sharded = self.world.size > 1  # a rank that is alone has everything
+        self.lockstep = self.losses.size > 1  # parameters divided over the data axes are gathered in a forward
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(self.mesh["pp"].get_group(), self.world, self.device, self.schedule)
             self.reporter = self.pipeline.reporter
@@ -146,16 +156,6 @@ class MeshStrategy(Ported):
     def places(self, processes: int) -> dict[str, int]:
         """The size of each axis, with -1 filled in; see `trainer_kit.strategies.axes.places`."""
         return places(self.sizes, processes)
-
-    @property
-    def sharded(self) -> bool:
-        """A rank has all there is only where it is alone."""
-        return self.world.size > 1
-
-    @property
-    def lockstep(self) -> bool:
-        """Parameters that are divided over the data axes are gathered in a forward."""
-        return self.losses.size > 1
 
     @property
     def gradient_divisor(self) -> int:
@@ -212,6 +212,7 @@ class MeshStrategy(Ported):
                 return_copies(module)
         if not self._by_hand:
             self._around.take(module, plan, self.mesh)
+            self.shard_batch = self._around.shard_batch
         if self._recomputes is not False:
             ActivationCheckpointing(None if self._recomputes is True else self._recomputes).apply(module)
         if not (self._by_hand and self._modules):  # what divides the first one divides the others, and steps them all
@@ -248,11 +249,6 @@ class MeshStrategy(Ported):
             return self.plan
         configure = getattr(module, "configure_parallel", None)
         return (None if configure is None else configure(self.mesh)) or ParallelPlan()
-
-    @property
-    def shard_batch(self) -> Callable[[Any], Any] | None:
-        """A part of each sequence; positions, where the plan asks for them."""
-        return self._around.shard_batch
 
     # -- optimizers ----------------------------------------------------------------------------------------------
 
@@ -330,15 +326,15 @@ class MeshStrategy(Ported):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's own, in parts."""
-        return dict(module.state_dict())
-
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names of other stages."""
         if self.pipeline is None:
             return ()
         return set(self.pipeline.names) - module.state_dict().keys() - set(self.pipeline.ties.names.values())
+
+    def names_on_all_ranks(self) -> Sequence[str] | None:
+        """Those of all stages."""
+        return None if self.pipeline is None else list(self.pipeline.names)
 
     def shared_names(self, module: nn.Module) -> Mapping[str, str]:
         """Of what another stage has under another name."""
@@ -350,12 +346,6 @@ class MeshStrategy(Ported):
             load_module_parts(module, state, strict)
         else:
             self.pipeline.load_state(module, state, strict)
-
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
-        """The optimizer's own, in parts."""
-        return optimizer_state(optimizer)
 
     def load_optimizer_state(
         self,
@@ -372,11 +362,11 @@ class MeshStrategy(Ported):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """As the data axes have it, of what the others leave; layers are divided by the plan when a verb begins."""
-        along = self.groups.data_mesh if hasattr(self, "mesh") else None
+        along = self.groups.data_mesh if self.started else None
         elsewhere = 0 if self.pipeline is None else self.pipeline.elsewhere
         return mesh_costs(self.places(ranks), along, self._fsdp, module, precision, elsewhere)
 
     def describe(self) -> str:
         """One line for ``explain()``."""
         staged = self.schedule, 0 if self.pipeline is None else self.pipeline.elsewhere
-        return mesh_in_words(getattr(self, "mesh", None), self.sizes, self.device, self._modules, *staged)
+        return mesh_in_words(self.mesh, self.sizes, self.device, self._modules, *staged)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer_kit.core.costs import Costs, Exchange
-from trainer_kit.core.protocols import Precision
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.axes import axes_in_words
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.holding import parameters_held

@@ -11,7 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import MicroSteps, Precision
+from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import spread_overflow
 from trainer_kit.strategies.process_group import ProcessGroup, average_gradients

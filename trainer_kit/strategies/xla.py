@@ -14,19 +14,19 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.protocols import Group, MicroSteps, Precision
+from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.costs import held_whole, ring
-from trainer_kit.strategies.gradients import clip_gradients
-from trainer_kit.strategies.ported import Ported
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.xla_group import XLAGroup
 
 __all__ = ["XLAStrategy"]
 
 
 @final
-class XLAStrategy(Ported):
+class XLAStrategy(Strategy):
     """torch_xla (https://docs.pytorch.org/xla): one process drives all devices of its machine, or each drives one.
 
     - One process, one device: a step is one compiled graph, which ends where the optimizer has stepped.
@@ -45,8 +45,9 @@ class XLAStrategy(Ported):
     """
 
     name = "xla"
-    sharded = lockstep = False
-    finds_devices = True
+    engine = "xla"
+    finds_devices = completes_gradients = True
+    why_not_averaged = "averages under XLA were never compared with those of one process"
 
     def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
         if shard_parameters and spmd is False:
@@ -57,7 +58,7 @@ class XLAStrategy(Ported):
             )
         self.shard_parameters, self.spmd = shard_parameters, spmd
         self.device = torch.device("xla")
-        self.shard_batch: Callable[[Any], Any] | None = None
+        self.end_batch = self._sync_batch
         self._mesh: Any = None
         self._parameters: list[nn.Parameter] = []
         self._moved = Moved()
@@ -173,7 +174,7 @@ class XLAStrategy(Ported):
             raise StrategyError("XLA compiles steps by itself", found="torch.compile", fix="leave compile= out")
         return method
 
-    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """Each batch is a graph of its own."""
 
         def run(*arguments: Any) -> Any:
@@ -182,10 +183,6 @@ class XLAStrategy(Ported):
             return output
 
         return run
-
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The user's own, or autograd's."""
-        return backward
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own, after which the graph of the step is compiled and runs."""
@@ -253,27 +250,14 @@ class XLAStrategy(Ported):
         """Average them over the processes."""
         return self._average(p for group in optimizer.param_groups for p in group["params"])
 
-    def end_batch(self) -> None:
-        """What was traced is compiled and runs, also where nothing was stepped."""
+    def _sync_batch(self) -> None:
+        """Compile and run what was traced, also where nothing was stepped."""
         self._sync()
-
-    def arm(self, loss: Tensor) -> None:
-        """Nothing to synchronise."""
-
-    def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
-    ) -> Tensor | None:
-        """Clip by norm or by value: gradients are whole, also where the compiler divides them."""
-        return clip_gradients(parameters, value, algorithm, norm_type)
 
     @property
     def own_buffers(self) -> bool:
         """Processes keep their own."""
         return self.world.size > 1
-
-    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Each process evaluates with its own."""
-        return nullcontext()
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Of a process; what devices of one process send each other is the compiler's choice."""
@@ -291,7 +275,7 @@ class XLAStrategy(Ported):
     def describe(self) -> str:
         """One line for ``explain()``."""
         parts = "; weights in parts" if self.shard_parameters else ""
-        if not hasattr(self, "world"):
+        if not self.started:
             return f"torch_xla, not started{parts}"
         if self._mesh is not None:
             return f"torch_xla, one process for {self._mesh.size()} devices{parts}"

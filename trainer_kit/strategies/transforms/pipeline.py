@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import DataError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
-from trainer_kit.core.protocols import Group, MicroSteps, Precision
+from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.called import Calls
 from trainer_kit.strategies.transforms.rehearsal import copied, drawing, shapes_of, untouched

@@ -1,0 +1,76 @@
+"""Every implementation, assigned to its contract: `make check` runs ``mypy --strict`` on this file, which never runs.
+
+Strategies and precisions are abstract classes, which mypy checks where they are defined; the assignments here show that
+what the package hands out as one of these contracts is one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer_kit.core.module import TrainModule
+    from trainer_kit.core.protocols import Group, Logger, MicroSteps, ModuleLike, TrainerLike
+    from trainer_kit.engine.micro import Micro
+    from trainer_kit.loggers import CSVLogger, DummyLogger, JSONLLogger, TensorBoardLogger, WandbLogger
+    from trainer_kit.precision import (
+        BitsandbytesPrecision,
+        Float8Precision,
+        MixedPrecision,
+        QATPrecision,
+        TransformerEnginePrecision,
+        TruePrecision,
+    )
+    from trainer_kit.precision.precision import Precision
+    from trainer_kit.strategies import (
+        DDPStrategy,
+        DeepSpeedStrategy,
+        FSDPStrategy,
+        MegatronStrategy,
+        MeshStrategy,
+        SingleDeviceStrategy,
+        Strategy,
+        XLAStrategy,
+    )
+    from trainer_kit.strategies.process_group import ProcessGroup
+    from trainer_kit.strategies.single import Alone
+    from trainer_kit.strategies.xla_group import XLAGroup
+    from trainer_kit.trainer import Trainer
+
+    def strategies(
+        single: SingleDeviceStrategy,
+        ddp: DDPStrategy,
+        fsdp: FSDPStrategy,
+        mesh: MeshStrategy,
+        deepspeed: DeepSpeedStrategy,
+        megatron: MegatronStrategy,
+        xla: XLAStrategy,
+    ) -> list[Strategy]:
+        return [single, ddp, fsdp, mesh, deepspeed, megatron, xla]
+
+    def precisions(
+        true: TruePrecision,
+        mixed: MixedPrecision,
+        float8: Float8Precision,
+        bitsandbytes: BitsandbytesPrecision,
+        qat: QATPrecision,
+        transformer_engine: TransformerEnginePrecision,
+    ) -> list[Precision]:
+        return [true, mixed, float8, bitsandbytes, qat, transformer_engine]
+
+    def groups(alone: Alone, processes: ProcessGroup, xla: XLAGroup) -> list[Group]:
+        return [alone, processes, xla]
+
+    def loggers(
+        csv: CSVLogger, dummy: DummyLogger, jsonl: JSONLLogger, tensorboard: TensorBoardLogger, wandb: WandbLogger
+    ) -> list[Logger]:
+        return [csv, dummy, jsonl, tensorboard, wandb]
+
+    def one_window(micro: Micro) -> MicroSteps:
+        return micro
+
+    def facade(trainer: Trainer) -> TrainerLike:
+        return trainer
+
+    def module(module: TrainModule) -> ModuleLike:
+        return module

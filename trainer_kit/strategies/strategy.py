@@ -1,0 +1,270 @@
+"""The contract of a strategy: where tensors live, and which processes exchange what."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.costs import Costs
+from trainer_kit.core.parallel import ParallelPlan
+from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.gradients import clip_gradients
+from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Strategy"]
+
+
+class Strategy(ABC):
+    """Where tensors live, and which processes exchange what. It has no hooks and does not know the Trainer.
+
+    Subclass it once, and override what your engine does differently from one process on one device: that is what every
+    default does, so that each is true for an engine that changes nothing. What the loop must know in advance is an
+    attribute here (`sharded`, `lockstep`, `owns_step`, …), declared by the engine; the loop never compares names.
+    """
+
+    # -- what it is ----------------------------------------------------------------------------------------------
+
+    name: str
+    """For messages and the run's records; nothing is decided by it."""
+    engine: str = ""
+    """Its row in the table of precisions (`trainer_kit.precision.where.ENGINES`); empty: it is not in that table."""
+    sharded: bool = False
+    """Whether a rank's state is only a part of the whole: all ranks then write a checkpoint together."""
+    lockstep: bool = False
+    """Whether a forward needs every data rank: a rank without a batch then runs an earlier one with weight 0."""
+    owns_step: bool = False
+    """Whether the engine steps parameters of its own: weights are whole only in `module_state`."""
+    per_rank_state: bool = False
+    """Whether ranks hold different values under the same names between two exchanges; see `own_state`."""
+    completes_gradients: bool = False
+    """Whether gradients of a raw loop are complete only after `complete_gradients`, which every rank must call."""
+    needs_processes: bool = False
+    """Whether it does nothing for one process alone, where `SingleDeviceStrategy` then takes its place."""
+    finds_devices: bool = False
+    """Whether `start` finds the device itself, because torch does not show it as an accelerator."""
+    why_not_averaged: str | None = None
+    """Why callbacks cannot average the weights of this engine; None: they can."""
+    sections: Any = None
+    """The optimizer and scheduler that the engine's own configuration names; None: it names none."""
+
+    # -- topology ------------------------------------------------------------------------------------------------
+
+    device: torch.device
+    """Where this rank computes; the Trainer sets it before `start`."""
+    world: Group
+    """All processes; set by `start`, as the three that follow."""
+    data: Group
+    """The processes among which a global batch is divided; the others of one place in it get the same batches."""
+    losses: Group
+    """The data ranks, and those that each compute a part of the same batch: the sum of weights is over all of them."""
+    reports: Group
+    """The processes whose logged values are reduced: the data ranks, and those that compute a batch together."""
+    reporter: int = 0
+    """The rank of the world whose logged values count for this rank's batches; usually its own."""
+    mesh: DeviceMesh | None = None
+    """torch's mesh of the processes, where the strategy makes one."""
+    plan: ParallelPlan | None = None
+    """How a mesh is to split the module, where the user gave it to the strategy."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Join the process group, or make one, and set `world`, `data`, `losses`, `reports` and `reporter`."""
+
+    def stop(self) -> None:
+        """Release what `prepare_module` made. Default: nothing to do."""
+
+    @property
+    def started(self) -> bool:
+        """Whether `start` has run, so that `world` is known."""
+        return "world" in self.__dict__
+
+    def places(self, processes: int) -> Mapping[str, int]:
+        """The size of each axis with so many processes; called before any process is started.
+
+        Raises:
+            StrategyError: so many processes cannot be divided.
+        """
+        return {}
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every rank (Lightning's ``trainer.strategy.barrier()``)."""
+        self.world.barrier()
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        """The value of rank ``src``, on every rank (Lightning's ``trainer.strategy.broadcast(value)``)."""
+        return self.world.broadcast(value, src)
+
+    def configure(self, **facts: Any) -> str | None:
+        """Take what the run knows, to complete the engine's own configuration and to refuse contradictions.
+
+        Args:
+            facts: ``precision`` before the module is built; ``batch_size``, ``accumulation`` and ``clip`` before it is
+                prepared.
+
+        Returns:
+            A line to print, or None.
+        """
+        return None
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs | None:
+        """What this rank holds of a module and sends in a step. Default: None, not known.
+
+        Args:
+            module: before or after it is prepared.
+            precision: of the run.
+            ranks: of the world, which may not have started.
+        """
+        return None
+
+    # -- the module and its optimizers ---------------------------------------------------------------------------
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """The context in which ``configure_model`` builds layers. Default: on the device."""
+        return torch.device(self.device)
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
+        """Move a module to where it runs, for evaluation alone."""
+        module.to(self.device)
+
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+        """Move, shard and wrap a module for training. ``manual``: the user's code calls backward."""
+        self.place_module(module, precision)
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """Move, shard and wrap a module of a raw loop; returns what that loop calls."""
+        self.prepare_module(module, False, precision)
+        return module
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Point parameter groups at what `prepare_module` made of the parameters. Default: the same objects."""
+
+    def finish(self, module: nn.Module) -> None:
+        """Called once after the last step of a fit that was not interrupted. Default: nothing to do."""
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    shard_batch: Callable[[Any], Any] | None = None
+    """Takes this rank's part of its data rank's batch, once that is on the device; None: the whole batch."""
+    end_batch: Callable[[], None] | None = None
+    """Called after each batch of a raw loop; None: nothing is."""
+
+    @property
+    def gradient_divisor(self) -> int:
+        """By what this engine's own reduction divides the sum of the ranks' gradients: 1 for a sum."""
+        return 1
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """How a step method of the module is called in training: through the wrapper, where there is one.
+
+        ``several``: each micro-batch has several backward passes (named losses).
+        """
+        return method
+
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+        """How a step method of the module is called in validation, test and prediction.
+
+        ``whole``: batches have not been through `shard_batch`.
+        """
+        return method
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """How backward runs. ``backward`` is the module's override; None means ``loss.backward``."""
+        return backward
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """How this optimizer is stepped."""
+        return optimizer.step
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """Run forward and backward for every micro-batch of one accumulation window.
+
+        The engine decides the order of micro-batches and when gradients are reduced. Call ``begin``, ``forward``,
+        ``backward`` (where there is a loss) and ``end`` once for each index. Default: one after the other.
+        """
+        for index in range(micro.count):
+            micro.begin(index)
+            loss = micro.forward(index)
+            if loss is not None:
+                micro.backward(index, loss)
+            micro.end(index)
+
+    def arm(self, loss: Tensor) -> None:
+        """Called in manual optimization before the backward of ``loss``, which is to reduce gradients."""
+
+    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Finish the reduction after the last backward of a raw loop's window; every rank must call it.
+
+        Returns:
+            The gradients that the engine keeps for this optimizer. Called only where `completes_gradients` is true.
+        """
+        return []
+
+    def clip_gradients(
+        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip unscaled gradients over all ranks: by ``"norm"``, whose value before is returned, or by ``"value"``."""
+        return clip_gradients(parameters, value, algorithm, norm_type)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's ``state_dict`` under the names that it has without any engine; every rank must call it."""
+        return dict(module.state_dict())
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Restore the `module_state` of any strategy, as ``load_state_dict`` does."""
+        module.load_state_dict(state, strict=strict)
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The module's own parameters in each group, and the state of each; every rank must call it."""
+        return optimizer_state(optimizer)
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """Restore the options of each group and the state of each parameter, as ``load_state_dict`` does."""
+        load_optimizer_state(optimizer, groups, state)
+
+    def own_state(self) -> AbstractContextManager[Any]:
+        """Inside, `module_state` and `optimizer_state` are this rank's own; used where `per_rank_state` is true."""
+        return nullcontext()
+
+    def held_elsewhere(self, module: nn.Module) -> Collection[str]:
+        """Names of `module_state` that only other ranks hold: this rank does not read them from a checkpoint."""
+        return ()
+
+    def names_on_all_ranks(self) -> Sequence[str] | None:
+        """All names of the trained module's state, in its order; None where every rank has all of them."""
+        return None
+
+    def shared_names(self, module: nn.Module) -> Mapping[str, str]:
+        """The name in checkpoints of each parameter that another rank holds under another name."""
+        return {}
+
+    @property
+    def own_buffers(self) -> bool:
+        """Whether a data rank's buffers (running statistics) stay its own from one step to the next."""
+        return False
+
+    def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
+        """Inside, every data rank has the buffers of data rank 0; afterwards its own again."""
+        return nullcontext()
