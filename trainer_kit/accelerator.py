@@ -118,7 +118,8 @@ class Accelerator(Answers):
         project_config: more about that.
         gradient_accumulation_plugin: more about accumulation.
         step_scheduler_with_optimizer: schedulers advance where optimizers step; False: at each call.
-        scheduler_steps_per_process: advance schedulers once for each process, as Accelerate does.
+        scheduler_steps_per_process: an optimizer step advances schedulers once for each process, as under Accelerate,
+            unless ``split_batches``; False: once.
         kwargs_handlers: options of the parts.
         dynamo_backend: of ``torch.compile``, for prepared models.
         dynamo_plugin: more about that.
@@ -159,7 +160,7 @@ class Accelerator(Answers):
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
         step_scheduler_with_optimizer: bool = True,
-        scheduler_steps_per_process: bool = False,
+        scheduler_steps_per_process: bool = True,
         kwargs_handlers: Sequence[KwargsHandler] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
@@ -218,6 +219,7 @@ class Accelerator(Answers):
             f"accumulation: {self.window.steps} micro-batches a step",
             *(f"model: {_wrapping(model)}" for model in self._models),
             *(f"loader: {loader.feed.describe()}" for loader in self._dataloaders),
+            *(f"scheduler: {scheduler.describe()}" for scheduler in self._schedulers),
             *describe_origins(self.origins.items()),
         ]
         return "\n".join(lines)

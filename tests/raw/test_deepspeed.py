@@ -295,6 +295,19 @@ def stand_ins() -> None:
         made({}).prepare(plain, tk.DummyOptim(plain.parameters()))
 
 
+def check_schedules_of_the_json() -> None:
+    """Accelerate divides their length by the number of processes; they advance once a step."""
+    params = dict.fromkeys(("warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto")
+    config = {"zero_optimization": {"stage": 0}, "scheduler": {"type": "WarmupDecayLR", "params": params}}
+    for options, total in (({}, 4), ({"scheduler_steps_per_process": False}, 8)):
+        accelerator, net = made({"hf_ds_config": config}, gradient_accumulation_steps=1, **options), make_net()
+        optimizer = sgd(net)
+        net, optimizer, scheduler = accelerator.prepare(net, optimizer, tk.DummyScheduler(optimizer, 8, 2))
+        assert scheduler.total_num_steps == total
+        assert scheduler.times == 1
+        accelerator.free_memory()
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
 def test_one_process_and_what_is_refused() -> None:
@@ -320,6 +333,7 @@ def test_one_process_and_what_is_refused() -> None:
 @pytest.mark.world_size(2, timeout=200)
 def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     what_fails_on_one_process_ends_all(tmp_path / "fails")
+    check_schedules_of_the_json()
     trains_as_ddp(tmp_path)
     expected = two_models_in_turn([None, None])
     for found, wanted in zip(two_models_in_turn([{"zero_stage": 2}, {"zero_stage": 3}]), expected, strict=True):

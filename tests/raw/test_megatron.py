@@ -81,7 +81,7 @@ def test_it_trains_and_saves_as_ddp_does(tmp_path: Path) -> None:
     assert_same(own, first, 1e-5)
     torch.testing.assert_close(own_norms, norms)
     steps = [call for call in calls if call[0] == "step"]
-    assert [said[2] for said in steps] == pytest.approx([0.1, 0.1, 0.05])  # the scheduler's
+    assert [said[2] for said in steps] == pytest.approx([0.1, 0.05, 0.025])  # the scheduler's, on two processes
     assert sum(call[0] == "finalize" for call in calls) == len(steps) == 3
     assert not any(call[0] == "schedule" for call in calls)
     accelerator.save_state(tmp_path / "megatron")

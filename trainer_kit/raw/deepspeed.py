@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, fields
@@ -47,8 +48,10 @@ class DummyScheduler:
 
     Args:
         optimizer: whose learning rates it moves; a `DummyOptim` too.
-        total_num_steps: of the run, in optimizer steps: what ``"auto"`` stands for there.
-        warmup_num_steps: likewise.
+        total_num_steps: of the run: what ``"auto"`` stands for there. As under Accelerate it is divided by the number
+            of processes, unless ``split_batches=True`` or ``scheduler_steps_per_process=False``: the engine's schedule
+            advances once an optimizer step.
+        warmup_num_steps: what ``"auto"`` stands for there, in optimizer steps.
         lr_scheduler_callable: refused: the JSON says which scheduler it is.
         kwargs: further options likewise.
     """
@@ -81,8 +84,15 @@ def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimiz
     )
 
 
-def made_scheduler(strategy: Strategy, given: Any, optimizer: Any) -> Any:
-    """As `made_optimizer`; ``optimizer`` is the last one that was prepared."""
+def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 1) -> Any:
+    """As `made_optimizer`.
+
+    Args:
+        strategy: likewise.
+        given: likewise.
+        optimizer: the last one that was prepared.
+        times: how often other schedulers advance in an optimizer step; one that is made here advances once.
+    """
     sections = strategy.sections
     if not isinstance(given, DummyScheduler):
         if sections is not None:
@@ -91,7 +101,7 @@ def made_scheduler(strategy: Strategy, given: Any, optimizer: Any) -> Any:
     if sections is None or sections.scheduler is None or optimizer is None:
         raise _nothing_named("scheduler", "DummyScheduler")
     said = {
-        "total_num_steps": given.total_num_steps,
+        "total_num_steps": None if given.total_num_steps is None else math.ceil(given.total_num_steps / times),
         "warmup_num_steps": max(1, given.warmup_num_steps),
         **given.kwargs,
     }

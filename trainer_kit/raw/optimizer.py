@@ -100,15 +100,19 @@ class AcceleratedOptimizer(OptimizerProxy):
 
 @final
 class AcceleratedScheduler:
-    """A scheduler that advances once an optimizer step.
+    """A scheduler that advances where optimizers step, ``times`` times in each optimizer step.
 
     Args:
         scheduler: the user's.
         optimizers: whose steps count; where one was skipped, the scheduler waits too.
         window: says when optimizers step.
-        with_optimizer: False: each call of ``step`` advances it.
-        times: how often a step advances it: Accelerate's own advances once for each process.
+        with_optimizer: False: each call of ``step`` advances it once.
+        times: how often an optimizer step advances it.
         adjust: count the calls inside a window, as schedulers that warn about a wrong order do.
+
+    Attributes:
+        times: likewise.
+        before_first_step: called once, before it advances for the first time.
     """
 
     def __init__(
@@ -122,7 +126,17 @@ class AcceleratedScheduler:
         adjust: bool = False,
     ) -> None:
         self.scheduler, self.optimizers, self._window = scheduler, list(optimizers), window
-        self._with_optimizer, self._times, self._adjust = with_optimizer, times, adjust
+        self._with_optimizer, self.times, self._adjust = with_optimizer, times, adjust
+        self.before_first_step: Callable[[], None] | None = None
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        pace = "once an optimizer step"
+        if not self._with_optimizer:
+            pace = "at each call of step()"
+        elif self.times > 1:
+            pace = f"{self.times} times an optimizer step, once for each process"
+        return f"{type(self.scheduler).__name__} advances {pace}"
 
     def step(self, *arguments: Any, **options: Any) -> None:
         """Advance, where the optimizers have just stepped."""
@@ -135,9 +149,12 @@ class AcceleratedScheduler:
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
-        for _ in range(self._times):
+        if self.before_first_step is not None:
+            self.before_first_step()
+            self.before_first_step = None
+        for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler._step_count <= total:
+            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR ends, and refuses to go on
                 self.scheduler.step(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:

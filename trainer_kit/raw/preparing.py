@@ -245,22 +245,44 @@ class Preparing(Gathering):
         return made
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """A scheduler that advances once an optimizer step."""
+        """A scheduler that advances with its optimizer, by default once for each process in an optimizer step.
+
+        So Accelerate does, and the scripts written for it multiply the length of their schedules by the number of
+        processes. ``split_batches=True`` and ``Accelerator(scheduler_steps_per_process=False)``: once in a step. So are
+        ``ReduceLROnPlateau``, whose patience counts values, and DeepSpeed's own schedules.
+        """
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
-        latest = self._optimizers[-1].optimizer if self._optimizers else None
-        scheduler = made_scheduler(self.strategy, scheduler, latest)
+        latest, several = self._optimizers[-1].optimizer if self._optimizers else None, self._scheduler_steps
+        by_engine = isinstance(scheduler, DummyScheduler)
+        scheduler = made_scheduler(self.strategy, scheduler, latest, several)
+        plateau = isinstance(scheduler, ReduceLROnPlateau)
+        once = plateau or by_engine or type(scheduler).__module__.startswith("deepspeed.")
         mine = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) in (o, o.optimizer)]
         made = AcceleratedScheduler(
             scheduler,
             mine or self._optimizers,
             self.window,
             with_optimizer=self.step_scheduler_with_optimizer,
-            times=self.strategy.data.size if self.scheduler_steps_per_process else 1,
-            adjust=self.accumulation.adjust_scheduler,
+            times=1 if once else several,
+            adjust=self.accumulation.adjust_scheduler and not plateau,  # torch's counts no calls
         )
+        if made.times > 1 and not any(one.times > 1 for one in self._schedulers):
+            made.before_first_step = self._say_scheduler_steps
         self._schedulers.append(made)
         return made
+
+    def _say_scheduler_steps(self) -> None:
+        """Before the first one that advances several times does so."""
+        first = next(one for one in self._schedulers if one.times > 1)
+        self.print(f"{first.describe()}, as under Accelerate; once with Accelerator(scheduler_steps_per_process=False)")
+
+    @property
+    def _scheduler_steps(self) -> int:
+        """How often a prepared scheduler advances in an optimizer step."""
+        if not (self.scheduler_steps_per_process and self.step_scheduler_with_optimizer):
+            return 1
+        return 1 if self.dataloader_config.split_batches else self.num_processes
 
     def _places(self, given: bool | None) -> bool:
         return self.device_placement if given is None else given

@@ -126,7 +126,8 @@ class Saving(Weights):
         buffers = self.world.gather_object(own)
         if buffers is not None and any(any(theirs) for theirs in buffers):  # who writes them has them
             state["buffers"] = buffers
-        state["progress"] = {"step": self.step, "iteration": self.save_iteration}
+        advances = [one.times for one in self._schedulers]
+        state["progress"] = {"step": self.step, "iteration": self.save_iteration, "scheduler_steps": advances}
         return state
 
     def _names(self) -> dict[int, str]:
@@ -275,6 +276,7 @@ class Saving(Weights):
         own = [owned_parameters(self.strategy, one.optimizer) for one in self._optimizers]
         together(self.world, lambda: self._fill_the_rest(state, own))
         self.step = state["progress"]["step"]
+        self._compare_schedulers(state["progress"].get("scheduler_steps"))
         named = _NUMBERED.fullmatch(path.name)
         self.project_configuration.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
         differs = ranks_differ(self.strategy, state)
@@ -305,6 +307,17 @@ class Saving(Weights):
             loader.load_states(saved)
         if self.data_seed is not None and seeds != [loader.seed for loader in self._dataloaders]:
             self.print(f"load_state: the data keep the order of the state, not that of seed={self.data_seed}")
+
+    def _compare_schedulers(self, before: list[int] | None) -> None:
+        """A schedule that counts two advances a step is not where one that counts four would be."""
+        now = [one.times for one in self._schedulers]
+        before = before or [1] * len(now)  # so did the versions that did not write it down
+        if before != now:
+            self.print(
+                f"schedulers advanced {max(before)} times an optimizer step when this state was saved, and advance "
+                f"{max(now)} times now, so they do not continue at the same place of their schedules; to resume on any "
+                "number of processes, count optimizer steps: Accelerator(scheduler_steps_per_process=False)"
+            )
 
     def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
         kinds: dict[str, list[Any]] = {
