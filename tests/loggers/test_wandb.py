@@ -93,8 +93,7 @@ def run(tmp_path: Path, code: str) -> tuple[list[Log], dict[str, Any]]:
     program += textwrap.dedent(
         """
         import wandb
-        assert wandb.run is None
-        wandb.teardown()
+        wandb.teardown()  # as wandb does at the end of a process
         warnings.simplefilter("ignore")
         assert dict(os.environ) == environment
         (root / "answer.json").write_text(json.dumps(answer))
@@ -197,6 +196,50 @@ def test_a_run_that_was_handed_in_or_is_in_progress_is_not_ended(tmp_path):
     (log,) = logs
     assert [row.get(name) for row, name in zip(log.history, "abc", strict=True)] == [1.0, 2.0, 3.0]
     assert len(answer["warned"]) == 1
+
+
+@pytest.mark.slow
+def test_fit_validate_and_test_are_one_run_and_another_logger_has_its_own(tmp_path):
+    logs, _ = run(
+        tmp_path,
+        """
+        import torch, wandb
+        import trainer_kit as tk
+        from trainer_kit.testing import TinyModule
+
+        def train(**options):
+            logger = WandbLogger(save_dir=root, offline=True, **options)
+            trainer = tk.Trainer(max_epochs=1, log_every_n_steps=1, logger=logger, enable_checkpointing=False,
+                                 enable_progress_bar=False, enable_model_summary=False)
+            trainer.fit(TinyModule(), data, data)
+            return logger, trainer
+
+        data = [torch.randn(4, 32)] * 2
+        logger, trainer = train(id="one")
+        trainer.validate(trainer.module, data, verbose=False)
+        trainer.test(trainer.module, data, verbose=False)
+        logger.experiment.summary["note"] = 7.0
+        other, trainer = train(id="two")
+        wandb.finish()
+        trainer.test(trainer.module, data, verbose=False)
+        try:
+            trainer.validate(trainer.module, [torch.randn(4, 7)])
+        except RuntimeError:
+            assert wandb.run is None, "a failure ends the run"
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is imported
+        """,
+    )
+    names = {log.run.run_id: [] for log in logs}
+    for log in logs:
+        names[log.run.run_id].append({name for row in log.history for name in row})
+    assert len(names["one"]) == 1, "one run, in one directory"
+    assert {"train_loss", "val_loss", "test_loss"} <= names["one"][0]
+    (one,) = (log for log in logs if log.run.run_id == "one")
+    assert one.exit_code == 0
+    assert one.summary["note"] == 7.0
+    assert {"train_loss", "val_loss"} <= names["two"][0], "another logger begins a run of its own"
+    assert any("test_loss" in after for after in names["two"][1:]), "logging after wandb.finish() resumes the run"
+    assert [log.exit_code for log in logs if log.run.run_id == "two"][-1] == 1
 
 
 @pytest.mark.slow

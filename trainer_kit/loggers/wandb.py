@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 
@@ -24,7 +25,9 @@ _EXIT_CODES: Final = {"success": 0, "failed": 1, "interrupted": 255}  # 255: wha
 class WandbLogger:
     """Log to Weights & Biases, or to local files with ``offline=True``.
 
-    The run begins at the first write. ``finalize`` ends a run that began here; logging after that resumes it.
+    The run begins at the first write, and ``fit``, ``validate``, ``test`` and ``predict`` share it. It ends with the
+    process, with ``wandb.finish()``, when another `WandbLogger` begins a run, or when an entry point fails. Logging
+    after its end resumes it.
 
     Args:
         name: the run's display name.
@@ -45,6 +48,7 @@ class WandbLogger:
     """
 
     writes_alone: Final = True
+    _idle: ClassVar[WandbLogger | None] = None  # whose run is open between two entry points
 
     def __init__(
         self,
@@ -114,9 +118,13 @@ class WandbLogger:
     @property
     def experiment(self) -> Any:
         """The ``wandb.Run``; asking for it begins it."""
-        if self._run is None:
-            import wandb
+        import wandb
 
+        if self._owned and wandb.run is not self._run and self._init.get("reinit") != "create_new":
+            self._run = None  # the user has finished it
+        if self._run is None:
+            if WandbLogger._idle is not None:
+                WandbLogger._idle._end("success")
             self._owned = wandb.run is None
             if wandb.run is not None:
                 warnings.warn(
@@ -150,7 +158,7 @@ class WandbLogger:
             for name, value in metrics.items()
         }
         if values:
-            self.experiment.log(values if step is None else {**values, _STEP: step})
+            self._logging().log(values if step is None else {**values, _STEP: step})
 
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
         """Put the hyperparameters into the run's config, and ``metrics`` into its summary.
@@ -162,9 +170,9 @@ class WandbLogger:
         new = plain(params_dict(params))
         self.hparams.update(new)
         if new:
-            self.experiment.config.update(new, allow_val_change=True)
+            self._logging().config.update(new, allow_val_change=True)
         if metrics:
-            self.experiment.summary.update(dict(metrics))
+            self._logging().summary.update(dict(metrics))
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Upload a checkpoint, now or at the end, as ``log_model`` says.
@@ -235,7 +243,9 @@ class WandbLogger:
         """Nothing waits here: wandb writes in a process of its own."""
 
     def finalize(self, status: str) -> None:
-        """Upload what ``log_model=True`` kept, and end the run if it began here.
+        """Upload what ``log_model=True`` kept, and end a run that failed and began here.
+
+        After ``"success"`` the run stays open for the next entry point, and wandb ends it with the process.
 
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``.
@@ -246,8 +256,23 @@ class WandbLogger:
                     self._upload(path)
             self._checkpoints.clear()
         if self._run is not None and self._owned:
-            self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
-            self._run = None
+            # A process that multiprocessing started ends without the exit handlers that would end the run.
+            if status == "success" and multiprocessing.parent_process() is None:
+                WandbLogger._idle = self
+            else:
+                self._end(status)
+
+    def _logging(self) -> Any:
+        """The run, which is in use from here on: another logger that begins does not end it."""
+        if WandbLogger._idle is self:
+            WandbLogger._idle = None
+        return self.experiment
+
+    def _end(self, status: str) -> None:
+        self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
+        self._run = None
+        if WandbLogger._idle is self:
+            WandbLogger._idle = None
 
     def _log_media(
         self, kind: str, key: str, items: Sequence[Any], step: int | None, kwargs: Mapping[str, Sequence[Any]]
