@@ -24,7 +24,7 @@ from trainer_kit.raw import collectives
 from trainer_kit.raw.answers import Answers
 from trainer_kit.raw.deepspeed import named_plugins
 from trainer_kit.raw.engines import asked_engine, chosen_sizes, chosen_strategy, engine_says, plugins
-from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe
+from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
 from trainer_kit.raw.generators import synchronize
 from trainer_kit.raw.options import (
     AutocastKwargs,
@@ -307,7 +307,7 @@ def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:
         word = str(getattr(word, "value", word))
     if word == "fp8":
         recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
-        word = (recipes[0] if recipes else AORecipeKwargs()).make_precision()
+        word = (recipes[0] if recipes else launched_recipe() or AORecipeKwargs()).make_precision()
     made = choose_precision(word, None, strategy)
     scaler = options.get(GradScalerKwargs)
     if scaler is not None and made.scales:

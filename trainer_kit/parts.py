@@ -18,6 +18,7 @@ from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.precision.precision import Precision
 from trainer_kit.precision.words import WORDS, make_precision
+from trainer_kit.raw.fp8 import launched_recipe
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.strategy import Strategy
 
@@ -280,7 +281,8 @@ def _make_precision(precision: Any, device_type: str) -> Precision:
     elif str(precision).lower() not in WORDS and precision in PRECISIONS.names():
         made = PRECISIONS.get(str(precision))()
     else:
-        made = make_precision(precision, device_type)
+        recipe = launched_recipe() if str(precision).lower() == "fp8" else None
+        made = make_precision(precision, device_type) if recipe is None else recipe.make_precision()
     return made
 
 

@@ -278,6 +278,9 @@ def test_a_wrong_choice_of_a_class_is_one_line(script):
     assert said == [f"train.py fit: --model: {line}" for line in cases.values()]
 
 
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 9)
+)
 STOPPING = "trainer:\n  callbacks:\n  - class_path: EarlyStopping\n"
 FILES = {
     "trainer:\n  max_epoch: 3\n": ":2: trainer.max_epoch: unknown key, did you mean 'trainer.max_epochs'?",
@@ -292,8 +295,8 @@ FILES = {
     "trainer:\n  max_epochs: !!python/object/apply:os.mkdir [made]\n": ":2: "
     "!!python/object/apply:os.mkdir: this tag is not read; a class is a class_path",
     "- 1\n": ":1: there must be keys and values at the top",
-    "data: " + "[" * 60 + "]" * 60 + "\n": ":1: deeper than 50 levels",
-    "a: &a [1]\nb: [" + ", ".join(["*a"] * 101) + "]\n": ":2: over 100 aliases",
+    "data: " + "[" * 60 + "]" * 60 + "\n": ":1: nested deeper than 50 levels",
+    BOMB: ":5: more than 20000 values, aliases written out",
     "#" * 1_000_001: ": larger than 1000 kB, which no configuration is",
 }
 

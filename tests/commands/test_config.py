@@ -179,6 +179,9 @@ def test_default_and_show() -> None:
     assert read_configuration(WRITTEN).values["mixed_precision"] == "bf16"
     assert call("config", "default", "--force")[0] == 0
     assert read_configuration(WRITTEN).values["mixed_precision"] == "no"
+    assert call("config", "default", "--force", "--mixed_precision", "fp8")[0] == 0
+    assert read_configuration(WRITTEN).values["mixed_precision"] == "fp8"
+    assert call("config", "default", "--force")[0] == 0
     code, output = call("config", "show")
     assert code == 0
     assert output.splitlines()[0] == str(WRITTEN.absolute())

@@ -70,6 +70,32 @@ print(f"rank {trainer.global_rank} of {trainer.world_size} step {trainer.global_
 """
 
 
+ENGINE = """
+import os
+import torch
+from trainer_kit import Accelerator
+
+
+class Tiny(torch.nn.Linear):
+    pass
+
+
+accelerator = Accelerator()
+model = Tiny(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, loader = accelerator.prepare(
+    model, optimizer, torch.utils.data.DataLoader(torch.ones(8, 4), batch_size=2)
+)
+for batch in loader:
+    accelerator.backward(model(batch).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+kind, where = accelerator.distributed_type.value, accelerator.device
+print(f"{accelerator.process_index} of {accelerator.num_processes} {kind} {type(model).__name__} {where} "
+      f"{os.environ['NCCL_DEBUG']}", flush=True)
+"""
+
+
 @pytest.fixture(autouse=True)
 def _scripts(tmp_path: Path) -> None:
     Path("raw.py").write_text(RAW)
@@ -150,8 +176,8 @@ def ranks_that_listen_to_nobody_outside(agents: list[subprocess.Popen[str]], pro
     assert addresses <= loopback
 
 
-def call(*words: str) -> tuple[int, str]:
-    result = CliRunner(env={"XDG_CONFIG_HOME": os.getcwd(), "XDG_CACHE_HOME": os.getcwd()}).invoke(main, words)
+def call(*words: str, **more: str) -> tuple[int, str]:
+    result = CliRunner(env={"XDG_CONFIG_HOME": os.getcwd(), "XDG_CACHE_HOME": os.getcwd(), **more}).invoke(main, words)
     return result.exit_code, result.output
 
 
@@ -175,6 +201,59 @@ def test_a_trainer_on_two_processes_as_a_module() -> None:
     code, out, err = launch("--cpu", "--num_processes=2", "-q", "-m", "fit")
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "kind", "wraps"),
+    [
+        (["--config_file", "fsdp2.yaml", "--cpu", "--tee", "3", "--role", "worker"], "FSDP", "FSDPTiny"),
+        (["--cpu", "--use_deepspeed", "--num_processes", "2", "--env", "NCCL_DEBUG=INFO"], "DEEPSPEED", "EngineModule"),
+    ],
+)
+def test_an_engine_on_the_cpu_is_that_engine(words: list[str], kind: str, wraps: str) -> None:
+    Path("fsdp2.yaml").write_text(
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: 2}\nenvironment: {NCCL_DEBUG: INFO}\n"
+    )
+    Path("engine.py").write_text(ENGINE)
+    code, out, err = launch("--log_dir", "logs", "--monitor_interval", "0.05", *words, "engine.py")
+    assert code == 0, err
+    role = "worker" if "--role" in words else "rank"
+    lines = [f"{rank} of 2 {kind} {wraps} cpu INFO" for rank in range(2)]
+    assert sorted(line for line in out.splitlines() if line.startswith("[")) == [
+        f"[{role}{rank}]:{line}" for rank, line in enumerate(lines)
+    ]
+    files = sorted(Path("logs").glob("*/attempt_0/*/stdout.log"))
+    assert [file.read_text().splitlines()[-1] for file in files] == lines
+    assert not list(Path("logs").rglob("error.json"))
+
+
+@pytest.mark.slow
+def test_a_program_of_any_language() -> None:
+    Path("hello.sh").write_text('#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $1 $A"\nexit $2\n')
+    Path("hello.sh").chmod(0o755)
+    shared = ("--no_python", "--env", "A=1")
+    code, out, err = launch("--cpu", "--num_processes", "2", *shared, "./hello.sh", "x", "0")
+    assert (code, err, sorted(out.splitlines())) == (0, "", ["shell 0 of 2: x 1", "shell 1 of 2: x 1"])
+    code, out, _ = launch("--cpu", *shared, "./hello.sh", "-q", "3")
+    assert (code, out) == (3, "shell  of : -q 1\n")
+
+
+@pytest.mark.slow
+def test_a_variable_before_what_a_wizard_wrote_unasked() -> None:
+    file = Path("huggingface/accelerate/default_config.yaml")
+    file.parent.mkdir(parents=True)
+    file.write_text(SAMPLES["plain.yaml"])
+    Path("debug.py").write_text("from trainer_kit import Accelerator\nprint(Accelerator().state.debug)\n")
+    said = f"debug=True (environment ACCELERATE_DEBUG_MODE, before the default in {file.absolute()}:2)"
+    with start("debug.py", ACCELERATE_DEBUG_MODE="1") as process:
+        out, err = process.communicate(timeout=100)
+    assert (process.returncode, out.splitlines()[-1]) == (0, "True"), err
+    assert f"trainer-kit: {said}\n" in err
+    code, output = call("explain", "debug.py", ACCELERATE_DEBUG_MODE="1")
+    assert code == 0
+    assert re.search(rf"^debug +true +{re.escape(said[12:-1])}$", output, re.M)
 
 
 @pytest.mark.slow
@@ -309,6 +388,15 @@ def test_mpi_needs_no_options() -> None:
         (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
         (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
         (["--tpu", "--num_machines", "2", "raw.py"], "the machines of a TPU pod"),
+        (["--tpu_cluster", "raw.py"], "the machines of a TPU pod"),
+        (["--cpu", "--no_python", "-m", "raw"], "--no_python runs a program"),
+        (["--cpu", "--no_python", "no-such-program"], "no program no-such-program"),
+        (["--cpu", "--tee", "4", "raw.py"], "is 0 to 3 (none, stdout, stderr, both)"),
+        (["--cpu", "--monitor_interval", "0", "raw.py"], "is a number of seconds above 0"),
+        (["--cpu", "--env", "A", "raw.py"], "a variable is NAME=TEXT"),
+        (["--cpu", "--rdzv_conf", "is_host=1", "raw.py"], "not by torch's rendezvous"),
+        (["--cpu", "--use_parallelism_config", "raw.py"], "a parallelism_config is one with an axis above 1"),
+        (["--multi_gpu", "--use_deepspeed", "raw.py"], "there is no accelerator on this machine"),
         (["--cpu", "--multi_gpu", "raw.py"], "one kind of run at a time"),
         (
             ["--config_file", "bad.yaml", "raw.py"],
@@ -342,6 +430,17 @@ def test_help_is_a_screen(command: str) -> None:
     assert code == 0
     assert len(output.splitlines()) <= 50
     assert "--fsdp_version" not in output
+
+
+def test_what_has_no_effect_is_named() -> None:
+    code, output = call("explain", "--cpu", "--vm", "one", "--vm", "two", "--rdzv_backend", "c10d", "raw.py")
+    assert code == 0
+    assert "has no effect yet: tpu_vm=['one', 'two'] (flag --tpu_vm)" in output
+    assert "has no effect yet: rdzv_backend=c10d (flag --rdzv_backend)" in output
+    code, output = call("explain", "--cpu", "--env", "WANDB_API_KEY=hush", "raw.py")
+    assert code == 0
+    assert "the script is given WANDB_API_KEY=***" in output
+    assert "hush" not in output
 
 
 def test_explain_shows_values_and_origins() -> None:

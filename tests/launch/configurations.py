@@ -131,6 +131,39 @@ fp8_config:
 mixed_precision: fp8
 num_processes: 2
 """,
+    # As Accelerate's own tests/test_configs/0_34_0_fp8.yaml has it: a tuple is a text there.
+    "accelerates_fp8.yaml": """\
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_GPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+fp8_config:
+  amax_compute_algo: max
+  amax_history_len: 1024
+  backend: TE
+  fp8_format: E4M3
+  interval: 1
+  margin: 0
+  override_linear_precision: (false, false, false)
+  use_autocast_during_eval: false
+gpu_ids: all
+machine_rank: 0
+main_training_function: main
+mixed_precision: fp8
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+""",
+    "words.yaml": (
+        "use_fsdp: true\nnum_processes: 2\nenvironment:\n  CUDA_VISIBLE_DEVICES: 0,1\n  NCCL_DEBUG: INFO\n"
+        "  NCCL_IB_DISABLE: 1\nuse_parallelism_config: false\n"
+    ),
     "dynamo.yaml": """\
 distributed_type: 'NO'
 dynamo_config:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from trainer_kit.core.origins import ORIGINS, Chosen, choose, variable
 from trainer_kit.launch.plan import plan
 from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
 from trainer_kit.parts import choose_strategy
+from trainer_kit.raw.fp8 import launched_recipe
 from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.megatron_config import from_launcher
 
@@ -214,18 +216,145 @@ def test_what_is_not_here_yet_says_so(name: str, what: str) -> None:
     assert caught.value.fix
 
 
-def test_fp8_is_a_word_and_its_options_belong_into_the_script() -> None:
-    with pytest.raises(ConfigurationError, match="how fp8 is computed is said in the script") as caught:
-        plan(options(SAMPLES["fp8.yaml"]), ALONE)
-    assert "config.yaml:" in str(caught.value.found)
-    found = plan(
-        options(
-            SAMPLES["multi_cpu.yaml"] + "fp8_config:\n  backend: AO\n",
-            {"mixed_precision": Chosen("fp8", "flag --mixed_precision")},
-        ),
-        ALONE,
-    )
-    assert found.environ["TRAINER_KIT_MIXED_PRECISION"] == "fp8"
+def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SAMPLES["accelerates_fp8.yaml"].replace("MULTI_GPU", "MULTI_CPU")
+    found = plan(options(text), ALONE)
+    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in found.environ.items()}
+    assert (told["mixed_precision"], told["fp8_backend"], told["fp8_format"]) == ("fp8", "TE", "E4M3")
+    for name, value in found.environ.items():
+        monkeypatch.setenv(name, value)
+    assert launched_recipe() == tk.TERecipeKwargs(fp8_format="E4M3", amax_compute_algo="max")
+    monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "AO")
+    assert launched_recipe() == tk.AORecipeKwargs()
+    monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "XY")
+    with pytest.raises(ConfigurationError, match="fp8_backend is one of TE, MSAMP, AO"):
+        launched_recipe()
+    plain = plan(options(text.replace("mixed_precision: fp8", "mixed_precision: bf16")), ALONE).environ
+    assert not [name for name in plain if "FP8" in name]
+
+
+def kind(text: str, *words: str, environ: dict[str, str] | None = None) -> tuple[str | None, bool]:
+    found = options(text, flags(**dict.fromkeys(words, True)), environ)
+    return found["distributed_type"], bool(found["use_cpu"])
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "found"),
+    [
+        ("", (), (None, False)),
+        ("", ("cpu",), ("MULTI_CPU", True)),
+        ("", ("multi_gpu",), ("MULTI_GPU", False)),
+        ("", ("tpu",), ("XLA", False)),
+        ("", ("cpu", "use_fsdp"), ("FSDP", True)),
+        ("", ("cpu", "use_deepspeed"), ("DEEPSPEED", True)),
+        ("", ("cpu", "use_megatron_lm"), ("MEGATRON_LM", True)),
+        ("", ("multi_gpu", "use_deepspeed"), ("DEEPSPEED", False)),
+        ("", ("cpu", "use_ddp"), ("MULTI_CPU", True)),
+        ("distributed_type: FSDP\n", ("cpu",), ("FSDP", True)),
+        ("distributed_type: DEEPSPEED\n", ("cpu",), ("DEEPSPEED", True)),
+        ("distributed_type: FSDP\n", ("multi_gpu",), ("FSDP", False)),
+        ("distributed_type: FSDP\n", ("use_ddp",), (None, False)),
+        ("distributed_type: FSDP\n", ("use_deepspeed",), ("DEEPSPEED", False)),
+        ("distributed_type: MULTI_NPU\n", ("multi_gpu",), ("MULTI_NPU", False)),
+        ("distributed_type: MULTI_NPU\n", ("cpu",), ("MULTI_CPU", True)),
+        ("distributed_type: XLA\n", ("cpu",), ("MULTI_CPU", True)),
+        ("distributed_type: 'NO'\n", ("multi_gpu",), ("MULTI_GPU", False)),
+        ("distributed_type: MULTI_CPU\nuse_cpu: true\n", ("use_fsdp",), ("FSDP", True)),
+        ("use_fsdp: true\n", (), ("FSDP", False)),
+        ("use_ddp: true\nuse_cpu: true\n", (), (None, True)),
+        ("distributed_type: MULTI_GPU\nuse_ddp: true\n", (), ("MULTI_GPU", False)),
+        ("distributed_type: MULTI_GPU\nuse_deepspeed: true\n", (), ("DEEPSPEED", False)),
+    ],
+)
+def test_devices_and_engine_are_two_choices(text: str, words: tuple[str, ...], found: tuple[str | None, bool]) -> None:
+    assert kind(text, *words) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ("cpu", "multi_gpu")),
+        ("", ("use_fsdp", "use_deepspeed")),
+        ("", ("tpu", "use_fsdp")),
+        ("use_fsdp: true\nuse_ddp: true\n", ()),
+        ("distributed_type: FSDP\nuse_deepspeed: true\n", ()),
+    ],
+)
+def test_one_level_asks_for_one_kind_of_run(text: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="one kind of run at a time"):
+        kind(text, *words)
+
+
+def test_what_a_wizard_wrote_unasked_leaves_variables_as_they_are() -> None:
+    wizards = SAMPLES["plain.yaml"] + "dynamo_backend: 'NO'\n"
+    around = {"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_USE_CPU": "true"}
+    found = options(wizards, None, around)
+    assert (found["debug"], found["dynamo_backend"], found["use_cpu"]) == (True, "INDUCTOR", True)
+    assert found.origin("debug") == "environment ACCELERATE_DEBUG_MODE, before the default in config.yaml:2"
+    made = plan(found, ALONE).environ
+    assert (made["TRAINER_KIT_DEBUG"], made["TRAINER_KIT_DYNAMO_BACKEND"]) == ("1", "INDUCTOR")
+    # A value that says something counts before a variable, also where that is off.
+    found = options("debug: true\n", None, {"ACCELERATE_DEBUG_MODE": "0"})
+    assert (found["debug"], found.origin("debug")) == (True, "config.yaml:1")
+    # So does a file before what another launch has left in the environment.
+    outer = plan(options("mixed_precision: bf16\nuse_cpu: true\n"), ALONE).environ
+    assert options("mixed_precision: 'no'\n", None, dict(outer))["mixed_precision"] == "no"
+    assert options(wizards, flags(debug=False), around)["debug"] is False
+
+
+def test_variables_of_a_file_reach_the_script() -> None:
+    text = "distributed_type: MULTI_CPU\nnum_processes: 2\nenvironment:\n  NCCL_DEBUG: INFO\n  OTHER: '1'\n"
+    found = options(text, flags(tpu_env=["OTHER=2", "EMPTY="]))
+    assert {"NCCL_DEBUG": "INFO", "OTHER": "2", "EMPTY": ""}.items() <= plan(found, ALONE).environ.items()
+    assert "OTHER" not in os.environ
+    for wrong, problem in {
+        "environment: [A]\n": "is a mapping of variables",
+        "environment: {A: [1]}\n": "a variable is NAME=TEXT",
+        "environment: {A B: x}\n": "a variable is NAME=TEXT",
+        "tpu_env: [A]\n": "a variable is NAME=TEXT",
+        "environment: {WORLD_SIZE: 4}\n": "launch sets this variable itself",
+    }.items():
+        with pytest.raises(ConfigurationError, match=problem):
+            plan(options(wrong), ALONE)
+
+
+def test_a_file_of_tpus_is_read_where_it_is_named(tmp_path: Path) -> None:
+    Path("pod.yaml").write_text("tpu_env: [A=1]\ntpu_name: pod\ndowncast_bf16: 'yes'\n")
+    found = options("num_processes: 1\ntpu_config_file: pod.yaml\n")
+    assert (found["distributed_type"], found["tpu_env"], found.origin("tpu_name")) == ("XLA", ["A=1"], "config.yaml:2")
+    assert plan(found, ALONE).environ["A"] == "1"
+    Path("pod.yaml").write_text("num_processes: 8\n")
+    with pytest.raises(ConfigurationError, match=r"yaml:1: tpu_config_file: pod\.yaml:1: num_processes is no key"):
+        options("tpu_config_file: pod.yaml\n")
+
+
+def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
+    size = "parallelism_config: {parallelism_config_tp_size: 2}\n"
+    given = cpu(num_processes=2, use_parallelism_config=True)
+    assert plan(options(size, given), ALONE).environ["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
+    for text, words in (("", given), (size, cpu(num_processes=2, use_parallelism_config=False))):
+        with pytest.raises(ConfigurationError, match="a parallelism_config is one with an axis above 1"):
+            plan(options(text, words), ALONE)
+    with pytest.raises(ConfigurationError, match="one kind of run at a time"):
+        plan(options(size, cpu(num_processes=2, use_ddp=True)), ALONE)
+
+
+def test_how_long_machines_wait() -> None:
+    given = cpu(num_processes=2, num_machines=2, main_process_ip="10.0.0.7")
+    assert plan(options("rdzv_conf: timeout=30\n", given), ALONE).machines.timeout == 30
+    assert plan(options("rdzv_conf: timeout=30\n", cpu()), ALONE).left_out == ("rdzv_conf",)
+    assert plan(options("rdzv_backend: c10d\n", given), ALONE).left_out == ("rdzv_backend",)
+    with pytest.raises(ConfigurationError, match="not by torch's rendezvous"):
+        plan(options("rdzv_conf: is_host=1\n", given), ALONE)
+
+
+def test_what_only_an_agent_can_do_has_one() -> None:
+    assert not plan(options("", cpu()), ALONE).supervised
+    for option in ({"tee": "3"}, {"log_dir": "logs"}, {"role": "worker"}, {"max_restarts": 1}):
+        assert plan(options("", cpu(**option)), ALONE).supervised
+    slurm = Environment(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm")
+    found = plan(options("", cpu(tee="3", max_restarts=2)), slurm)
+    assert (found.supervised, found.left_out) == (False, ("tee", "max_restarts"))
 
 
 def test_what_has_no_effect_is_named() -> None:

@@ -13,12 +13,13 @@ import yaml
 
 from trainer_kit.core.errors import did_you_mean, printable
 from trainer_kit.core.secrets import mask_secrets
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 
 __all__ = ["FileProblem", "check_file", "complaint"]
 
 _MOST_BYTES: Final = 1_000_000
 _MOST_DEPTH: Final = 50
-_MOST_ALIASES: Final = 100
+_MOST_VALUES: Final = 20_000
 
 
 class FileProblem(Exception):
@@ -40,25 +41,12 @@ def check_file(path: str) -> None:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(f"{path}: it cannot be read: {error}") from error
-    depth = aliases = 0
     try:
-        for event in yaml.parse(text, Loader=yaml.SafeLoader):
-            if isinstance(event, yaml.AliasEvent):
-                aliases += 1
-            elif isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-                depth += 1
-            elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-                depth -= 1
-            if depth > _MOST_DEPTH or aliases > _MOST_ALIASES:
-                what = f"deeper than {_MOST_DEPTH} levels" if depth > _MOST_DEPTH else f"over {_MOST_ALIASES} aliases"
-                line = "" if event.start_mark is None else f":{event.start_mark.line + 1}"
-                raise FileProblem(f"{path}{line}: {what}")
-        _check_nodes(path, text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = "" if mark is None else f":{mark.line + 1}"
-        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise FileProblem(f"{path}{line}: this is no YAML: {reason}") from error
+        guarded_events(text, _MOST_VALUES, _MOST_DEPTH)
+    except YamlProblem as problem:
+        kind = "" if problem.too_much else "this is no YAML: "
+        raise FileProblem(f"{path}:{problem.line}: {kind}{problem.reason}") from None
+    _check_nodes(path, text)
 
 
 def _check_nodes(path: str, text: str) -> None:

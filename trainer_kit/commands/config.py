@@ -128,7 +128,7 @@ def _answers() -> dict[str, Any]:
             answers.update(num_machines=1, num_processes=1)
         else:
             _processes(answers, kind)
-    words = [(word, word) for word in ("no", "bf16", "fp16")]
+    words = [(word, word) for word in ("no", "bf16", "fp16", "fp8")]
     answers["mixed_precision"] = choose("Mixed precision?", words, "no" if device is None else "bf16")
     compiled = choose("Compile models with torch.compile?", [("NO", "no"), ("INDUCTOR", "yes, with inductor")], "NO")
     answers["dynamo_config"] = {"dynamo_backend": compiled} if compiled != "NO" else {}
@@ -176,7 +176,7 @@ def config(context: click.Context, config_file: Path | None) -> None:
 
 
 @config.command("default")
-@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16"]), default="no")
+@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), default="no")
 @click.option("--config_file", "--config-file", type=_FILE, help="Where to write.")
 @click.option("--force", is_flag=True, help="Also over a file that is there.")
 @click.pass_context

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 import click
 
 from trainer_kit.commands.paths import FilePath
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, describe_origins
+from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.launch.options import Option, all_options
+
+if TYPE_CHECKING:
+    from trainer_kit.launch.plan import Plan
+    from trainer_kit.launch.resolve import Resolved
 
 __all__ = ["explain", "launch"]
 
-_KINDS: Final = {
-    "cpu": "MULTI_CPU",
-    "multi_gpu": "MULTI_GPU",
-    "use_fsdp": "FSDP",
-    "use_deepspeed": "DEEPSPEED",
-    "use_megatron_lm": "MEGATRON_LM",
-    "tpu": "XLA",
-}
 _SHOWN: Final = {
     "num_processes": "Processes, on all machines together.",
-    "mixed_precision": "no, fp16 or bf16.",
+    "mixed_precision": "no, fp16, bf16 or fp8.",
     "gradient_accumulation_steps": "Micro-batches of an optimizer step.",
     "gpu_ids": 'Devices of this machine: "0,1", or "all".',
     "num_machines": "Machines; start this command on each.",
@@ -38,8 +36,27 @@ _SHOWN: Final = {
     "dynamo_backend": "Of torch.compile.",
     "max_restarts": "Start all processes again after a failure, so often.",
 }
-_FILE_ONLY: Final = ("compute_environment", "distributed_type", "use_cpu", "debug", "fp16")
-_SWITCHES: Final = ("same_network", "enable_cpu_affinity", "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo")
+_WORDS: Final = {
+    "cpu": "On the CPU; an engine below, or of the file, stays.",
+    "multi_gpu": "On several devices of this machine.",
+    "use_ddp": "Data parallel, whatever the file says.",
+    "use_fsdp": "With FSDP.",
+    "use_deepspeed": "With DeepSpeed.",
+    "use_megatron_lm": "With Megatron-LM.",
+    "tpu": "On the TPUs of this machine, through torch_xla.",
+    "debug": "Each process says what it has; collectives are checked first.",
+}
+_FILE_ONLY: Final = ("compute_environment", "distributed_type", "use_cpu", "fp16", "environment", "tpu_config_file")
+_SWITCHES: Final = (
+    "same_network", "enable_cpu_affinity", "downcast_bf16", "tpu_use_cluster", "tpu_use_sudo", "use_parallelism_config",
+    "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation", "fp8_use_autocast_during_eval",
+)  # fmt: skip
+_OTHER_NAMES: Final = {
+    "tee": ("-t",),
+    "tpu_use_cluster": ("--tpu_cluster/--no_tpu_cluster",),
+    "tpu_vm": ("--vm",),
+    "tpu_env": ("--env",),
+}
 _CONTEXT: Final = {
     "allow_interspersed_args": False,
     # --num-processes is --num_processes.
@@ -65,23 +82,21 @@ class _Value(click.ParamType[Any]):
 def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Every option of a configuration; the ones that few need are not in ``--help``."""
     known = all_options()
-    for name in sorted(known.keys() - _SHOWN.keys() - set(_FILE_ONLY)):
+    for name in sorted(known.keys() - _SHOWN.keys() - _WORDS.keys() - set(_FILE_ONLY)):
         switch = name in _SWITCHES
-        kind = None if switch else _Value(known[name])
-        command = click.option(f"--{name}", is_flag=switch, default=None, type=kind, hidden=True)(command)
+        command = click.option(
+            f"--{name}",
+            name,
+            *_OTHER_NAMES.get(name, ()),
+            is_flag=switch,
+            multiple=known[name].many,
+            default=None,
+            type=None if switch else _Value(known[name]),
+            hidden=True,
+        )(command)
     for name, text in reversed(_SHOWN.items()):
         command = click.option(f"--{name}", type=_Value(known[name]), help=text)(command)
-    for word, text in reversed(
-        {
-            "cpu": "On the CPU.",
-            "multi_gpu": "On several devices, data parallel.",
-            "use_fsdp": "With FSDP.",
-            "use_deepspeed": "With DeepSpeed.",
-            "use_megatron_lm": "With Megatron-LM.",
-            "tpu": "On the TPUs of this machine, through torch_xla.",
-            "debug": "Each process says what it has; collectives are checked first.",
-        }.items()
-    ):
+    for word, text in reversed(_WORDS.items()):
         command = click.option(f"--{word}", is_flag=True, default=None, help=text)(command)
     file = FilePath(path_type=Path)
     return click.option("--config_file", type=file, help="YAML or JSON; by default what `config` wrote.")(command)
@@ -89,22 +104,34 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def _flags(given: Mapping[str, Any]) -> dict[str, Chosen]:
     """The flags by option, each with its name as the origin."""
-    flags = {name: Chosen(value, f"flag --{name}") for name, value in given.items() if value is not None}
-    kinds = [word for word in _KINDS if flags.pop(word, None) is not None]
-    if len(kinds) > 1:
-        raise ConfigurationError("one kind of run at a time", found=" ".join(f"--{word}" for word in kinds))
-    for word in kinds:
-        origin = f"flag --{word}"
-        flags["distributed_type"] = Chosen(_KINDS[word], origin)
-        flags["use_cpu"] = Chosen(word == "cpu", origin)
-    return flags
+    return {
+        name: Chosen(list(value) if isinstance(value, tuple) else value, f"flag --{name}")
+        for name, value in given.items()
+        if value not in (None, ())
+    }
 
 
-def _words(script: str, arguments: tuple[str, ...], module: bool) -> list[str]:
+def _masked(name: str, chosen: Chosen) -> Chosen:
+    value = mask_secrets(chosen.value, name)
+    if name == "tpu_env" and isinstance(value, list):
+        value = [f"{key}={mask_secrets(text, key)}" for key, _, text in (pair.partition("=") for pair in value)]
+    return Chosen(value, chosen.origin)
+
+
+def _words(script: str, arguments: tuple[str, ...], module: bool, no_python: bool) -> list[str]:
+    if no_python:
+        found = shutil.which(script)
+        if module or found is None:
+            raise ConfigurationError(
+                "--no_python runs a program", found=f"--module {script}" if module else f"no program {script}"
+            )
+        return ["--exec", found, *arguments]
     if module:
         return ["-m", script, *arguments]
     if not Path(script).is_file():
-        raise ConfigurationError("there is no such script", found=script, fix="--module for a module's name")
+        raise ConfigurationError(
+            "there is no such script", found=script, fix="--module for a module's name, --no_python for a program"
+        )
     return [script, *arguments]
 
 
@@ -113,9 +140,16 @@ def _words(script: str, arguments: tuple[str, ...], module: bool) -> list[str]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_launch_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")
+@click.option("--no_python", is_flag=True, help="SCRIPT is a program of any language.")
 @click.option("-q", "--quiet", is_flag=True, help="Do not say which configuration is used.")
 def launch(
-    script: str, arguments: tuple[str, ...], config_file: Path | None, module: bool, quiet: bool, **given: Any
+    script: str,
+    arguments: tuple[str, ...],
+    config_file: Path | None,
+    module: bool,
+    no_python: bool,
+    quiet: bool,
+    **given: Any,
 ) -> NoReturn:
     """Run SCRIPT with its ARGUMENTS on processes and machines.
 
@@ -128,24 +162,38 @@ def launch(
 
     options = resolve(_flags(given), config_file)
     found = plan(options, Environment.detect())
-    words = _words(script, arguments, module)
+    words = _words(script, arguments, module, no_python)
+    if found.through and no_python:
+        raise ConfigurationError(
+            "torch_xla starts Python scripts only, one on each device",
+            found=f"--no_python {script}",
+            fix="--num_processes 1: one process for all devices",
+        )
     if not quiet:
         if options.file is not None:
             click.echo(f"trainer-kit: configuration from {options.file.path}", err=True)
+        for name in options.before_file():
+            click.echo(f"trainer-kit: {options.said(name)}", err=True)
         for name in found.left_out:
             click.echo(f"trainer-kit: has no effect yet: {options.said(name)}", err=True)
-    _run([*found.through, *words], found)
+    _run([*found.through, *words], found, options)
 
 
-def _run(words: list[str], found: Any) -> NoReturn:
+def _run(words: list[str], found: Plan, options: Resolved) -> NoReturn:
     from trainer_kit.launch.command import split_command
 
     interpreter, _ = split_command(sys.orig_argv)
-    if found.in_place or (found.processes == found.machines.count == 1 and not found.max_restarts):
-        # Nobody to supervise: this process becomes the script.
+    if not found.supervised:  # this process becomes the script
         sys.stdout.flush()
-        os.execve(sys.executable, [sys.executable, *interpreter, *words], {**os.environ, **found.environ})
+        command = words[1:] if words[0] == "--exec" else [sys.executable, *interpreter, *words]
+        os.execve(command[0], command, {**os.environ, **found.environ})
     from trainer_kit.launch import run_ranks
+    from trainer_kit.launch.output import Output
+
+    log_dir = options["log_dir"]
+    output = Output(
+        tee=options["tee"], log_dir=None if log_dir is None else Path(log_dir), role=options["role"] or Output.role
+    )
 
     run_ranks(
         words,
@@ -154,6 +202,8 @@ def _run(words: list[str], found: Any) -> NoReturn:
         machines=found.machines,
         extra_env=found.environ,
         max_restarts=found.max_restarts,
+        output=output,
+        monitor_interval=options["monitor_interval"] or 0.1,
     )
 
 
@@ -162,8 +212,14 @@ def _run(words: list[str], found: Any) -> NoReturn:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_launch_options
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name.")
+@click.option("--no_python", is_flag=True, help="SCRIPT is a program of any language.")
 def explain(
-    script: str | None, arguments: tuple[str, ...], config_file: Path | None, module: bool, **given: Any
+    script: str | None,
+    arguments: tuple[str, ...],
+    config_file: Path | None,
+    module: bool,
+    no_python: bool,
+    **given: Any,
 ) -> None:
     """Show what `launch` would do with the same words.
 
@@ -175,7 +231,7 @@ def explain(
 
     options = resolve(_flags(given), config_file)
     click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
-    for line in describe_origins(options.chosen.items()):
+    for line in describe_origins((name, _masked(name, chosen)) for name, chosen in options.chosen.items()):
         click.echo(line)
     here = Environment.detect()
     found = plan(options, here)
@@ -185,6 +241,9 @@ def explain(
     click.echo(f"machines: {found.machines.count}, this is {found.machines.rank}")
     for name, value in found.environ.items():
         if name != "TRAINER_KIT_ORIGINS":
-            click.echo(f"the script is given {name}={value}")
+            click.echo(f"the script is given {name}={mask_secrets(value, name)}")
+    for name in found.left_out:
+        click.echo(f"has no effect yet: {options.said(name)}")
     if script is not None:
-        click.echo(f"runs: {' '.join([*found.through, *_words(script, arguments, module)])}")
+        words = _words(script, arguments, module, no_python)
+        click.echo(f"runs: {' '.join([*found.through, *(words[1:] if no_python else words)])}")

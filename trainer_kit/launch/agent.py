@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, NoReturn, final
+from typing import TYPE_CHECKING, Any, Final, NoReturn, final
 
 from trainer_kit.core.environment import START_DIRECTORY, Environment
 from trainer_kit.core.errors import LaunchError
@@ -21,6 +21,9 @@ from trainer_kit.launch.command import rerun_command
 from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
 from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
 from trainer_kit.launch.watch import Watch
+
+if TYPE_CHECKING:
+    from trainer_kit.launch.output import Output
 
 __all__ = ["run_agent", "run_ranks"]
 
@@ -86,11 +89,13 @@ def run_ranks(
     max_restarts: int = 0,
     peer_grace: float = 3.0,
     signal_grace: float = 25.0,
+    output: Output | None = None,
+    monitor_interval: float = 0.1,
 ) -> NoReturn:
     """Run a script as ``nproc`` ranks on this machine, beside as many on every other, and exit with their code.
 
     Args:
-        words: ``[script, *arguments]`` or ``["-m", module, *arguments]``.
+        words: ``[script, *arguments]``, ``["-m", module, *arguments]``, or ``["--exec", program, *arguments]``.
         nproc: number of ranks on this machine.
         options: of the interpreter.
         machines: all machines of the run; by default this one alone, on its loopback interface.
@@ -98,6 +103,8 @@ def run_ranks(
         max_restarts: the same on every machine.
         peer_grace: see `run_agent`.
         signal_grace: see `run_agent`.
+        output: of the ranks.
+        monitor_interval: seconds between two looks of torch's agent at the ranks.
 
     Raises:
         LaunchError: where machines do not meet.
@@ -113,7 +120,8 @@ def run_ranks(
     status = 1
     for attempt in range(max_restarts + 1):
         os.environ["TRAINER_KIT_RESTART_COUNT"] = str(attempt)
-        status, said = _Attempt(nproc, arguments, together, attempt, peer_grace, signal_grace).run()
+        one = _Attempt(nproc, arguments, together, attempt, peer_grace, signal_grace)
+        status, said = one.run(output, monitor_interval)
         if said:
             print(said, file=sys.stderr, flush=True)
         if status == 0 or status >= 128 or attempt == max_restarts or together.gone:
@@ -157,13 +165,13 @@ class _Attempt:
         self.peer_grace, self.signal_grace = peer_grace, signal_grace
         self.world_size = nproc * machines.count
 
-    def run(self) -> tuple[int, str]:
+    def run(self, output: Output | None, monitor_interval: float) -> tuple[int, str]:
         """The exit status, and what to tell the user."""
         from torch.distributed.elastic.multiprocessing import SignalException
 
         _silence()
         with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
-            agent = self._agent(directory)
+            agent = self._agent(directory, output, monitor_interval)
             pids = _once_started(agent, self.nproc)
             watch = Watch(pids, Path(directory), peer_grace=self.peer_grace, signal_grace=self.signal_grace)
             failed = True
@@ -200,25 +208,26 @@ class _Attempt:
         told = describe(failures, self.world_size)
         return root_first(causes)[0].exit_status, told if root_first(causes)[0] in mine else told.splitlines()[0]
 
-    def _agent(self, directory: str) -> Any:
+    def _agent(self, directory: str, output: Output | None, monitor_interval: float) -> Any:
         from torch.distributed.elastic.agent.server.api import WorkerSpec
         from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
+        from trainer_kit.launch.output import Output
         from trainer_kit.launch.rendezvous import Rendezvous
 
+        streams = output or Output()
         spec = WorkerSpec(
-            role="rank",
+            role=streams.role,
             local_world_size=self.nproc,
             entrypoint=sys.executable,
             args=tuple(self.arguments),
             rdzv_handler=Rendezvous(self.machines, self.number),
             max_restarts=0,  # restarts are ours: with a fresh store, and never after a signal
-            monitor_interval=0.1,
+            monitor_interval=monitor_interval,
             master_addr=self.machines.address,
             local_addr=self.machines.address,
         )
-        agent: Any = LocalElasticAgent(spec, logs_specs=DefaultLogsSpecs(log_dir=directory))
+        agent: Any = LocalElasticAgent(spec, logs_specs=streams.files(directory))
         if self.machines.count > 1:
             # torch would wait 300 s for a machine that has failed: how the others end is asked in `_ended`.
             agent._exit_barrier = lambda: None

@@ -133,9 +133,14 @@ def _watch_parent(agent: int) -> None:
 
 
 def _run(words: list[str]) -> None:
-    """Run ``[script, *arguments]`` or ``["-m", module, *arguments]`` as the interpreter would have."""
+    """Run ``[script, *arguments]`` or ``["-m", module, *arguments]`` as the interpreter would have.
+
+    With ``["--exec", program, *arguments]`` this process becomes the program.
+    """
     import runpy
 
+    if words[0] == "--exec":
+        os.execvp(words[1], words[1:])
     own_path = not getattr(sys.flags, "safe_path", sys.flags.isolated)
     if words[0] == "-m":
         sys.argv = words[1:]

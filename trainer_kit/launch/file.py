@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 from trainer_kit.launch.options import SECTIONS, TOP, Option
 
 __all__ = ["ConfigurationFile", "read_configuration"]
 
 _MOST_BYTES: Final = 64 * 1024
-_MOST_NODES: Final = 5_000
-_DEEPEST: Final = 16
 _KINDS: Final = ("str", "int", "float", "bool", "null", "seq", "map")
 _TAGS: Final = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS))
 _NULL: Final = ("", "~", "null", "none")
+_WITH_TPUS: Final = ("downcast_bf16", "commands", "command_file", "main_training_function")
 _OLD_DYNAMO: Final = "dynamo_backend"
 
 
@@ -28,7 +28,6 @@ class _Node:
 
     line: int
     content: Any
-    size: int = 1
 
 
 @final
@@ -88,11 +87,27 @@ def read_configuration(path: Path) -> ConfigurationFile:
             _take(reading, SECTIONS["dynamo_config"], key, value, "")
         else:
             _take(reading, TOP, key, value, "")
+    _take_tpu_file(reading)
     old, line = reading.values.pop("fp16", False), reading.lines.pop("fp16", 1)
     if old:  # Accelerate's own, before there were others
         reading.values.setdefault("mixed_precision", "fp16")
         reading.lines.setdefault("mixed_precision", line)
     return ConfigurationFile(path, reading.values, reading.lines, tuple(sections))
+
+
+def _take_tpu_file(reading: _Reading) -> None:
+    """What the file behind ``tpu_config_file`` says of TPUs, as if it stood in that line."""
+    name, line = reading.values.pop("tpu_config_file", None), reading.lines.pop("tpu_config_file", 1)
+    if name is None:
+        return
+    other = read_configuration(reading.path.parent / Path(name).expanduser())
+    for option, value in other.values.items():
+        if not option.startswith("tpu_") and option not in _WITH_TPUS:
+            raise reading.wrong(line, f"tpu_config_file: {other.where(option)}: {option} is no key of TPUs")
+        reading.values.setdefault(option, value)
+        reading.lines.setdefault(option, line)
+    reading.values.setdefault("tpu", True)
+    reading.lines.setdefault("tpu", line)
 
 
 def _text(reading: _Reading) -> str:
@@ -120,25 +135,16 @@ def _parse(reading: _Reading, text: str) -> _Node:
     import yaml
 
     try:
-        events = yaml.parse(text, Loader=yaml.SafeLoader)
-        documents = [_node(reading, event, events, 0, {}) for event in events if isinstance(event, yaml.NodeEvent)]
-    except ConfigurationError:
-        raise
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        problem = (error.problem or error.context or "cannot be read").replace("\n", " ")
-        raise reading.wrong(1 if mark is None else mark.line + 1, problem) from None
-    except yaml.reader.ReaderError as error:
-        line = text.count("\n", 0, error.position) + 1
-        raise reading.wrong(line, f"character {chr(error.character)!r} cannot be in YAML") from None
-    except (ValueError, OverflowError) as error:  # a character's number that there is no character for
-        raise reading.wrong(1, f"cannot be read: {error}") from None
+        events = iter(guarded_events(text))
+    except YamlProblem as problem:
+        raise reading.wrong(problem.line, problem.reason) from None
+    documents = [_node(reading, event, events, {}) for event in events if isinstance(event, yaml.NodeEvent)]
     if len(documents) > 1:
         raise reading.wrong(documents[1].line, "a second document begins here; a configuration has one")
     return documents[0] if documents else _Node(1, None)
 
 
-def _node(reading: _Reading, event: Any, events: Iterator[Any], depth: int, anchors: dict[str, _Node | None]) -> _Node:
+def _node(reading: _Reading, event: Any, events: Iterator[Any], anchors: dict[str, _Node | None]) -> _Node:
     """The node that begins with ``event``."""
     import yaml
 
@@ -147,9 +153,7 @@ def _node(reading: _Reading, event: Any, events: Iterator[Any], depth: int, anch
         found = anchors.get(str(event.anchor))
         if found is None:
             raise reading.wrong(line, f"*{event.anchor} refers to nothing before it")
-        return _Node(line, found.content, found.size)
-    if depth > _DEEPEST:
-        raise reading.wrong(line, f"nested deeper than {_DEEPEST}")
+        return _Node(line, found.content)
     if event.anchor in anchors:
         raise reading.wrong(line, f"&{event.anchor} is given twice")
     if event.anchor:
@@ -160,25 +164,22 @@ def _node(reading: _Reading, event: Any, events: Iterator[Any], depth: int, anch
         plain = event.implicit[0] and event.style is None
         node = _Node(line, None if plain and event.value.lower() in _NULL else event.value)
     else:
-        inner = _until_end(reading, events, depth, anchors)
+        inner = _until_end(reading, events, anchors)
         pairs = isinstance(event, yaml.MappingStartEvent)
-        content = list(zip(inner[::2], inner[1::2], strict=True)) if pairs else inner
-        node = _Node(line, tuple(content) if pairs else content, 1 + sum(item.size for item in inner))
-        if node.size > _MOST_NODES:
-            raise reading.wrong(line, f"more than {_MOST_NODES} values")
+        node = _Node(line, tuple(zip(inner[::2], inner[1::2], strict=True)) if pairs else inner)
     if event.anchor:
         anchors[event.anchor] = node
     return node
 
 
-def _until_end(reading: _Reading, events: Iterator[Any], depth: int, anchors: dict[str, _Node | None]) -> list[_Node]:
+def _until_end(reading: _Reading, events: Iterator[Any], anchors: dict[str, _Node | None]) -> list[_Node]:
     import yaml
 
     inner: list[_Node] = []
     for event in events:
         if isinstance(event, yaml.CollectionEndEvent):
             break
-        inner.append(_node(reading, event, events, depth + 1, anchors))
+        inner.append(_node(reading, event, events, anchors))
     return inner
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError
@@ -46,6 +46,7 @@ class Machines:
         timeout: seconds to wait for the others.
 
     Attributes:
+        PATIENCE: seconds that a machine waits for the others by default.
         gone: the machines that did not tell how an attempt ended.
 
     Raises:
@@ -56,8 +57,10 @@ class Machines:
         1
     """
 
+    PATIENCE: ClassVar = 600.0
+
     def __init__(
-        self, count: int = 1, rank: int = 0, address: str = _LOOPBACK, port: int = 0, timeout: float = 600.0
+        self, count: int = 1, rank: int = 0, address: str = _LOOPBACK, port: int = 0, timeout: float = PATIENCE
     ) -> None:
         if not 0 <= rank < count:
             raise LaunchError(

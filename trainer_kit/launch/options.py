@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 from trainer_kit.core.origins import is_true
 
-__all__ = ["ENGINES", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on"]
+__all__ = ["ENGINES", "ENGINE_WORDS", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on"]
 
 _FALSE: Final = ("false", "no", "off", "0", "n")
 
@@ -63,6 +63,19 @@ def _automatic(read: Callable[[str], Any]) -> Callable[[str], Any]:
         return word if word == "auto" else None if word == "none" else read(text)
 
     return convert
+
+
+def _seconds(text: str) -> float:
+    seconds = _number(text)
+    if seconds <= 0:
+        raise ValueError("is a number of seconds above 0")
+    return seconds
+
+
+def _streams(text: str) -> str:
+    if not re.fullmatch(r"[0-3]|\d{1,5}:[0-3](,\d{1,5}:[0-3])*", text):
+        raise ValueError("is 0 to 3 (none, stdout, stderr, both), or RANK:NUMBER of each local rank such as 0:1,1:3")
+    return text
 
 
 def _port(text: str) -> int:
@@ -124,6 +137,14 @@ class Option:
 ENGINES: Final = {"TP": "tensor parallelism"}
 """The kinds of run that load and cannot be started yet."""
 
+ENGINE_WORDS: Final[Mapping[str, str | None]] = {
+    "use_ddp": None,
+    "use_fsdp": "FSDP",
+    "use_deepspeed": "DEEPSPEED",
+    "use_megatron_lm": "MEGATRON_LM",
+}
+"""The options that choose how a model is held, and the ``distributed_type`` of each; None: every process holds all."""
+
 _KINDS: Final = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
     "MULTI_NEURON", "DEEPSPEED", "FSDP", "MEGATRON_LM", *sorted(ENGINES), "TPU", "XLA",
@@ -174,20 +195,31 @@ TOP: Final[Mapping[str, Option]] = _table(
     Option("main_training_function"),
     Option("use_cpu", _boolean, aliases=("cpu",)),
     Option("gpu_ids"),
+    Option("multi_gpu", _boolean),
+    Option("tpu", _boolean),
+    *(Option(name, _boolean) for name in ENGINE_WORDS),
+    Option("use_parallelism_config", _boolean),
     Option("debug", _boolean),
     Option("gradient_accumulation_steps", _automatic(positive)),
     Option("num_cpu_threads_per_process", positive),
     Option("max_restarts", _natural),
     Option("rdzv_backend", words=("static", "c10d")),
+    Option("rdzv_conf"),
+    Option("monitor_interval", _seconds),
+    Option("role"),
+    Option("tee", _streams),
+    Option("log_dir"),
     Option("same_network", _boolean),
     Option("enable_cpu_affinity", _boolean),
     Option("downcast_bf16", _boolean),
     Option("tpu_name"),
     Option("tpu_zone"),
-    Option("tpu_use_cluster", _boolean),
+    Option("tpu_use_cluster", _boolean, aliases=("tpu_cluster",)),
     Option("tpu_use_sudo", _boolean),
-    Option("tpu_vm", many=True),
+    Option("tpu_vm", many=True, aliases=("vm",)),
     Option("tpu_env", many=True),
+    Option("tpu_config_file"),
+    Option("environment", free=True, aliases=("env",)),
     Option("command_file"),
     Option("commands", many=True),
     Option("fp16", _boolean),

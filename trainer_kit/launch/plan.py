@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -21,9 +24,15 @@ _VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "n
 _NO_EFFECT: Final = (
     "downcast_bf16", "enable_cpu_affinity", "mpirun_hostfile", "mpirun_ccl", "ipex", "use_xpu",
     "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "zero3_save_16bit_model",
+    "zero3_save_16bit_model", "fp8_enable_fsdp_float8_all_gather",
 )  # fmt: skip
+_TPU: Final = ("tpu_name", "tpu_zone", "tpu_vm")
+_OF_THE_AGENT: Final = ("tee", "log_dir", "role", "monitor_interval", "max_restarts")
+"""What only a process above the ranks can do."""
 _PORT: Final = 29500
+_OURS: Final = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+)  # fmt: skip
 
 
 @final
@@ -37,6 +46,7 @@ class Plan:
         in_place: whether this very process is a rank already, by its launcher's word, and only runs the script.
         environ: variables for the script.
         max_restarts: how often.
+        supervised: whether an agent stays above the ranks, also above a single one.
         left_out: what the configuration asks for and has no effect yet.
         through: a module that runs the script, as ``("-m", "module")``; or nothing.
     """
@@ -46,6 +56,7 @@ class Plan:
     in_place: bool
     environ: Mapping[str, str]
     max_restarts: int
+    supervised: bool
     left_out: tuple[str, ...]
     through: tuple[str, ...] = ()
 
@@ -63,12 +74,31 @@ def plan(options: Resolved, here: Environment) -> Plan:
     _refuse(options)
     if options["distributed_type"] in _XLA:
         return _on_xla(options)
+    with _visible(options):
+        return _on_devices(options, here)
+
+
+@contextmanager
+def _visible(options: Resolved) -> Iterator[None]:
+    """Devices are counted as the script will see them: under the variables that it is given."""
+    before = dict(os.environ)
+    os.environ.update(_variables(options))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _on_devices(options: Resolved, here: Environment) -> Plan:
     cpu = bool(options["use_cpu"]) or options["distributed_type"] == "MULTI_CPU"
     accelerated = not cpu and _accelerator() is not None
-    if (options["distributed_type"] or "").startswith("MULTI_") and not cpu and not accelerated:
+    several = "multi_gpu" if options["multi_gpu"] else "distributed_type"
+    on_devices = bool(options["multi_gpu"]) or (options["distributed_type"] or "").startswith("MULTI_")
+    if on_devices and not cpu and not accelerated:
         raise ConfigurationError(
             "there is no accelerator on this machine",
-            found=options.said("distributed_type"),
+            found=options.said(several),
             fix="add --cpu, or choose another configuration",
         )
     ids = _gpu_ids(options) if accelerated else None
@@ -89,45 +119,54 @@ def plan(options: Resolved, here: Environment) -> Plan:
             found=f"{around} ({here.source}), {options.said('num_processes')}",
             fix="start one task on each machine, or as many as --num_processes",
         )
+    in_place = around == total
+    asked = any(options[name] for name in _OF_THE_AGENT)
+    left_out = [*_NO_EFFECT, *_TPU, *(_OF_THE_AGENT if in_place else ())]
+    left_out += ["rdzv_conf"] if machines.count == 1 else []
+    left_out += ["rdzv_backend"] if options["rdzv_backend"] == "c10d" else []
     return Plan(
         processes=processes,
         machines=machines,
-        in_place=around == total,
+        in_place=in_place,
         environ=_environ(options, ids),
         max_restarts=options["max_restarts"],
-        left_out=tuple(name for name in _NO_EFFECT if options[name]),
+        supervised=not in_place and (asked or processes > 1 or machines.count > 1),
+        left_out=tuple(name for name in left_out if options[name]),
     )
 
 
 def _on_xla(options: Resolved) -> Plan:
     """One process that drives all devices of this machine; several: torch_xla starts one for each device."""
-    elsewhere = [name for name in ("tpu_use_cluster", "num_machines") if int(options[name] or 0) > (name[0] == "n")]
-    if elsewhere:
-        raise ConfigurationError(
-            "the machines of a TPU pod are not started from here, and do not train together yet",
-            found=options.said(elsewhere[0]),
-            fix="tpu_use_cluster: false and num_machines: 1, on one machine",
-        )
+    if options["num_machines"] > 1:
+        raise _pod(options, "num_machines")
     several = (options["num_processes"] or 1) > 1
-    environ = dict(pair.split("=", 1) for pair in options["tpu_env"] or () if "=" in pair)
-    if several:
-        environ["TRAINER_KIT_NUM_PROCESSES"] = str(options["num_processes"])
-    no_effect = (*_NO_EFFECT, "tpu_name", "tpu_zone", "tpu_vm", *(("max_restarts",) if several else ()))
+    environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
+    no_effect = (*_NO_EFFECT, *_TPU, "rdzv_conf", *(_OF_THE_AGENT if several else ()))
     return Plan(
         processes=1,
         machines=Machines(),
         in_place=several,
         environ={**environ, **_environ(options, None)},
         max_restarts=0 if several else options["max_restarts"],
+        supervised=not several and any(options[name] for name in _OF_THE_AGENT),
         left_out=tuple(name for name in no_effect if options[name]),
         through=("-m", "trainer_kit.launch.each_device") if several else (),
     )
 
 
+def _pod(options: Resolved, name: str) -> ConfigurationError:
+    return ConfigurationError(
+        "the machines of a TPU pod are not started from here, and do not train together yet",
+        found=options.said(name),
+        fix="tpu_use_cluster: false and num_machines: 1, on one machine",
+    )
+
+
 def _machines(options: Resolved, here: Environment) -> Machines:
+    waits = _patience(options)
     if here.launched and here.world_size > 1:
         count, rank, address, port = here.num_nodes, here.node_rank, here.master_addr, here.master_port
-        return Machines(count, rank, address, port) if count > 1 else Machines()
+        return Machines(count, rank, address, port, waits) if count > 1 else Machines()
     count, rank, address = options["num_machines"], options["machine_rank"], options["main_process_ip"]
     port = options["main_process_port"]
     if not 0 <= rank < count:
@@ -142,7 +181,20 @@ def _machines(options: Resolved, here: Environment) -> Machines:
         raise ConfigurationError(
             "several machines need the address of the first", fix="add --main_process_ip, the same on every machine"
         )
-    return Machines(count, rank, address, port or _PORT)
+    return Machines(count, rank, address, port or _PORT, waits)
+
+
+def _patience(options: Resolved) -> float:
+    """Seconds to wait for the other machines: what ``rdzv_conf`` can say here."""
+    pairs = dict(pair.partition("=")[::2] for pair in str(options["rdzv_conf"] or "").split(",") if pair.strip())
+    for name, seconds in pairs.items():
+        if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(r"\d{1,9}(\.\d+)?", seconds.strip()):
+            raise ConfigurationError(
+                "machines meet in a store of this launcher, not by torch's rendezvous",
+                found=options.said("rdzv_conf"),
+                fix="timeout=SECONDS, for which a machine waits for the others",
+            )
+    return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
 
 
 def _total(options: Resolved, launched: int | None, devices: int, num_machines: int) -> int:
@@ -171,7 +223,7 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
             found=f"{options.said('num_processes')}, num_machines={num_machines}",
             fix="num_processes counts those of all machines together",
         )
-    if total == 1 and options.origin("distributed_type") == "flag --multi_gpu":
+    if total == 1 and options["multi_gpu"] and options.origin("multi_gpu").startswith("flag"):
         raise ConfigurationError("--multi_gpu is for several processes", found="1 process", fix="leave it out")
     return int(total)
 
@@ -206,7 +258,9 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
         passed += ["distributed_type", *SECTIONS[engine]]
     elif options["distributed_type"] in _XLA:
         passed.append("distributed_type")
-    found: dict[str, str] = {}
+    if options["mixed_precision"] == "fp8":
+        passed += [name for name in SECTIONS["fp8_config"] if name not in _NO_EFFECT]
+    found = _variables(options)
     origins: dict[str, str] = {}
     for name in passed:
         value = options[name]
@@ -219,13 +273,45 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     found[ORIGINS] = json.dumps(origins)
     visible = _VISIBLE.get(_accelerator() or "")
     if gpu_ids is not None and visible is not None:
+        if found.get(visible, ",".join(gpu_ids)) != ",".join(gpu_ids):
+            raise ConfigurationError(
+                "the devices of this machine are given twice",
+                found=f"{options.said('gpu_ids')}, {visible}={found[visible]} ({options.origin('environment')})",
+            )
         found[visible] = ",".join(gpu_ids)
     if options.given("num_cpu_threads_per_process"):
         found["OMP_NUM_THREADS"] = str(options["num_cpu_threads_per_process"])
     return found
 
 
+def _variables(options: Resolved) -> dict[str, str]:
+    """The variables that ``environment:``, ``tpu_env:`` and ``--env`` give the script.
+
+    Raises:
+        ConfigurationError: a pair without ``=``, a name that is none, or a variable that this launcher sets.
+    """
+    given, found = options["environment"] or {}, {}
+    if not isinstance(given, Mapping):
+        raise ConfigurationError("environment: is a mapping of variables to texts", found=options.said("environment"))
+    pairs = [("environment", name, value) for name, value in given.items()]
+    for pair in options["tpu_env"] or ():
+        name, equals, value = pair.partition("=")
+        pairs.append(("tpu_env", name, value if equals else None))
+    for option, name, value in pairs:
+        whose = f"{name} ({options.origin(option)})"
+        if not isinstance(value, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigurationError("a variable is NAME=TEXT", found=whose, fix="--env NCCL_DEBUG=INFO")
+        if name in _OURS or name.startswith(("TRAINER_KIT_", "TORCHELASTIC_")):
+            raise ConfigurationError(
+                "launch sets this variable itself", found=whose, fix="use the option for it; explain lists them"
+            )
+        found[name] = value
+    return found
+
+
 def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return ",".join(map(str, value))
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
@@ -250,10 +336,18 @@ def _refuse(options: Resolved) -> None:
             found=f"{options.said('distributed_type')}, {options.said(parallel[0])}",
             fix="leave parallelism_config out, or say FSDP, MULTI_GPU or MULTI_CPU",
         )
-    told = [name for name in SECTIONS["fp8_config"] if options.given(name)]
-    if options["mixed_precision"] == "fp8" and told and (told != ["fp8_backend"] or options["fp8_backend"] != "AO"):
+    on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith("flag")
+    if options["tpu_use_cluster"] and on_tpu:
+        raise _pod(options, "tpu_use_cluster")
+    divided = [name for name in parallel if name != "parallelism_config_dp_replicate_size"]
+    if options["use_ddp"] and divided:
         raise ConfigurationError(
-            "how fp8 is computed is said in the script",
-            found=options.said(told[0]),
-            fix="Accelerator(kwargs_handlers=[TERecipeKwargs(...)]) or AORecipeKwargs(...), and no fp8_config here",
+            "one kind of run at a time", found=f"{options.said('use_ddp')}, {options.said(divided[0])}"
+        )
+    wants_mesh = options["use_parallelism_config"]
+    if wants_mesh is not None and wants_mesh != bool(parallel):
+        raise ConfigurationError(
+            "a parallelism_config is one with an axis above 1",
+            found=", ".join(options.said(name) for name in ["use_parallelism_config", *parallel]),
+            fix="--parallelism_config_tp_size 2, or another _size; or leave use_parallelism_config out",
         )

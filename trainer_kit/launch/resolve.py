@@ -1,4 +1,7 @@
-"""Which value of every option counts: flag, then configuration file, then environment, then default."""
+"""Which value of every option counts: flag, then configuration file, then environment, then default.
+
+A file's value that is the option's default does not count before the environment: wizards write every key.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,8 @@ from typing import Any, Final, final
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import Chosen, variable
 from trainer_kit.launch.file import ConfigurationFile, read_configuration
-from trainer_kit.launch.options import TOP
+from trainer_kit.launch.kinds import with_kind
+from trainer_kit.launch.options import SECTIONS, Option, all_options
 
 __all__ = ["Resolved", "accelerates_default", "default_file", "our_default", "resolve"]
 
@@ -30,6 +34,21 @@ _DEFAULTS: Final[Mapping[str, Any]] = {
     "max_restarts": 0,
     "debug": False,
 }
+_SAYS_NOTHING: Final[Mapping[str, Any]] = {
+    **_DEFAULTS,
+    "gpu_ids": "all",
+    "downcast_bf16": False,
+    "enable_cpu_affinity": False,
+    "rdzv_backend": "static",
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "dynamo_backend": "NO",
+    "dynamo_mode": "default",
+    **{name: False for name in SECTIONS["dynamo_config"] if "_use_" in name},
+    **{name: 1 for name in SECTIONS["parallelism_config"] if name.endswith("_size")},
+}
+"""What wizards write without being asked: it is the same as leaving the key out."""
+_BEFORE: Final = ", before the default in "
 
 
 def our_default() -> Path:
@@ -77,6 +96,10 @@ class Resolved:
         """Whether somebody gave one."""
         return self.origin(name) != "default"
 
+    def before_file(self) -> list[str]:
+        """The options that the environment decides although the file has them, with their defaults."""
+        return [name for name, chosen in self.chosen.items() if _BEFORE in chosen.origin]
+
     def said(self, name: str) -> str:
         """``name=value (origin)``, for messages."""
         return f"{name}={self[name]} ({self.origin(name)})"
@@ -98,30 +121,37 @@ def resolve(
     """
     path = config_file or default_file()
     file = None if path is None else read_configuration(path)
-    if (
-        config_file is None
-        and file is not None
-        and "use_cpu" in flags
-        and flags["use_cpu"].value
-        and not _about_cpu(file)
-    ):
+    on_cpu = any(flags[name].value for name in ("cpu", "use_cpu") if name in flags)
+    if config_file is None and file is not None and on_cpu and not _about_cpu(file):
         file = None
-    chosen: dict[str, Chosen] = {name: Chosen(value, "default") for name, value in _DEFAULTS.items()}
-    for name in TOP:
-        found = variable(name, environ)
+    defaults = {name: Chosen(value, "default") for name, value in _DEFAULTS.items()}
+    around: dict[str, Chosen] = {}
+    for name, option in all_options().items():
+        found = None if option.free or option.many else variable(name, environ)
         if found is not None:
-            chosen[name] = _read(name, found)
-    for name, value in file.values.items() if file is not None else ():
-        chosen[name] = Chosen(value, file.where(name))  # type: ignore[union-attr]
-    return Resolved({**chosen, **flags}, file)
+            around[name] = _read(option, found)
+    return Resolved(with_kind(defaults, around, {} if file is None else _counting(file, around), flags), file)
+
+
+def _counting(file: ConfigurationFile, around: dict[str, Chosen]) -> dict[str, Chosen]:
+    """What of a file counts before the environment; its origins there name the line that does not."""
+    counting = {}
+    for name, value in file.values.items():
+        explicit = name in around and around[name].origin.startswith("environment ")
+        if explicit and value == _SAYS_NOTHING.get(name):
+            said = around[name]
+            around[name] = Chosen(said.value, f"{said.origin}{_BEFORE}{file.where(name)}")
+        else:
+            counting[name] = Chosen(value, file.where(name))
+    return counting
 
 
 def _about_cpu(file: ConfigurationFile) -> bool:
     return bool(file.values.get("use_cpu")) or file.values.get("distributed_type") == "MULTI_CPU"
 
 
-def _read(name: str, found: Chosen) -> Chosen:
+def _read(option: Option, found: Chosen) -> Chosen:
     try:
-        return Chosen(TOP[name].value(found.value), found.origin)
+        return Chosen(option.value(found.value), found.origin)
     except ValueError as error:
-        raise ConfigurationError(f"{found.origin}: {name} {error}", found=repr(found.value)) from None
+        raise ConfigurationError(f"{found.origin}: {option.name} {error}", found=repr(found.value)) from None

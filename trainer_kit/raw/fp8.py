@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.errors import ConfigurationError, PrecisionError
+from trainer_kit.core.origins import is_true, variable
+from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.options import KwargsHandler
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
-__all__ = ["AORecipeKwargs", "FP8Recipe", "MSAMPRecipeKwargs", "TERecipeKwargs"]
+__all__ = ["AORecipeKwargs", "FP8Recipe", "MSAMPRecipeKwargs", "TERecipeKwargs", "launched_recipe"]
 
 
 class FP8Recipe(KwargsHandler, ABC):
@@ -124,3 +127,36 @@ class MSAMPRecipeKwargs(FP8Recipe):
             found=f"MSAMPRecipeKwargs(opt_level={self.opt_level!r})",
             fix="AORecipeKwargs() or TERecipeKwargs(); for its 8-bit optimizer states tk.optimizer('adamw8bit', ...)",
         )
+
+
+_BACKENDS: Mapping[str, type[FP8Recipe]] = {"TE": TERecipeKwargs, "AO": AORecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
+
+
+def launched_recipe() -> FP8Recipe | None:
+    """The recipe that a ``fp8_config`` or the environment gives; None without one.
+
+    Raises:
+        ConfigurationError: a value that its option does not take.
+
+    Example:
+        >>> print(launched_recipe())
+        None
+    """
+    given: dict[str, Any] = {}
+    for name, option in SECTIONS["fp8_config"].items():
+        found = variable(name)
+        if found is None:
+            continue
+        try:
+            value = option.value(str(found.value))
+        except ValueError as error:
+            raise ConfigurationError(f"{found.origin}: {name} {error}", found=repr(found.value)) from None
+        given["fp8_format" if name == "fp8_format" else name.removeprefix("fp8_")] = value
+    if not given:
+        return None
+    if "override_linear_precision" in given:
+        words = re.findall(r"\w+", given["override_linear_precision"])
+        given["override_linear_precision"] = tuple(is_true(word) for word in words)
+    kind = _BACKENDS[given.pop("backend", "AO")]
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in given.items() if name in known})

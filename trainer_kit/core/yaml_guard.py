@@ -1,0 +1,106 @@
+"""What every reader of YAML asks first: whether a text is YAML, and how large it is with its aliases written out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, final
+
+if TYPE_CHECKING:
+    import yaml
+
+__all__ = ["YamlProblem", "guarded_events"]
+
+_LONG: Final = 200
+"""Characters of a text that count as one value."""
+
+
+@final
+class YamlProblem(Exception):
+    """A text that is not read as YAML.
+
+    Args:
+        line: where, from 1.
+        reason: what is wrong there.
+        too_much: whether it is YAML, and only too large.
+    """
+
+    def __init__(self, line: int, reason: str, too_much: bool = False) -> None:
+        super().__init__(reason)
+        self.line, self.reason, self.too_much = line, reason, too_much
+
+
+def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml.Event]:
+    """The events of a YAML text; nothing is made of it.
+
+    A few aliases of aliases stand for more values than memory holds: they count as what they stand for.
+
+    Args:
+        text: all of it.
+        most: values, aliases written out; a long text counts as several.
+        deepest: levels of mappings and lists.
+
+    Raises:
+        YamlProblem: no YAML, or too much of it.
+
+    Example:
+        >>> len(guarded_events("lr: 0.1"))
+        8
+        >>> guarded_events("a: &a [1, 1, 1]\\nb: &b [*a, *a]\\nc: [*b, *b]", most=12)
+        Traceback (most recent call last):
+        trainer_kit.core.yaml_guard.YamlProblem: more than 12 values, aliases written out
+    """
+    import yaml
+
+    events: list[yaml.Event] = []
+    size = _Sizes(most, deepest)
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            events.append(event)
+            size.add(event)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = (error.problem or error.context or "cannot be read").replace("\n", " ")
+        raise YamlProblem(1 if mark is None else mark.line + 1, problem) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise YamlProblem(line, f"character {chr(error.character)!r} cannot be in YAML") from None
+    except (ValueError, OverflowError) as error:  # the number of a character that does not exist
+        raise YamlProblem(1, f"cannot be read: {error}") from None
+    return events
+
+
+@final
+class _Sizes:
+    """The size of what is open, and of every anchor."""
+
+    def __init__(self, most: int, deepest: int) -> None:
+        self.most, self.deepest = most, deepest
+        self.anchors: dict[str, int] = {}
+        self.open: list[tuple[str | None, int]] = []
+
+    def add(self, event: yaml.Event) -> None:
+        import yaml
+
+        line = 1 if event.start_mark is None else event.start_mark.line + 1
+        if isinstance(event, yaml.CollectionStartEvent):
+            if len(self.open) == self.deepest + 1:
+                raise YamlProblem(line, f"nested deeper than {self.deepest} levels", too_much=True)
+            self.open.append((event.anchor, 1))
+            return
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in self.anchors:
+                raise YamlProblem(line, f"*{event.anchor} refers to nothing before it")
+            anchor, size = None, self.anchors[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, size = event.anchor, 1 + len(event.value) // _LONG
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, size = self.open.pop()
+        else:
+            return
+        if anchor is not None:
+            self.anchors[anchor] = size
+        if self.open:
+            outer, before = self.open[-1]
+            size += before
+            self.open[-1] = outer, size
+        if size > self.most:
+            raise YamlProblem(line, f"more than {self.most} values, aliases written out", too_much=True)
