@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from trainer_kit.core.secrets import mask_secrets
+from trainer_kit.engine.session import Session
 
 __all__ = ["about_run", "go_on_logging", "plain_arguments"]
 
@@ -50,7 +51,7 @@ def _plain(value: Any) -> Any:
     return type(value).__qualname__ if text == object.__repr__(value) else text
 
 
-def about_run(trainer: Any) -> dict[str, Any]:
+def about_run(trainer: Session) -> dict[str, Any]:
     """Part of every checkpoint of a run. Nothing of it is restored over what the user asks for today."""
     loggers = [
         {"logger": type(logger).__name__, "state": dict(logger.state_dict()) if hasattr(logger, "state_dict") else {}}
@@ -71,7 +72,7 @@ def about_run(trainer: Any) -> dict[str, Any]:
     }
 
 
-def go_on_logging(trainer: Any, state: Mapping[str, Any]) -> None:
+def go_on_logging(trainer: Session, state: Mapping[str, Any]) -> None:
     """In the directory of the run that ``state`` is of, loggers go on with that run unless they were told otherwise."""
     saved = state.get("loggers", {})
     if not trainer.is_global_zero or saved.get("run_dir") != _run_dir(trainer):
@@ -81,5 +82,5 @@ def go_on_logging(trainer: Any, state: Mapping[str, Any]) -> None:
             logger.load_state_dict(before["state"])
 
 
-def _run_dir(trainer: Any) -> Any:
+def _run_dir(trainer: Session) -> Any:
     return mask_secrets(os.path.abspath(trainer.run_dir))

@@ -10,6 +10,7 @@ from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
+from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.signatures import takes
 
 __all__ = ["Bus", "Listeners", "sorted_callbacks"]
@@ -103,7 +104,7 @@ class Bus:
     on_train_epoch_end_late: Listeners
 
     def __init__(
-        self, trainer: Any, module: Any, callbacks: Sequence[Callback], datamodule: Any, scope: _Scope
+        self, trainer: TrainerLike, module: Any, callbacks: Sequence[Callback], datamodule: Any, scope: _Scope
     ) -> None:
         for name in Bus.names():
             found = [

@@ -19,6 +19,7 @@ from trainer_kit.data import Ahead, Feed
 from trainer_kit.engine.about import about_run
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
+from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.evaluate import Evaluation
 from trainer_kit.engine.ghosts import Ghosts
 from trainer_kit.engine.groups import configured
@@ -38,6 +39,7 @@ from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizer
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
+from trainer_kit.engine.session import Session
 from trainer_kit.engine.settings import Settings
 from trainer_kit.engine.windows import Windows
 from trainer_kit.strategies.transforms.compile import Compile
@@ -70,7 +72,7 @@ def check_module(module: Any, stage: str) -> None:
         )
 
 
-def prepare_data(trainer: Any, module: Any, datamodule: Any, stage: str) -> None:
+def prepare_data(trainer: Session, module: Any, datamodule: Any, stage: str) -> None:
     """``prepare_data`` on one process per node, then ``setup`` of everybody: datamodule, callbacks, module."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     if trainer.local_rank == 0:
@@ -87,7 +89,9 @@ def prepare_data(trainer: Any, module: Any, datamodule: Any, stage: str) -> None
     trainer.strategy.world.barrier()
 
 
-def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus) -> Evaluation:
+def compose_evaluation(
+    trainer: Session, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus
+) -> Evaluation:
     """Everything that validation, test or prediction needs."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
@@ -96,6 +100,11 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
     # Predictions of parts of a sequence could not be put together.
     whole = stage == "predict" and strategy.losses.size > strategy.data.size
     move, _ = mover(module, datamodule, strategy, precision, whole)
+
+    def publish(reduced: Reduced, batch: int) -> None:
+        if not trainer.sanity_checking:
+            trainer.log_metrics(reduced.logger, batch)
+
     return Evaluation(
         stage=stage,
         module=module,
@@ -113,11 +122,11 @@ def compose_evaluation(trainer: Any, stage: str, module: Any, datamodule: Any, l
         and strategy.world.size == 1
         and not strategy.sharded
         and strategy.device.type != "xla",
-        publish=lambda reduced, batch: trainer.sanity_checking or trainer.log_metrics(reduced.logger, batch),
+        publish=publish,
     )
 
 
-def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
+def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
     """Everything that training needs: feed, wrapped module, optimizers, windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
@@ -171,7 +180,7 @@ def compose_fit(trainer: Any, module: Any, datamodule: Any, loaders: Any, val_lo
     return run
 
 
-def _windows(trainer: Any, module: Any, feed: Feed, micro: Micro, limit: int | None, ahead: Any) -> Windows:
+def _windows(trainer: Session, module: Any, feed: Feed, micro: Micro, limit: int | None, ahead: Any) -> Windows:
     strategy = trainer.strategy
     windows = Windows(
         feed,
@@ -188,7 +197,7 @@ def _windows(trainer: Any, module: Any, feed: Feed, micro: Micro, limit: int | N
     return windows
 
 
-def _tell_of_length(trainer: Any, feed: Feed, limit: int | None) -> None:
+def _tell_of_length(trainer: Session, feed: Feed, limit: int | None) -> None:
     settings = trainer.settings
     trainer.num_training_batches = float("inf") if limit is None else limit
     epochs = (settings.max_epochs or 0) - trainer.progress.epoch
@@ -199,7 +208,7 @@ def _tell_of_length(trainer: Any, feed: Feed, limit: int | None) -> None:
         )
 
 
-def _is_manual(trainer: Any, module: Any) -> bool:
+def _is_manual(trainer: Session, module: Any) -> bool:
     clip, manual = trainer.settings.clip, not module.automatic_optimization
     if manual and (clip is not None or trainer.accumulation != 1):
         raise ConfigurationError(
@@ -210,7 +219,7 @@ def _is_manual(trainer: Any, module: Any) -> bool:
     return manual
 
 
-def _wrap(trainer: Any, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
+def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
     """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
     strategy = trainer.strategy
     facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
@@ -237,7 +246,7 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda batch, index: method(batch)
 
 
-def _micro(trainer: Any, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
+def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
     backward = trainer.strategy.bind_backward(
         module.backward if is_overridden("backward", module, TrainModule) else None
     )
@@ -249,7 +258,9 @@ def _micro(trainer: Any, module: Any, bus: Bus, stepper: Any, step: Any, manual:
     return micro
 
 
-def _with_ghosts(windows: Windows, module: Any, datamodule: Any, trainer: Any, made: Optimizers, manual: bool) -> None:
+def _with_ghosts(
+    windows: Windows, module: Any, datamodule: Any, trainer: Session, made: Optimizers, manual: bool
+) -> None:
     """Where every rank is needed for the micro-batches of the others, one that has none runs an earlier one."""
     strategy, micro = trainer.strategy, windows.micro
     if strategy.data.size > 1 and (manual or strategy.lockstep):
@@ -279,7 +290,7 @@ def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
     return wrap
 
 
-def _validation(trainer: Any, module: Any, datamodule: Any, given: Any, bus: Bus) -> Evaluation | None:
+def _validation(trainer: Session, module: Any, datamodule: Any, given: Any, bus: Bus) -> Evaluation | None:
     if trainer.settings.limits["val"] == 0:
         return None
     if not is_overridden("validation_step", module, TrainModule):

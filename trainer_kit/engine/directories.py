@@ -12,6 +12,7 @@ from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.runs import begin_run
+from trainer_kit.engine.session import Session
 
 __all__ = [
     "checkpoint_directories",
@@ -23,14 +24,14 @@ __all__ = [
 _STEP: Final = re.compile(r"\bstep[-=](\d+)")
 
 
-def checkpoint_directories(trainer: Any) -> list[Location]:
+def checkpoint_directories(trainer: Session) -> list[Location]:
     """Of the callbacks that keep checkpoints, in their order, else the run's own; the first takes what has no path."""
     named = (getattr(keeper, "dirpath", None) for keeper in trainer.checkpoint_callbacks)
     found = [absolute(directory) for directory in named if directory]
     return list(dict.fromkeys(found)) or [trainer.checkpoint_dir]
 
 
-def take_directories(trainer: Any, cleanup: list[Callable[[BaseException | None], Any]]) -> list[str]:
+def take_directories(trainer: Session, cleanup: list[Callable[[BaseException | None], Any]]) -> list[str]:
     """Lock them, remove what dead runs left half written, and record the run. Rank 0 does it, all learn of a refusal.
 
     Args:

@@ -15,6 +15,7 @@ from trainer_kit.engine.compose import check_module
 from trainer_kit.engine.loaders import find_loaders, training_feed
 from trainer_kit.engine.optimize import configure_optimizers
 from trainer_kit.engine.room import weigh
+from trainer_kit.engine.session import Session
 
 __all__ = ["explain", "show_results"]
 
@@ -74,7 +75,7 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
     return lines
 
 
-def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
+def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> str:
     """See `Trainer.explain`; prints on rank 0 and returns the text."""
     strategy, why = trainer.strategy, ""
     size = max(trainer.world_size, trainer.processes)
@@ -113,7 +114,7 @@ def explain(trainer: Any, module: Any, loaders: Any, datamodule: Any) -> str:
     return text
 
 
-def _prepare(trainer: Any, module: Any, datamodule: Any) -> None:
+def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
     """What `fit` does ahead of asking for loaders."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     for owner in owners:
@@ -125,7 +126,7 @@ def _prepare(trainer: Any, module: Any, datamodule: Any) -> None:
             owner.setup("fit")
 
 
-def _limits(trainer: Any) -> str:
+def _limits(trainer: Session) -> str:
     settings = trainer.settings
     timers = [callback.time_remaining() for callback in trainer.callbacks if hasattr(callback, "time_remaining")]
     parts = []
@@ -148,7 +149,7 @@ class _Ranks:
         self.size = size
 
 
-def _data_lines(trainer: Any, loaders: Any, size: int) -> list[str]:
+def _data_lines(trainer: Session, loaders: Any, size: int) -> list[str]:
     window = _window(trainer)
     feed, limit = training_feed(loaders, trainer.settings, _Ranks(size), trainer.data_seed, window)  # type: ignore[arg-type]
     per_rank = feed.per_rank_batch_size
@@ -157,13 +158,13 @@ def _data_lines(trainer: Any, loaders: Any, size: int) -> list[str]:
     return [f"data         {feed.describe()}", f"batch        {known}", f"steps/epoch  {steps}"]
 
 
-def _window(trainer: Any) -> int:
+def _window(trainer: Session) -> int:
     """Micro-batches of the first optimizer step."""
     counting = trainer.first_callback("get_accumulate_grad_batches")
     return 1 if counting is None else int(counting.get_accumulate_grad_batches(0))
 
 
-def _cost_lines(trainer: Any, strategy: Any, module: Any, size: int) -> list[str]:
+def _cost_lines(trainer: Session, strategy: Any, module: Any, size: int) -> list[str]:
     """What a rank holds and sends: of the module as it is now, divided by an earlier fit or not."""
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
@@ -181,7 +182,7 @@ def _cost_lines(trainer: Any, strategy: Any, module: Any, size: int) -> list[str
     return [*cost_lines(costs, optimizers, _window(trainer)), *note]
 
 
-def _facts(trainer: Any, module: Any) -> dict[str, str]:
+def _facts(trainer: Session, module: Any) -> dict[str, str]:
     name = type(module).__name__
     clip = trainer.settings.clip
     return {
@@ -194,7 +195,7 @@ def _facts(trainer: Any, module: Any) -> dict[str, str]:
     }
 
 
-def show_results(trainer: Any, stage: str, results: list[dict[str, float]]) -> None:
+def show_results(trainer: Session, stage: str, results: list[dict[str, float]]) -> None:
     """Print logged values, a line each."""
     values = {name: value for part in results for name, value in part.items()}
     if not values:

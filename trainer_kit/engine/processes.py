@@ -9,13 +9,14 @@ from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.core.move import move_to_device
 from trainer_kit.engine.runs import count_fit, hand_over
+from trainer_kit.engine.session import Session
 
 __all__ = ["run_on_processes"]
 
 _MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
-def run_on_processes(trainer: Any, verb: str, model: Any, *arguments: Any) -> Any:
+def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -> Any:
     """Run ``verb`` on the Trainer's processes.
 
     As the agent this never returns: the ranks run the script again and reach the verb themselves. With forked

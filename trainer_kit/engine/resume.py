@@ -18,6 +18,7 @@ from trainer_kit.core.together import on_rank_zero, together
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded
 from trainer_kit.engine.records import RUN, read_records
+from trainer_kit.engine.session import Session
 from trainer_kit.engine.state import fitting, own_part
 from trainer_kit.strategies.strategy import Strategy
 
@@ -34,7 +35,7 @@ __all__ = [
 
 
 def find_start(
-    trainer: Any, ckpt_path: Any, weights_only: bool, removed: list[str]
+    trainer: Session, ckpt_path: Any, weights_only: bool, removed: list[str]
 ) -> tuple[Location | None, bool, str]:
     """Where a fit begins: at the newest checkpoint of the run that it goes on with, else where the user says.
 
@@ -54,7 +55,8 @@ def find_start(
             trainer.print(f'resume="auto": {_why_new(trainer)}: starting anew')
         path = find_checkpoint(trainer, ckpt_path, keepers, whole_first=not weights_only)
         return path, weights_only, _told(path, weights_only)
-    again = "" if trainer.record.args == taken.args else f"; it was started with: {' '.join(taken.args) or 'nothing'}"
+    same = trainer.record is None or trainer.record.args == taken.args
+    again = "" if same else f"; it was started with: {' '.join(taken.args) or 'nothing'}"
     end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
     places = list(dict.fromkeys([*map(locate, taken.checkpoints), *_own(trainer, keepers)]))
     path = on_rank_zero(trainer.strategy.world, lambda: _choose(trainer, places, taken.id))
@@ -70,13 +72,15 @@ def _told(path: Location | None, weights_only: bool) -> str:
     return f"starting from the weights in {path}" if weights_only else f"resuming from step {{step}} ({path})"
 
 
-def _why_new(trainer: Any) -> str:
+def _why_new(trainer: Session) -> str:
     if trainer.record is None:
         return "this run keeps no checkpoints"
     return f"no unfinished run of {trainer.record.program} in {trainer.record.root}"
 
 
-def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any], whole_first: bool = False) -> Location | None:
+def find_checkpoint(
+    trainer: Session, ckpt_path: Any, keepers: Sequence[Any], whole_first: bool = False
+) -> Location | None:
     """The path behind ``ckpt_path``; None for None, and for ``"last"`` ahead of the first checkpoint of a fit.
 
     Args:
@@ -118,7 +122,7 @@ def find_checkpoint(trainer: Any, ckpt_path: Any, keepers: Sequence[Any], whole_
     return path
 
 
-def _newest(trainer: Any, keepers: Sequence[Any], whole_first: bool) -> Location | None:
+def _newest(trainer: Session, keepers: Sequence[Any], whole_first: bool) -> Location | None:
     """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
     found = _choose(trainer, _own(trainer, keepers), whole_first=whole_first)
     if found is not None:
@@ -136,12 +140,14 @@ def _newest(trainer: Any, keepers: Sequence[Any], whole_first: bool) -> Location
     return _choose(trainer, [newest], whole_first=whole_first)
 
 
-def _own(trainer: Any, keepers: Sequence[Any]) -> list[Location]:
+def _own(trainer: Session, keepers: Sequence[Any]) -> list[Location]:
     named = [absolute(callback.dirpath) for callback in keepers if callback.dirpath]
     return list(dict.fromkeys([*named, absolute(trainer.checkpoint_dir)]))
 
 
-def _choose(trainer: Any, places: list[Location], run: str | None = None, whole_first: bool = False) -> Location | None:
+def _choose(
+    trainer: Session, places: list[Location], run: str | None = None, whole_first: bool = False
+) -> Location | None:
     """The newest sound one of these directories; damaged ones ahead of it are named, and set aside by a fit.
 
     Args:

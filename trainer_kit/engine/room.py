@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from trainer_kit.core.memory import device_memory, in_units
+from trainer_kit.engine.session import Session
 
 __all__ = ["build_module", "training_bytes", "weigh"]
 
@@ -19,7 +20,7 @@ _MOMENTS: Final = 2
 _WIDTHS: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
 
 
-def build_module(trainer: Any, module: Any, stage: str) -> None:
+def build_module(trainer: Session, module: Any, stage: str) -> None:
     """Call ``configure_model``, and take the other strategy where ``"auto"`` finds that what it built does not fit."""
     strategy, precision = trainer.strategy, trainer.precision_plugin
     strategy.configure(precision=precision.name)
@@ -38,7 +39,7 @@ def build_module(trainer: Any, module: Any, stage: str) -> None:
     trainer.print(f'strategy="auto": {why}')
 
 
-def weigh(trainer: Any, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
+def weigh(trainer: Session, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
     """The strategy that ``"auto"`` stands for with this module, and why.
 
     Args:
@@ -55,7 +56,7 @@ def weigh(trainer: Any, module: nn.Module, stage: str, world: Any = None) -> tup
     needed = training_bytes(module, trainer.precision_plugin.name, stage == "fit")
     what = "training state (as with Adam)" if stage == "fit" else "weights"
     numbers = f"{in_units(needed)} of {what}, and a rank has {in_units(memory or None)} of memory"
-    if not memory or needed <= _SHARE * memory:
+    if other is None or not memory or needed <= _SHARE * memory:
         return strategy, f"{strategy.name}: whole copies fit, {numbers}"
     other.device = strategy.device
     return other, f"{other.name}: whole copies do not fit, {numbers} ({1 - _SHARE:.0%} of it for activations)"

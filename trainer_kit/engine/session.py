@@ -17,6 +17,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.origins import Chosen
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.registry import LOGGERS
@@ -55,7 +56,24 @@ class Session(Position):
         resume: ``"auto"`` or None.
         record: of the running or last fit, where checkpoints are kept.
         taken: of the run that it goes on with.
+        arguments: of the Trainer, for the run's record.
+        origins: where each value came from that a launcher or a file may give.
+        roomier: the strategy that takes over where the model does not fit this one; None: no other does.
+        switches: process-wide settings of torch that an entry point sets.
+        compile_options: of ``torch.compile``; None: nothing is compiled.
+        compile_regional: whether repeated blocks are compiled, not the whole step.
+        async_save: whether checkpoints are written in the background.
     """
+
+    arguments: dict[str, Any]
+    origins: dict[str, Chosen]
+    roomier: Strategy | None
+    switches: dict[str, Any]
+    compile_options: dict[str, Any] | None
+    compile_regional: bool
+    async_save: bool
+    barebones: bool
+    fast_dev_run: bool | int
 
     def __init__(
         self,

@@ -35,6 +35,7 @@ from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights
 from trainer_kit.engine.room import build_module
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import abandon_save, save_requested
+from trainer_kit.engine.session import Session
 from trainer_kit.engine.settle import settle_end
 from trainer_kit.engine.state import collect, plain_hparams, restore
 from trainer_kit.engine.unwind import Unwinding
@@ -55,7 +56,7 @@ class Verb:
         datamodule: as the user gave it.
     """
 
-    def __init__(self, trainer: Any, stage: str, model: Any, loaders: Any, datamodule: Any) -> None:
+    def __init__(self, trainer: Session, stage: str, model: Any, loaders: Any, datamodule: Any) -> None:
         if isinstance(loaders, DataModule):
             if datamodule is not None:
                 raise ConfigurationError("the datamodule is given twice", fix="pass it as datamodule= only")
@@ -254,7 +255,8 @@ class Verb:
         """Training ended by itself."""
         for hook in self.bus.on_fit_end:
             hook()
-        settle_end(self.trainer.run)
+        if self.trainer.run is not None:
+            settle_end(self.trainer.run)
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
         """Build the evaluation, with the weights that are asked for."""
@@ -331,7 +333,7 @@ def _best(keeper: Any) -> str:
     return f"the best checkpoint of the last fit, {keeper.monitor} = {score:.6g}"
 
 
-def _check_keepers(trainer: Any) -> None:
+def _check_keepers(trainer: Session) -> None:
     """Checkpoints are taken by all ranks together: each must have the callbacks that ask for them."""
     world = trainer.strategy.world
     if world.size == 1:
@@ -356,7 +358,7 @@ def _counts(run: Evaluation) -> list[int | float]:
     return [float("inf") if limit is None else limit for limit in run.limits]
 
 
-def _teardown(callback: Any, trainer: Any, module: Any, stage: str) -> Callable[[], Any]:
+def _teardown(callback: Any, trainer: Session, module: Any, stage: str) -> Callable[[], Any]:
     return lambda: callback.teardown(trainer, module, stage)
 
 
@@ -400,7 +402,7 @@ def _sync_batchnorm(module: nn.Module, strategy: Any) -> Any:
     return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
 
-def _dry_run(trainer: Any, run: Fit) -> None:
+def _dry_run(trainer: Session, run: Fit) -> None:
     """Find what a checkpoint cannot hold before the first step, not at the first save.
 
     ``on_save_checkpoint`` is not called, and a state that only training makes is not looked at: nothing is saved yet.
