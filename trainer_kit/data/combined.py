@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_kit.core.errors import DataError, did_you_mean
-from trainer_kit.data.order import EMPTY, length_of
+from trainer_kit.data.order import MISSING, length_of
 
 __all__ = ["CombinedLoader", "Leaf", "Mode", "Spot", "combine", "combined_length", "is_tree", "spots_at"]
 
@@ -179,8 +179,8 @@ def combine(
 ) -> Iterator[Any]:
     """The batches of several loaders from batch ``start`` on.
 
-    Where a rank has no share of one loader's last global batch (`EMPTY`): ``max_size`` gives None in its place,
-    ``max_size_cycle`` this rank's batch before it, ``min_size`` ends this rank's data with `EMPTY`.
+    Where a rank has no share of one loader's last global batch (`MISSING`): ``max_size`` gives None in its place,
+    ``max_size_cycle`` this rank's batch before it, ``min_size`` ends this rank's data with `MISSING`.
 
     Args:
         mode: see `CombinedLoader`.
@@ -201,7 +201,7 @@ def combine(
         return _cycled(leaves, join, spots)
     iterators = [_opened(leaf, spot) for leaf, spot in zip(leaves, spots, strict=True)]
     if mode == "min_size":
-        return (EMPTY if _has_empty(parts) else join(parts) for parts in zip(*iterators, strict=False))
+        return (MISSING if _has_empty(parts) else join(parts) for parts in zip(*iterators, strict=False))
     return (_join_ended(parts, join) for parts in zip_longest(*iterators))
 
 
@@ -210,15 +210,15 @@ def _opened(leaf: Leaf, spot: Spot) -> Iterator[Any]:
 
 
 def _has_empty(parts: Iterable[Any]) -> bool:
-    # Not `EMPTY in parts`: that would compare tensors.
-    return any(part is EMPTY for part in parts)
+    # Not `MISSING in parts`: that would compare tensors.
+    return any(part is MISSING for part in parts)
 
 
 def _join_ended(parts: tuple[Any, ...], join: Callable[[Any], Any]) -> Any:
     if not _has_empty(parts):
         return join(parts)
-    kept = [None if part is EMPTY else part for part in parts]
-    return EMPTY if all(part is None for part in kept) else join(kept)
+    kept = [None if part is MISSING else part for part in parts]
+    return MISSING if all(part is None for part in kept) else join(kept)
 
 
 def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Any]]:
@@ -260,9 +260,9 @@ def _cycled(leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spo
                 if parts[i] is _END:
                     return
             positions[i] += 1
-        fresh = any(part is not EMPTY and not over for part, over in zip(parts, ended, strict=True))
+        fresh = any(part is not MISSING and not over for part, over in zip(parts, ended, strict=True))
         for i, leaf in enumerate(leaves):
-            if parts[i] is EMPTY and fresh and positions[i] > 1:
+            if parts[i] is MISSING and fresh and positions[i] > 1:
                 known = before[i] is not None
-                parts[i] = before[i] if known else next((leaf.again or leaf.open)(turns[i], positions[i] - 2), EMPTY)
-        yield EMPTY if _has_empty(parts) else join(parts)
+                parts[i] = before[i] if known else next((leaf.again or leaf.open)(turns[i], positions[i] - 2), MISSING)
+        yield MISSING if _has_empty(parts) else join(parts)

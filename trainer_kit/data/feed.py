@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import Any, final
 
 from torch import Tensor
@@ -10,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.combined import CombinedLoader, is_tree
-from trainer_kit.data.place import Place, Source
+from trainer_kit.data.place import Place, Source, kind_of
 from trainer_kit.data.several import CombinedSource
 from trainer_kit.data.sources import IndexedSource, ListSource
 from trainer_kit.data.streams import StreamSource
@@ -86,7 +88,7 @@ class Feed:
             ordered=ordered,
             pad=pad,
         )
-        self.loader, self.reproducible = loader, reproducible
+        self.loader, self.reproducible, self._asks = loader, reproducible, rank == 0
         self._source = _open(loader, place)
         self.track = Track(self._source, size)
         """Where it is, for a checkpoint."""
@@ -157,7 +159,30 @@ class Feed:
         Yields:
             batches, or `EMPTY` where this rank has no share of a global micro-batch.
         """
+        return map(itemgetter(0), self.sized_epoch(epoch, start))
+
+    def sized_epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Any, int]]:
+        """As `epoch`, each batch with its number of samples; `MISSING` in place of `EMPTY`.
+
+        The number is that of the indices (of a stream: of the samples) that the DataLoader drew for it, whatever its
+        ``collate_fn`` made of them. Where no DataLoader draws them it is read from the batch; see `ask_for_sizes`.
+        """
         return self.track.epoch(epoch, start)
+
+    def ask_for_sizes(self, how: str) -> None:
+        """Warn where the numbers of samples were read from batches that leave them in doubt: once, on rank 0.
+
+        Args:
+            how: in which way the user can give them.
+        """
+        doubt = self._source.doubt
+        if doubt is not None and self._asks:
+            self._asks = False
+            warnings.warn(
+                f"the number of samples in a batch of this {kind_of(self.loader)} is not certain: {doubt}. If batches"
+                f" differ in size, {how}. A DataLoader with a batch_size or a batch_sampler tells it by itself",
+                stacklevel=2,
+            )
 
 
 def _draws(loader: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
 from typing import Any, Final, Protocol, final
@@ -14,7 +15,17 @@ from torch.utils.data import SequentialSampler
 
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 
-__all__ = ["EMPTY", "BatchTurns", "SampleBlocks", "SeededIndices", "Split", "derive_seed", "drawn", "length_of"]
+__all__ = [
+    "EMPTY",
+    "MISSING",
+    "BatchTurns",
+    "SampleBlocks",
+    "SeededIndices",
+    "Split",
+    "derive_seed",
+    "drawn",
+    "length_of",
+]
 
 _CHUNK = 65536
 """Indices drawn at a time, so that endless samplers work too."""
@@ -36,6 +47,8 @@ class _Empty:
 
 EMPTY: Final = _Empty()
 """What a rank gets in place of a batch where its share of the global micro-batch has no sample."""
+MISSING: Final = (EMPTY, 0)
+"""The same where batches come with their number of samples; there is one such pair, to be compared with ``is``."""
 
 
 def derive_seed(*parts: int) -> int:
@@ -121,6 +134,8 @@ class Split(Protocol):
     """Micro-batches handed to the loader in this epoch."""
     empty: bool
     """Whether this rank has no share of the last global micro-batch."""
+    sizes: deque[int]
+    """Samples of the micro-batches that were handed to the loader in this epoch and not taken from here yet."""
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
         """The next iteration is that of ``seed`` from micro-batch ``start`` on; see `SeededIndices` for the last."""
@@ -160,6 +175,7 @@ class SampleBlocks:
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
         self._start, self._sample_seed = start, sample_seed
         self.handed, self.empty = 0, False
+        self.sizes: deque[int] = deque()
         self._short: tuple[int, int] | None = None
         self._drawn = drawn(self.order, seed)
 
@@ -174,9 +190,10 @@ class SampleBlocks:
         whole, first = self.batch_size * self.size, self._start * self.batch_size * self.size
         low, high = self.rank * self.batch_size, (self.rank + 1) * self.batch_size
         head: list[Any] = []
-        order = self._from(first, head)
+        order, sizes = self._from(first, head), self.sizes
         while len(block := list(islice(order, whole))) == whole:
             self.handed += 1
+            sizes.append(self.batch_size)
             yield self._marked(block if self.size == 1 else block[low:high], first + low)
             first += whole
         if not block or self.drop_last:
@@ -189,6 +206,7 @@ class SampleBlocks:
         share = block[low : low + each + (self.rank < more)]
         if share:
             self.handed += 1
+            sizes.append(len(share))
             yield self._marked(share, first + low)
         else:
             self.empty = True
@@ -239,6 +257,7 @@ class BatchTurns:
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
         self._start, self._sample_seed = start, sample_seed
         self.handed, self.empty = 0, False
+        self.sizes: deque[int] = deque()
         self._counts: list[int] = []
         self._drawn = drawn(self.order, seed, _BATCH_CHUNK if self.sized else _CHUNK)
 
@@ -252,21 +271,22 @@ class BatchTurns:
         head = list(islice(self._drawn, self.size)) if self.pad else []
         first = self._start * self.size
         order = chain(head[first:], islice(self._drawn, max(0, first - len(head)), None))
-        at = self._start * self.size + self.rank
+        at, sizes = self._start * self.size + self.rank, self.sizes
         while turn := list(islice(order, self.size)):
             if self.sized:
                 self._counts.append(sum(map(len, turn)))
             if self.rank < len(turn):
-                self.handed += 1
-                yield self._marked(turn[self.rank], at)
+                yield self._handed(turn[self.rank], at, sizes)
             elif head:
-                self.handed += 1
-                yield self._marked(head[(self.rank - len(turn)) % len(head)], at)
+                yield self._handed(head[(self.rank - len(turn)) % len(head)], at, sizes)
             else:
                 self.empty = True
             at += self.size
 
-    def _marked(self, batch: Any, at: int) -> Any:
+    def _handed(self, batch: Any, at: int, sizes: deque[int]) -> Any:
+        self.handed += 1
+        if self.sized:
+            sizes.append(len(batch))
         if not self.sized or self._sample_seed is None:
             return batch
         return SeededIndices(list(batch), derive_seed(self._sample_seed, at), 0)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.workers import EndsWithParent, heard_context
 
-__all__ = ["Place", "Source", "copied", "kind_of", "refuse_batch_size", "set_epoch"]
+__all__ = ["Place", "Source", "copied", "kind_of", "one_for_one", "refuse_batch_size", "set_epoch"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +72,17 @@ class Source(Protocol):
     def stride(self) -> list[tuple[str, int]]:
         """How much of a loader's order one global micro-batch covers: (unit, number), one for each loader."""
 
+    @property
+    def doubt(self) -> str | None:
+        """Why the number of samples of its batches may be wrong; None where it is certain, or nothing was read yet."""
+
     def samples(self, index: int) -> int | None: ...
     def describe(self) -> str: ...
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
-        """``turn`` counts the passes within one epoch; ``state`` is that of batch ``start``, where there is one."""
+    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[tuple[Any, int]]:
+        """Batches, each with its number of samples; `MISSING` where this rank has no share of a global micro-batch.
+
+        ``turn`` counts the passes within one epoch; ``state`` is that of batch ``start``, where there is one.
+        """
 
     def state(self) -> Any:
         """What `epoch` needs besides the position to begin behind the last batch; None where that is nothing."""
@@ -109,6 +116,13 @@ def refuse_batch_size(loader: Any, place: Place) -> None:
             found=f"global_batch_size={place.batch_size * place.size} for batches that it makes by itself",
             fix="leave global_batch_size out, or pass a DataLoader(dataset, batch_size=...)",
         )
+
+
+def one_for_one(loader: DataLoader[Any]) -> bool:
+    """Whether a loader yields one batch for each list of indices that it draws, in the same order."""
+    kind: Any = type(loader)
+    made_by = {kind.__iter__.__module__.partition(".")[0], kind._get_iterator.__module__.partition(".")[0]}
+    return made_by <= {"torch", "torchdata"} and (loader.num_workers == 0 or getattr(loader, "in_order", True))
 
 
 def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | None]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -61,6 +61,10 @@ class CombinedSource:
     def samples(self, index: int) -> None:
         return None
 
+    @property
+    def doubt(self) -> str | None:
+        return next((source.doubt for source in self.sources if source.doubt is not None), None)
+
     def describe(self) -> str:
         return f"{self.combined.mode} of: " + "; ".join(source.describe() for source in self.sources)
 
@@ -100,7 +104,15 @@ class CombinedSource:
             opened = partial(_open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state)
             noted = partial(self._noted, i, opened) if self.stateful else opened
             leaves.append(Leaf(lengths[i], noted, opened))
-        return combine(self.combined.mode, leaves, self.combined.join, start, spots)
+        return combine(self.combined.mode, leaves, self._join, start, spots)
+
+    def _join(self, parts: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
+        """One batch in the user's shape; it has as many samples as that of the first loader that is not at its end."""
+        batches = [None if part is None else part[0] for part in parts]
+        first = parts[0]
+        if first is None:
+            first = next(part for part in parts if part is not None)
+        return self.combined.join(batches), first[1]
 
     def _noted(self, leaf: int, opened: Callable[[int, int], Iterator[Any]], turn: int, batch: int) -> Iterator[Any]:
         for part in opened(turn, batch):

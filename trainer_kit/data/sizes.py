@@ -1,23 +1,28 @@
-"""How many samples a batch has, and how many batches a limit leaves."""
+"""How many samples a batch has, where its loader does not count them, and how many batches a limit leaves."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import itemgetter
+from typing import Any, Final, final
 
+import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from trainer_kit.core.errors import DataError
 
-__all__ = ["batch_size_of", "limit_batches", "size_reader"]
+__all__ = ["BatchSizes", "batch_size_of", "limit_batches", "size_reader"]
 
+_PLAIN: Final = (str, bytes, range, int, float, complex, np.generic, type(None))
+"""Values without samples in them."""
 _Path = tuple[tuple[str, Any], ...]
 
 
 def batch_size_of(batch: Any) -> int:
-    """The number of samples of a batch: the first size of the first tensor in it.
+    """The number of samples that a batch seems to have: the first size of the first tensor or NumPy array in it.
 
     Args:
         batch: any nesting of mappings, sequences and dataclasses. 0-dimensional tensors are passed over.
@@ -31,24 +36,78 @@ def batch_size_of(batch: Any) -> int:
         (3, 2)
     """
     for _, found in _tensors(batch, ()):
-        if isinstance(found, PackedSequence):
-            return int(found.batch_sizes[0])  # lives on the host: no sync
-        return int(found.size(0))
+        return _rows(found)
     return _strings(batch) or 1
 
 
-def size_reader(batch: Any) -> Callable[[Any], int]:
-    """The fastest way to `batch_size_of` for batches built like this one; any other is still read correctly.
+@final
+class BatchSizes:
+    """Counts the samples of batches by looking at them, for loaders that do not tell.
+
+    Attributes:
+        doubt: why the count may be wrong, as found in the first batch, or None.
+
+    Example:
+        >>> import torch
+        >>> sizes = BatchSizes()
+        >>> [count for _, count in sizes.pairs([torch.zeros(3, 5), torch.zeros(2, 5)])], sizes.doubt
+        ([3, 2], None)
+        >>> sizes = BatchSizes()
+        >>> sizes.total([{"edges": torch.zeros(9, 2), "labels": torch.zeros(4)}]), sizes.doubt
+        (9, 'its tensors have 9 and 4 rows; 9 are counted')
+    """
+
+    def __init__(self) -> None:
+        self.doubt: str | None = None
+        self._read: Callable[[Any], tuple[Any, int]] | None = None
+
+    def pairs(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+        """Each batch with its number of samples."""
+        return chain.from_iterable(self._parts(iter(batches)))
+
+    def total(self, batches: Sequence[Any]) -> int:
+        """The samples of several batches."""
+        return sum(map(itemgetter(1), map(self._reader(batches[0]), batches))) if batches else 0
+
+    def _parts(self, batches: Iterator[Any]) -> Iterator[Iterable[tuple[Any, int]]]:
+        for batch in batches:
+            read = self._reader(batch)
+            yield (read(batch),)
+            del batch
+            yield map(read, batches)  # no frame of ours between the loader and the reader
+
+    def _reader(self, batch: Any) -> Callable[[Any], tuple[Any, int]]:
+        if self._read is None:
+            self.doubt, self._read = _doubt(batch), size_reader(batch)
+        return self._read
+
+
+def _doubt(batch: Any) -> str | None:
+    rows = list(dict.fromkeys(_rows(found) for _, found in _tensors(batch, ())))
+    if len(rows) > 1:
+        return f"its tensors have {' and '.join(map(str, rows[:4]))} rows; {rows[0]} are counted"
+    if rows or _strings(batch):
+        return None
+    found = next(_opaque(batch), None)
+    return None if found is None else f"a {type(found).__name__} shows no tensor; 1 is counted"
+
+
+def _pair(batch: Any) -> tuple[Any, int]:
+    return batch, batch_size_of(batch)
+
+
+def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
+    """The fastest way to (batch, `batch_size_of`) for batches built like this one; any other is still read correctly.
 
     Example:
         >>> import torch
         >>> read = size_reader((torch.zeros(3, 5), torch.zeros(3)))
-        >>> read((torch.zeros(2, 5), torch.zeros(2))), read({"x": torch.zeros(4)})
+        >>> read((torch.zeros(2, 5), torch.zeros(2)))[1], read({"x": torch.zeros(4)})[1]
         (2, 4)
     """
     path, found = next(iter(_tensors(batch, ())), ((), None))
     if not isinstance(found, Tensor) or len(path) > 2 or any(how == "field" for how, _ in path):
-        return batch_size_of
+        return _pair
     keys = [key for _, key in path]
     if not keys:
         return _direct
@@ -61,34 +120,34 @@ def size_reader(batch: Any) -> Callable[[Any], int]:
 _OTHER = (AttributeError, IndexError, KeyError, TypeError)
 
 
-def _direct(batch: Any) -> int:
+def _direct(batch: Any) -> tuple[Any, int]:
     try:
-        return batch.size(0)  # type: ignore[no-any-return]
+        return batch, batch.size(0)
     except _OTHER:
-        return batch_size_of(batch)
+        return _pair(batch)
 
 
-def _one_deep(kind: Any, key: Any) -> Callable[[Any], int]:
-    def read(batch: Any) -> int:
+def _one_deep(kind: Any, key: Any) -> Callable[[Any], tuple[Any, int]]:
+    def read(batch: Any) -> tuple[Any, int]:
         if type(batch) is kind:
             try:
-                return batch[key].size(0)  # type: ignore[no-any-return]
+                return batch, batch[key].size(0)
             except _OTHER:
                 pass
-        return batch_size_of(batch)
+        return _pair(batch)
 
     return read
 
 
-def _two_deep(kind: Any, outer: Any, inner_kind: Any, inner: Any) -> Callable[[Any], int]:
-    def read(batch: Any) -> int:
+def _two_deep(kind: Any, outer: Any, inner_kind: Any, inner: Any) -> Callable[[Any], tuple[Any, int]]:
+    def read(batch: Any) -> tuple[Any, int]:
         if type(batch) is kind:
             try:
                 if type(part := batch[outer]) is inner_kind:
-                    return part[inner].size(0)  # type: ignore[no-any-return]
+                    return batch, part[inner].size(0)
             except _OTHER:
                 pass
-        return batch_size_of(batch)
+        return _pair(batch)
 
     return read
 
@@ -103,8 +162,8 @@ def _children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
 
 
 def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
-    if isinstance(node, Tensor):
-        if node.dim():
+    if isinstance(node, (Tensor, np.ndarray)):
+        if node.ndim:
             yield path, node
     elif isinstance(node, PackedSequence):
         yield path, node
@@ -113,9 +172,24 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
             yield from _tensors(child, (*path, step))
 
 
+def _rows(found: Any) -> int:
+    if isinstance(found, PackedSequence):
+        return int(found.batch_sizes[0])  # lives on the host: no sync
+    return int(found.shape[0])
+
+
+def _opaque(node: Any) -> Iterator[Any]:
+    """Objects in which samples may be that cannot be counted."""
+    if isinstance(node, (Mapping, Sequence)) or dataclasses.is_dataclass(node):
+        for _, child in _children(node):
+            yield from _opaque(child)
+    elif not isinstance(node, (*_PLAIN, Tensor, np.ndarray)):
+        yield node
+
+
 def _strings(node: Any) -> int:
     """The length of the first list of strings; 0 when there is none."""
-    if isinstance(node, (list, tuple)) and node and all(isinstance(child, str) for child in node):
+    if isinstance(node, (list, tuple)) and node and all(isinstance(child, (str, bytes)) for child in node):
         return len(node)
     for _, child in _children(node):
         if count := _strings(child):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any, final
 
@@ -12,9 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.generators import generator_states, own_generators, restore_generators
-from trainer_kit.data.order import EMPTY, BatchTurns, SampleBlocks, Split, derive_seed, length_of
-from trainer_kit.data.place import Place, copied, kind_of, refuse_batch_size, set_epoch
-from trainer_kit.data.sizes import batch_size_of, size_reader
+from trainer_kit.data.order import EMPTY, MISSING, BatchTurns, SampleBlocks, Split, derive_seed, length_of
+from trainer_kit.data.place import Place, copied, kind_of, one_for_one, refuse_batch_size, set_epoch
+from trainer_kit.data.sizes import BatchSizes
 
 __all__ = ["IndexedSource", "ListSource"]
 
@@ -33,7 +33,7 @@ class ListSource:
         self.even = place.size == self.size
         self.generators: list[Any] = []
         self.workers: list[int] = []
-        self._size: Callable[[Any], int] | None = None
+        self._sizes = BatchSizes()
 
     @property
     def length(self) -> int:
@@ -43,9 +43,11 @@ class ListSource:
         if type(self.batches) not in (list, tuple):  # a subclass may make its batches as they are asked for
             return None
         # A list holds its batches already: looking at the other ranks' costs no read, and no exchange.
-        if self._size is None:
-            self._size = size_reader(self.batches[0]) if self.batches else batch_size_of
-        return sum(map(self._size, self.batches[index * self.size : (index + 1) * self.size]))
+        return self._sizes.total(self.batches[index * self.size : (index + 1) * self.size])
+
+    @property
+    def doubt(self) -> str | None:
+        return self._sizes.doubt
 
     def describe(self) -> str:
         split = f", each {self.size}th by index" if self.size > 1 else ""
@@ -67,11 +69,11 @@ class ListSource:
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         set_epoch(epoch, self.batches)
         if self.size == 1 and not start:
-            return iter(self.batches)
+            return self._sizes.pairs(self.batches)
         count = len(self.batches)
         mine = map(self.batches.__getitem__, range(start * self.size + self.rank, count, self.size))
         short = 0 < count % self.size <= self.rank and start < self.length
-        return chain(mine, (EMPTY,)) if short else mine
+        return chain(self._sizes.pairs(mine), (MISSING,)) if short else self._sizes.pairs(mine)
 
 
 @final
@@ -94,9 +96,9 @@ class IndexedSource:
         if self.own_batches:
             refuse_batch_size(loader, place)
             # Neither batch size nor batch sampler: each item of the sampler is a batch.
-            sized = loader.batch_sampler is not None
+            sized = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
             self.split = BatchTurns(self.order, rank=rank, size=size, sized=sized, pad=place.pad)
-            self.loader.__dict__["batch_sampler" if sized else "sampler"] = self.split
+            self.loader.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = self.split
             given = getattr(loader.batch_sampler, "batch_size", None)
             self.per_rank_batch_size: int | None = given if isinstance(given, int) else None
         else:
@@ -106,6 +108,12 @@ class IndexedSource:
             )
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
+        self._drawn = one_for_one(loader) and (not isinstance(self.split, BatchTurns) or self.split.sized)
+        self._sizes = BatchSizes()  # for a loader that makes its batches in its own way
+
+    @property
+    def doubt(self) -> str | None:
+        return self._sizes.doubt
 
     def _find_order(self) -> tuple[Any, bool]:
         """What yields the indices (or batches of them), and whether that is one rank's part already."""
@@ -137,7 +145,7 @@ class IndexedSource:
         return self.place.size == 1 or (self.place.shard and self.length is not None)
 
     def samples(self, index: int) -> int | None:
-        if self.place.size > 1 and not self.place.shard:
+        if self.place.size > 1 and not (self.place.shard and self._drawn):
             return None
         count = self.split.samples(index)
         return count * self.place.size if count is not None and self.split_by_user else count
@@ -184,7 +192,7 @@ class IndexedSource:
         ours = self.place.shard and not self.split_by_user
         sample_seed = derive_seed(seed) if ours else derive_seed(seed, self.place.rank)
         seeds = self.loader.num_workers > 0 or self.place.reproducible
-        self.split.begin(seed, start, sample_seed if seeds else None)
+        self.split.begin(seed, start, sample_seed if seeds and given.batch_sampler is not None else None)
         if self.generators:
             # The whole order of an epoch is drawn from where they stand at its start.
             if state is not None:
@@ -197,11 +205,13 @@ class IndexedSource:
         if self.generators and not self.loader.num_workers:
             self.split.draw()  # with workers it has been, for the batches that they read ahead
         batches = _untouched(iterator) if seeds and not self.loader.num_workers else iterator
-        # A chain costs no Python frame per batch.
-        return chain(batches, self._end(iterator, start))
+        # None of these costs a Python frame per batch. A loader draws ahead of its batches, never behind them.
+        sizes = iter(self.split.sizes.popleft, None)
+        pairs = zip(batches, sizes, strict=False) if self._drawn else self._sizes.pairs(batches)
+        return chain(pairs, self._end(iterator, start))
 
     def _end(self, iterator: Iterator[Any], start: int) -> Iterator[Any]:
-        """What comes after the last batch: two checks, and `EMPTY` where this rank has no share of it."""
+        """What comes after the last batch: two checks, and `MISSING` where this rank has no share of it."""
         split, kind = self.split, kind_of(self.given)
         # Only torch's own iterators count; what a subclass makes of their batches is its own business.
         read = getattr(iterator, "_num_yielded", None)
@@ -218,7 +228,7 @@ class IndexedSource:
                 fix="divide the data in the loader itself and pass use_distributed_sampler=False",
             )
         if split.empty:
-            yield EMPTY
+            yield MISSING
 
 
 def _untouched(batches: Iterator[Any]) -> Iterator[Any]:

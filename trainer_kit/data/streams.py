@@ -5,20 +5,21 @@ from __future__ import annotations
 import copy
 import time
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from trainer_kit.core.bars import bar_class
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.generators import generator_states, own_generators, restore_generators
-from trainer_kit.data.order import EMPTY, derive_seed, length_of
-from trainer_kit.data.place import Place, copied, kind_of, refuse_batch_size, set_epoch
+from trainer_kit.data.order import MISSING, derive_seed, length_of
+from trainer_kit.data.place import Place, copied, kind_of, one_for_one, refuse_batch_size, set_epoch
+from trainer_kit.data.sizes import BatchSizes
 
 __all__ = ["StreamSource"]
 
@@ -34,6 +35,7 @@ class StreamSource:
         self.loader: Any = loader
         self.generator: torch.Generator | None = None
         self.per_rank_batch_size: int | None = None
+        self._sizes, self._counts = BatchSizes(), False
         if isinstance(loader, DataLoader):
             self.loader, self.generator = copied(loader)
             if place.batch_size is not None:
@@ -42,6 +44,9 @@ class StreamSource:
                 batches = BatchSampler(loader.sampler, place.batch_size, loader.drop_last)
                 self.loader.__dict__.update(batch_size=place.batch_size, batch_sampler=batches)
             self.per_rank_batch_size = self.loader.batch_size
+            own = loader.batch_size is not None and loader.collate_fn is not default_collate
+            if own and one_for_one(loader):  # what torch itself collates shows its size
+                self._counts, self.loader.collate_fn = True, _Counting(loader.collate_fn)
             if not place.ordered and _has_state(loader.dataset):
                 self.loader = _reading_states(self.loader)
         else:
@@ -79,6 +84,10 @@ class StreamSource:
 
     def samples(self, index: int) -> None:
         return None
+
+    @property
+    def doubt(self) -> str | None:
+        return self._sizes.doubt
 
     def describe(self) -> str:
         what = kind_of(self.given)
@@ -146,7 +155,8 @@ class StreamSource:
                 pass
         if self.stateful and self.parts:
             iterator = self._letting_go(iterator)
-        return iterator if self.size == 1 else self._turns(iterator, state["at"] if goes_on else 0)
+        pairs = iterator if self._counts else self._sizes.pairs(iterator)
+        return pairs if self.size == 1 else self._turns(pairs, state["at"] if goes_on else 0)
 
     def _letting_go(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """torchdata's loader holds on to the iterator, and so to its workers, where the reading ends early."""
@@ -188,13 +198,24 @@ class StreamSource:
             " makes a new iterator",
         )
 
-    def _turns(self, iterator: Iterator[Any], at: int) -> Iterator[Any]:
-        for batch in iterator:
+    def _turns(self, pairs: Iterator[Any], at: int) -> Iterator[Any]:
+        for pair in pairs:
             if at == self.rank:
-                yield batch
+                yield pair
             at = (at + 1) % self.size
         if 0 < at <= self.rank:
-            yield EMPTY
+            yield MISSING
+
+
+@final
+class _Counting:
+    """A user's ``collate_fn`` that also says how many samples it was given, wherever it runs."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
+        return self.collate(samples), len(samples)
 
 
 def _has_state(owner: Any) -> bool:

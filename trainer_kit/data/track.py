@@ -9,7 +9,7 @@ from typing import Any, final
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.data.generators import generator_states, restore_generators
-from trainer_kit.data.order import EMPTY
+from trainer_kit.data.order import MISSING
 from trainer_kit.data.place import Source, kind_of
 
 __all__ = ["Track"]
@@ -69,7 +69,7 @@ class Track:
         state, states = self._source.state, self._states
         for batch in batches:
             at += 1
-            if batch is not EMPTY:  # whose loader may have ended: the state ahead of it stands for it
+            if batch is not MISSING:  # whose loader may have ended: the state ahead of it stands for it
                 states[at] = state()
             self._at = at
             yield batch

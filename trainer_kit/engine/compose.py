@@ -149,6 +149,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     micro = _micro(trainer, module, bus, stepper, step, manual)
     micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
     windows = _windows(trainer, module, feed, micro, limit, ahead)
+    trainer.metrics.feed = feed if windows.loss_weight is None else None
     _with_ghosts(windows, module, datamodule, trainer, made, manual)
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
     run = Fit(

@@ -58,6 +58,7 @@ class Entry:
     """One logged name in one hook: its options, and what was recorded since the last flush."""
 
     __slots__ = (
+        "averages",
         "base",
         "borrowed",
         "hook",
@@ -92,7 +93,8 @@ class Entry:
         by_batch = hook in BATCH_HOOKS
         self.on_step: bool = by_batch if on_step is None else on_step
         self.on_epoch: bool = not by_batch if on_epoch is None else on_epoch
-        if on_step and not by_batch and not hook.endswith(("_step", "_batch_start", "_batch_end")):
+        of_batch = by_batch or hook.endswith(("_step", "_batch_start", "_batch_end"))
+        if on_step and not of_batch:
             raise LogError(f"{name!r} has no steps in {hook}", found="on_step=True", fix="log it with on_epoch=True")
         if not self.on_step and not self.on_epoch:
             raise LogError(
@@ -103,6 +105,7 @@ class Entry:
         self.prog_bar: bool = prog_bar
         self.to_logger: bool = logger is not False
         self.reduce = _reduction(name, reduce_fx)
+        self.averages = of_batch and self.on_epoch and self.reduce == "mean"  # over batches, by their weights
         self.sync, self.rank_zero = sync, rank_zero
         self.values: list[Any] = []
         self.weights: list[float] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.signatures import takes
-from trainer_kit.data import EMPTY, Feed, size_reader
+from trainer_kit.data import EMPTY, Feed
 from trainer_kit.engine.bus import Bus, Listeners
 from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.ghosts import donated, in_step, unseen
@@ -124,11 +124,11 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     step = run.strategy.bind_evaluation(step, whole=run.whole)
     metrics, context, move = run.metrics, run.precision.forward_context(), run.move
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
-    size: Callable[[Any], int] | None = None
     weigh = None if run.whole else part_weight(run.module, run.strategy)
-    lockstep, earlier = run.strategy.lockstep, None
-    mine = in_step(run.feeds[loader], islice(run.feeds[loader].epoch(epoch), run.limits[loader]), run.strategy)
-    for index, batch in enumerate(mine):
+    feed, lockstep, earlier, ran = run.feeds[loader], run.strategy.lockstep, None, False
+    metrics.feed = feed if weigh is None else None
+    mine = in_step(feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy)
+    for index, (batch, size) in enumerate(mine):
         if lockstep and index == 0 and not _all_have(run, loader):
             earlier = donated(None if batch is EMPTY else batch, run.strategy.data)
             earlier = earlier if move is None else move(earlier, loader)
@@ -138,12 +138,11 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
             if lockstep:
                 _run_ghost(run, partial(step, earlier, index, *extra))
             continue
-        if size is None:
-            size = size_reader(batch)
+        ran = True
         if weigh is not None:
             metrics.weight, metrics.weigh = None, partial(_weight, weigh, batch)
         else:
-            metrics.weight = size(batch)
+            metrics.weight = size
         if move is not None:
             batch = move(batch, loader)
         for hook in starts:
@@ -163,7 +162,7 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
         if metrics.by_batch:
             seen = run.seen[loader] = run.seen.get(loader, 0) + 1
             run.publish(metrics.flush_evaluation_step(), seen)
-    return size is not None
+    return ran
 
 
 def _all_have(run: Evaluation, loader: int) -> bool:
@@ -225,13 +224,13 @@ class _Evaluating:
 
     def __enter__(self) -> None:
         module, metrics, ending = self._run.module, self._run.metrics, self._ending
-        hook, weight = metrics.hook, metrics.weight
+        before = metrics.hook, metrics.weight, metrics.feed
         keep_modes(module)
         # A hook of the user's that fails leaves the modes as they were, and hides no exception of the evaluation.
         ending.failed.append(lambda error: restore_modes(module))
         ending.cleanup += [
             lambda error: self._gradients.__exit__(None, None, None),
-            lambda error: self._leave_table(hook, weight),
+            lambda error: self._leave_table(*before),
             lambda error: getattr(module, f"on_{self._kind}_model_train")(),
             lambda error: forget_modes(module),
         ]
@@ -243,10 +242,10 @@ class _Evaluating:
             ending.__exit__(*sys.exc_info())
             raise
 
-    def _leave_table(self, hook: str, weight: float | None) -> None:
+    def _leave_table(self, hook: str, weight: float | None, feed: Feed | None) -> None:
         metrics = self._run.metrics
         metrics.leave()
-        metrics.hook, metrics.weight = hook, weight
+        metrics.hook, metrics.weight, metrics.feed = hook, weight, feed
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

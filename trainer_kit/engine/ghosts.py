@@ -16,7 +16,7 @@ from torch import Tensor
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
-from trainer_kit.data import EMPTY, Feed
+from trainer_kit.data import MISSING, Feed
 from trainer_kit.engine.metric_objects import restore_running, running_states
 from trainer_kit.engine.micro import Micro
 from trainer_kit.strategies.strategy import Strategy
@@ -100,11 +100,11 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def in_step(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
-    """Equally many batches on every data rank: `EMPTY` where this one has none, and others have.
+    """Equally many batches on every data rank: `MISSING` where this one has none, and others have.
 
     Args:
         feed: knows whether it is so by itself.
-        batches: of this rank.
+        batches: of this rank, each with its number of samples.
         strategy: its data ranks agree at each batch where nobody knows beforehand.
     """
     if not strategy.lockstep or feed.even:
@@ -114,7 +114,7 @@ def in_step(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[
         batch = next(batches, _OVER)
         if not any(row[0] for row in strategy.data.agree([batch is not _OVER])):
             return
-        yield EMPTY if batch is _OVER else batch
+        yield MISSING if batch is _OVER else batch
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
+from trainer_kit.data import Feed
 from trainer_kit.engine.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
 from trainer_kit.engine.metric_objects import place_of, restore_running, running_states
 from trainer_kit.engine.reduction import agreed, reduced
@@ -37,6 +38,7 @@ class Metrics:
         absent: of several loaders those that this rank has no batch of.
         weight: what the current batch weighs in a mean; None until a value asks ``weigh``.
         weigh: what a batch weighs where the user's ``loss_weight`` says so, asked only by values without a batch size.
+        feed: gives the batches whose sizes weigh values, until a value depends on them; None: nothing to ask it.
         module: whose metric objects are logged.
         by_batch: whether values of single batches were asked for in this evaluation.
         counts: whether this rank's values do; else they are those of the rank that reports for it.
@@ -54,6 +56,7 @@ class Metrics:
         "by_batch",
         "callback",
         "counts",
+        "feed",
         "group",
         "hook",
         "loader",
@@ -74,6 +77,7 @@ class Metrics:
         self.absent: set[int | None] = set()
         self.weight: float | None = 1.0
         self.weigh: Callable[[], float] = _one
+        self.feed: Feed | None = None
         self.by_batch = False
         self._flushed = -1
         self.group: Group | None = None
@@ -108,14 +112,7 @@ class Metrics:
         if entry is None:
             entry = self._new(name, options)
         elif entry.options != options:
-            if entry.restored:
-                entry = self._adopt(entry, name, options)
-            else:
-                raise LogError(
-                    f"{name!r} is logged twice in {self.hook} with different options",
-                    found=f"{entry.options} and {options}",
-                    fix="use the same options, or another name",
-                )
+            entry = self._adopt(entry, name, options)
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
         if value.__class__ is Tensor or isinstance(value, Tensor):
@@ -141,14 +138,24 @@ class Metrics:
                     found=type(value).__name__,
                     fix="log one number a name, or use log_dict",
                 ) from None
-        weight = self.weight if batch_size is None else batch_size
-        if weight is None:
-            weight = self.weight = self.weigh()
+        if batch_size is None:
+            weight = self.weight
+            if weight is None:
+                weight = self.weight = self.weigh()
+            if entry.averages and self.feed is not None:
+                self._ask()
+        else:
+            weight = batch_size
         entry.last, entry.last_weight, entry.turn = value, weight, self.progress.step
         entry.values.append(value)
         entry.weights.append(weight)
         if len(entry.values) >= _FOLD:
             entry.fold()
+
+    def _ask(self) -> None:
+        assert self.feed is not None
+        self.feed.ask_for_sizes("pass batch_size= to self.log, or define loss_weight(self, batch) on the module")
+        self.feed = None
 
     def _new(self, name: str, options: tuple[Any, ...]) -> Entry:
         if self.hook in CLOSED_HOOKS:
@@ -215,7 +222,7 @@ class Metrics:
         """A new run: nothing recorded, nothing reduced."""
         self._tables = {"train": {}}
         self.table = self._tables["train"]
-        self.hook = ""
+        self.hook, self.feed = "", None
         self.leave_batch()
         self._shown = {}
         self._settled.clear()
@@ -366,6 +373,12 @@ class Metrics:
                 self._tables["train"][(entry.hook, entry.base, entry.loader)] = entry
 
     def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
+        if not restored.restored:
+            raise LogError(
+                f"{name!r} is logged twice in {self.hook} with different options",
+                found=f"{restored.options} and {options}",
+                fix="use the same options, or another name",
+            )
         entry = self._new(name, options)
         entry.adopt(restored)
         return entry

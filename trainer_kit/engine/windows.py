@@ -9,7 +9,7 @@ from typing import Any, cast, final
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
-from trainer_kit.data import EMPTY, Feed, size_reader
+from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.engine.micro import Micro
 
 __all__ = ["Windows"]
@@ -59,16 +59,17 @@ class Windows:
         self._by_samples = False
         self.provide: Callable[[], None] | None = None
         self.budget: int | None = None
-        self._size: Callable[[Any], int] | None = None
+        # Weights of single batches say nothing where nothing is weighed against them.
+        self._asks = weighting and loss_weight is None
 
     def epoch(self, progress: Progress) -> Iterator[Micro]:
         """The windows of the running epoch, from where ``progress`` stands."""
         start = progress.epoch_batch
-        batches: Iterator[Any] = iter(self.feed.epoch(progress.epoch, start))
+        batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
         if self.limit is not None:
             batches = islice(batches, self.limit - start)
         if self.ahead is not None:
-            batches = self._ahead(self._sized(batch) for batch in batches)
+            batches = self._ahead(self._weighed(*pair) for pair in batches)
         if self.group.size > 1:
             windows = self._together(batches, start)
         elif self.ahead is not None or self.loss_weight is not None:
@@ -85,17 +86,13 @@ class Windows:
     def _alone(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
         """One rank, and a batch weighs its samples: nothing to ask, and no factor for a window of one."""
         micro, one, sizes = self.micro, [None], [0]
-        read: Callable[[Any], int] = self._window_size
-        for batch in batches:
+        for batch, size in batches:
             if self.length == 1:
-                one[0] = batch
-                if self._size is not None:
-                    read = self._size
-                sizes[0] = read(batch)
+                one[0], sizes[0] = batch, size
                 micro.batches, micro.sizes, micro.weights, micro.factors, micro.count = one, sizes, sizes, None, 1
             else:
-                window = [batch, *islice(batches, self.length - 1)]
-                self._load(window, [self._window_size(b) for b in window])
+                window = [(batch, size), *islice(batches, self.length - 1)]
+                self._load([pair[0] for pair in window], [pair[1] for pair in window])
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
@@ -106,12 +103,14 @@ class Windows:
         micro.batches, micro.sizes, micro.count = batches, sizes, len(batches)
         micro.weights = sizes if weights is None else weights
         self._weigh_window(micro.weights, sum(micro.weights))
+        if self._asks and len(batches) > 1:
+            self._ask()
 
     def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
         """One rank, with the user's weights or batches that moved ahead of time."""
         micro = self.micro
         # Not map(): a StopIteration of the user's loss_weight would look like the end of the batches.
-        items = batches if self.ahead is not None else (self._sized(batch) for batch in batches)
+        items = batches if self.ahead is not None else (self._weighed(*pair) for pair in batches)
         while window := list(islice(items, self.length)):
             self._load([item[2] for item in window], [item[0] for item in window], [item[1] for item in window])
             micro.first, micro.started = start, micro.progress.step
@@ -132,15 +131,21 @@ class Windows:
                 micro.uneven = start + micro.count > last
             if micro.uneven and self.provide is not None:
                 self.provide()
+            if self._asks:
+                self._ask()
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
             yield micro
 
-    def _ahead(self, sized: Iterator[Any]) -> Iterator[Any]:
+    def _ask(self) -> None:
+        self._asks = False
+        self.feed.ask_for_sizes("define loss_weight(self, batch) on the module")
+
+    def _ahead(self, items: Iterator[Any]) -> Iterator[Any]:
         """Batches move while the device works; nothing is read and thrown away where the run ends inside the epoch."""
         assert self.ahead is not None
-        for part in (islice(sized, self.budget), sized) if self.budget is not None else (sized,):
+        for part in (islice(items, self.budget), items) if self.budget is not None else (items,):
             yield from self.ahead(part)
 
     def _load_together(self, window: list[Any], start: int) -> bool:
@@ -149,9 +154,8 @@ class Windows:
         if self.ahead is not None:
             sizes, weights, batches = ([item[i] for item in window] for i in range(3))
         else:
-            batches = [None if batch is EMPTY else batch for batch in window]
-            sizes = [0 if batch is None else self._window_size(batch) for batch in batches]
-            weights = sizes
+            batches = [None if batch is EMPTY else batch for batch, _ in window]
+            weights = sizes = [size for _, size in window]
             if self.loss_weight is not None:
                 weights = [0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)]
         known = [self.feed.samples(start + i) for i in range(len(batches))] if self._by_samples else [None]
@@ -178,11 +182,11 @@ class Windows:
 
     def _load_one(self, window: list[Any], start: int) -> bool:
         """As `_load_together`, with less to do for the usual window: one batch, and everybody knows its samples."""
-        samples = self.feed.samples(start) if len(window) == 1 and window[0] is not EMPTY else None
+        samples = self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
         if samples is None:
             return self._load_together(window, start)
-        micro, size = self.micro, (self._size or self._window_size)(window[0])
-        micro.batches, micro.sizes, micro.weights, micro.count = window, [samples], [size], 1
+        micro, (batch, size) = self.micro, window[0]
+        micro.batches, micro.sizes, micro.weights, micro.count = [batch], [samples], [size], 1
         factor = size * self.divisor / (samples * self.parts) if self.weighting else 1.0
         micro.factors = None if factor == 1.0 else [factor]
         return True
@@ -200,17 +204,11 @@ class Windows:
         factors = [weight * self.divisor / total for weight in weights]
         return None if all(factor == 1.0 for factor in factors) else factors
 
-    def _sized(self, batch: Any) -> tuple[int, float, Any]:
+    def _weighed(self, batch: Any, size: int) -> tuple[int, float, Any]:
         if batch is EMPTY:
             return 0, 0.0, None
-        size = self._window_size(batch)
         return size, self._weigh(batch, size), batch
 
     def _weigh(self, batch: Any, size: int) -> float:
         # On the host batch, before it moves: reading a tensor here waits for nothing.
         return float(size if self.loss_weight is None else self.loss_weight(batch))  # no sync point
-
-    def _window_size(self, batch: Any) -> int:
-        if self._size is None:
-            self._size = size_reader(batch)
-        return self._size(batch)

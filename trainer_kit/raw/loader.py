@@ -12,13 +12,14 @@ import torch
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.move import move_to_device
 from trainer_kit.core.protocols import Group
-from trainer_kit.data import EMPTY, Feed, size_reader
+from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.raw.options import DataLoaderConfiguration
 from trainer_kit.raw.window import Window
 
 __all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
 
-_END, _NOT_READ = object(), object()
+_END: Any = object()
+_NOT_READ: Any = object()
 
 
 @final
@@ -46,6 +47,7 @@ class PreparedLoader:
         weight: what the current batch weighs on this process.
         total: what it weighs over all processes; None when only asking would tell.
         nominal: what a whole batch weighs on a process, the same on every one.
+        asked: whether `ask_for_sizes` was called.
         counts: samples of the current batch on each process that are not there twice; None when all of them are.
         end_of_dataloader: whether the current batch is the last.
     """
@@ -74,12 +76,12 @@ class PreparedLoader:
         self.weight = self.nominal = 1.0
         self.total: float | None = None
         self.counts: list[int] | None = None
+        self.asked = False
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
         self._resume: tuple[int, int] | None = None
-        self._read: Callable[[Any], int] | None = None
-        # Read by the main process, and not handed out yet; how many of each turn are not there twice.
-        self._turns: deque[tuple[list[Any], int]] = deque()
+        # Of what the main process read and nobody has yet: samples of each batch, and how many are not there twice.
+        self._turns: deque[tuple[list[int], int]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":
@@ -137,7 +139,8 @@ class PreparedLoader:
             # A feed reads one epoch at a time: a reading while another is under way, or was given up, has its own.
             self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
-        source = self._dispatched(feed, epoch, start) if self.dispatch else feed.epoch(epoch, start)
+        source: Iterator[Any]
+        source = self._dispatched(feed, epoch, start) if self.dispatch else feed.sized_epoch(epoch, start)
         self.iteration, self.end_of_dataloader = epoch + 1, False
         self._position = (epoch, start)
         self._turns.clear()
@@ -150,17 +153,16 @@ class PreparedLoader:
             device = None  # there is no other place where a batch could be
         self.nominal = float(self.feed.per_rank_batch_size or 1)
         try:
-            while (batch := next(source, _END) if after is _NOT_READ else after) is not _END:
+            while (pair := next(source, _END) if after is _NOT_READ else after) is not _END:
                 if known is None:
                     after = next(source, _END)
-                if batch is EMPTY and self.even:
-                    batch, missing = self._first(epoch) if first is None else first, True
-                else:
-                    missing = False
+                if missing := pair is MISSING and self.even:
+                    pair = self._first(epoch) if first is None else first
+                batch, size = pair
                 if batch is EMPTY:
                     break  # this process has no part of the last batch
-                first = batch if first is None and known is None else first
-                self._note(feed, at, batch, missing, after is _END if known is None else at + 1 == known)
+                first = pair if first is None and known is None else first
+                self._note(feed, at, size, missing, after is _END if known is None else at + 1 == known)
                 at += 1
                 self._position = (epoch, at)
                 if feed.stateful:
@@ -176,20 +178,17 @@ class PreparedLoader:
             window.left(self)
 
     def _first(self, epoch: int) -> Any:
-        return next(iter(self.feed.epoch(epoch, 0)), EMPTY)
+        return next(iter(self.feed.sized_epoch(epoch, 0)), MISSING)
 
-    def _note(self, feed: Feed, at: int, batch: Any, missing: bool, last: bool) -> None:
-        """What is to be known about a batch ahead of its turn; ``missing``: it stands for one that is not there."""
-        if self._read is None:
-            self._read = size_reader(batch)
-        mine, size = self._read(batch), self.group.size
+    def _note(self, feed: Feed, at: int, mine: int, missing: bool, last: bool) -> None:
+        """Record how many samples a batch has before its turn; ``missing``: this is a padding batch."""
+        size = self.group.size
         self.size, self.end_of_dataloader, self.counts = mine, last, None
         self.weight = self.total = mine
         if size == 1:
             return
         if self.dispatch:
-            turn, real = self._turns.popleft()
-            sizes = [self._read(part) for part in turn]
+            sizes, real = self._turns.popleft()
             self.total, self.counts = float(sum(sizes)), sizes[:real] + [0] * (size - real)
             return
         total, each = feed.samples(at), feed.per_rank_batch_size
@@ -204,6 +203,11 @@ class PreparedLoader:
                 share, more = divmod(total, size)
                 self.counts = [share + (rank < more) for rank in range(size)]
 
+    def ask_for_sizes(self) -> None:
+        """Warn if the numbers of samples that weigh batches are not certain."""
+        self.asked = True
+        self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
+
     def _ask(self, missing: bool, last: bool) -> None:
         if not self.even:  # processes may have left: nobody is asked, and batches weigh the same
             self.weight, self.total = 1.0, float(self.group.size)
@@ -215,15 +219,15 @@ class PreparedLoader:
     def _dispatched(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
         """The main process reads as many batches as there are processes, and hands them round."""
         group, first = self.group, None
-        source = feed.epoch(epoch, start * group.size) if group.rank == 0 else iter(())
+        source = feed.sized_epoch(epoch, start * group.size) if group.rank == 0 else iter(())
         while True:
             turn = group.broadcast(list(islice(source, group.size)))
             if not turn:
                 return
             first, real = first or turn[:1], len(turn)
             turn += first * (group.size - real if self.even else 0)
-            self._turns.append((turn, real))
-            yield turn[group.rank] if group.rank < len(turn) else EMPTY
+            self._turns.append(([size for _, size in turn], real))
+            yield turn[group.rank] if group.rank < len(turn) else MISSING
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: epoch, batches handed out, the seed, and what the loader itself needs to go on."""

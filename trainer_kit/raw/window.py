@@ -29,6 +29,11 @@ class Batches(Protocol):
     """What a whole batch weighs on a process, the same on every one of them."""
     end_of_dataloader: bool
     """Whether the current batch is the last."""
+    asked: bool
+    """Whether `ask_for_sizes` was called."""
+
+    def ask_for_sizes(self) -> None:
+        """Warn if the numbers of samples that weigh batches are not certain."""
 
 
 @final
@@ -158,6 +163,8 @@ class Window:
             mine, total, self._asks = batches.weight, batches.nominal * size, True
         else:
             mine, total = batches.weight, batches.total
+        if batches is not None and not batches.asked and (size > 1 or self.steps > 1):
+            batches.ask_for_sizes()
         if self._reference is None:
             self._reference = self._expected = self.steps * total
             self._counts = inside
