@@ -22,6 +22,7 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.seed import order_seed
+from trainer_kit.core.shapes import same_everywhere
 from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.bus import sorted_callbacks
 from trainer_kit.engine.loaders import training_feed
@@ -359,13 +360,18 @@ class Session(Position):
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); one rank's stays as it is."""
+        """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); one rank's stays as it is.
+
+        Raises:
+            RankError: on every rank, where shapes, dtypes or structure differ.
+        """
         if sync_grads:
             raise ConfigurationError("all_gather does not carry gradients", fix="pass sync_grads=False")
-        return apply_to_collection(data, (Tensor, int, float), self._gather_one)
+        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.strategy.device))
+        same_everywhere(self.strategy.data, "all_gather", data)
+        return apply_to_collection(data, Tensor, self._gather_one)
 
-    def _gather_one(self, value: Any) -> Tensor:
-        tensor = value if isinstance(value, Tensor) else torch.tensor(value, device=self.strategy.device)
+    def _gather_one(self, tensor: Tensor) -> Tensor:
         return tensor if self.strategy.data.size == 1 else self.strategy.data.all_gather(tensor)
 
     # -- files ---------------------------------------------------------------------------------------------------

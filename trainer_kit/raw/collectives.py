@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.shapes import compare, same_everywhere, signature
 
 __all__ = [
     "broadcast",
@@ -17,6 +18,7 @@ __all__ = [
     "each_tensor",
     "gather",
     "gather_object",
+    "gather_rows",
     "pad_across_processes",
     "reduce",
 ]
@@ -51,22 +53,88 @@ def each_tensor(data: Any, act: Callable[[Tensor], Any], *, strict: bool = False
     return data
 
 
-def gather(group: Group, data: Any) -> Any:
+def gather(group: Group, data: Any, call: str = "gather") -> Any:
     """Tensors of all processes one after the other, along the first dimension; scalars make a vector.
 
     Args:
         group: the processes.
         data: nested tensors, of equal shape on every process.
+        call: the name in errors.
 
     Returns:
         The same nesting; each tensor has shape ``(processes * n, ...)``.
+
+    Raises:
+        RankError: on every process, where shapes, dtypes or structure differ.
     """
+    same_everywhere(group, call, data)
+    return each_tensor(data, lambda tensor: _gathered(group, tensor), strict=True)
+
+
+def _gathered(group: Group, tensor: Tensor) -> Tensor:
+    whole = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor
+    return whole.clone() if group.size == 1 else group.all_gather(whole).flatten(0, 1)
+
+
+def gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
+    """Results of a batch of all processes, one after the other, without those of samples that are there twice.
+
+    Args:
+        group: the processes.
+        data: nested tensors. Those with an entry for each sample of the batch are cut to ``counts``; others may differ
+            in length, and all of them is kept. Scalars make a vector.
+        size: samples of the batch on this process.
+        counts: how many of each process's samples are not there twice.
+
+    Raises:
+        RankError: on every process, where tensors differ in more than their length.
+    """
+    lengths, sizes = _lengths(group, "gather_for_metrics", data, 0, size, alike=True)
+    found = iter(lengths)
 
     def one(tensor: Tensor) -> Tensor:
-        whole = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor
-        return whole.clone() if group.size == 1 else group.all_gather(whole).flatten(0, 1)
+        if tensor.ndim == 0:
+            return _gathered(group, tensor)
+        theirs = next(found)
+        keep = counts if theirs == sizes else theirs
+        parts = _gathered(group, _padded(tensor, max(theirs))).tensor_split(group.size)
+        return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
-    return each_tensor(data, one, strict=True)
+    return each_tensor(data, one)
+
+
+def _lengths(
+    group: Group, call: str, data: Any, dim: int, size: int = 0, alike: bool = False
+) -> tuple[list[list[int]], list[int]]:
+    """How long each tensor that has ``dim`` is along it on every process; and every process's ``size``.
+
+    One exchange, and a second one only where the tensors of a process differ in length. ``alike``: their other
+    dimensions and dtypes must be equal, not only the number of dimensions.
+    """
+    mine: list[int] = []
+
+    def described(tensor: Tensor) -> str:
+        shape: list[Any] = list(tensor.shape)
+        if -tensor.ndim <= dim < tensor.ndim:
+            mine.append(shape[dim])
+            shape[dim] = "*"
+        return f"({', '.join(map(str, shape))}) {tensor.dtype}" if alike else f"{tensor.ndim} dimensions"
+
+    text = f"{call}({signature(data, described)})"
+    rows = compare(group, text, (mine[0] if mine else 0, float(len(set(mine)) < 2), size))
+    sizes = [int(row[2]) for row in rows]
+    if all(row[1] for row in rows):
+        return [[int(row[0]) for row in rows]] * len(mine), sizes
+    return [list(map(int, theirs)) for theirs in zip(*group.agree(list(map(float, mine))), strict=True)], sizes
+
+
+def _padded(tensor: Tensor, longest: int, dim: int = 0, value: float = 0, first: bool = False) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = longest - shape[dim]
+    if not shape[dim]:
+        return tensor
+    rest = tensor.new_full(shape, value)
+    return torch.cat([rest, tensor] if first else [tensor, rest], dim)
 
 
 def gather_object(group: Group, data: Any) -> list[Any]:
@@ -89,13 +157,16 @@ def reduce(group: Group, data: Any, reduction: str = "mean", scale: float = 1.0)
 
     Raises:
         ConfigurationError: an unknown reduction.
+        RankError: on every process, where shapes, dtypes or structure differ.
     """
     if reduction not in _REDUCTIONS:
         raise ConfigurationError(f"unknown reduction {reduction!r}", fix=did_you_mean(str(reduction), _REDUCTIONS))
 
+    if reduction == "none":
+        return each_tensor(data, lambda tensor: tensor)
+    same_everywhere(group, f"reduce by {reduction}", data)
+
     def one(tensor: Tensor) -> Tensor:
-        if reduction == "none":
-            return tensor
         whole = tensor.detach().clone()
         if reduction == "mean" and not whole.is_floating_point() and not whole.is_complex():
             whole = whole.to(torch.get_default_dtype())
@@ -106,7 +177,12 @@ def reduce(group: Group, data: Any, reduction: str = "mean", scale: float = 1.0)
 
 
 def broadcast(group: Group, data: Any, source: int = 0) -> Any:
-    """Nested tensors of process ``source`` for everyone; shapes and dtypes are equal everywhere."""
+    """Nested tensors of process ``source`` for everyone; shapes and dtypes are equal everywhere.
+
+    Raises:
+        RankError: on every process, where they are not.
+    """
+    same_everywhere(group, f"broadcast from process {source}", data)
     return each_tensor(data, lambda tensor: group.broadcast(tensor.detach().clone(), source), strict=True)
 
 
@@ -125,18 +201,15 @@ def pad_across_processes(group: Group, data: Any, dim: int = 0, pad_index: float
         dim: the dimension; tensors that do not have it are left alone.
         pad_index: what the rest is filled with.
         pad_first: fill up at the beginning.
+
+    Raises:
+        RankError: on every process, where the structure or numbers of dimensions differ.
     """
+    lengths = iter(_lengths(group, "pad_across_processes", data, dim)[0])
 
     def one(tensor: Tensor) -> Tensor:
         if not -tensor.ndim <= dim < tensor.ndim:
             return tensor
-        longest = int(max(row[0] for row in group.agree([tensor.shape[dim]])))
-        missing = longest - tensor.shape[dim]
-        if not missing:
-            return tensor
-        shape = list(tensor.shape)
-        shape[dim] = missing
-        rest = tensor.new_full(shape, pad_index)
-        return torch.cat([rest, tensor] if pad_first else [tensor, rest], dim)
+        return _padded(tensor, max(next(lengths)), dim, pad_index, pad_first)
 
     return each_tensor(data, one, strict=True)

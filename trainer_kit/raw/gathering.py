@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.shapes import compare
 from trainer_kit.raw import collectives
 from trainer_kit.raw.meet import meet
 from trainer_kit.raw.process import Processes
@@ -64,23 +64,14 @@ class Gathering(Processes):
         counts: list[int] | None = None if batches is None else batches.counts
         if use_gather_object or not _all_tensors(input_data):
             mine = input_data
+            if data.size > 1:
+                compare(data, "gather_for_metrics(objects)")
             if counts is not None and isinstance(mine, (list, tuple)) and len(mine) == batches.size:
                 mine = mine[: counts[data.rank]]
             return collectives.gather_object(data, mine)
         if counts is None:
-            return collectives.gather(data, input_data)
-
-        def one(tensor: Tensor) -> Tensor:
-            if tensor.ndim == 0:
-                return collectives.gather(data, tensor)  # type: ignore[no-any-return]
-            rows = data.agree([len(tensor), batches.size])
-            # What does not have an entry a sample is not divided like the samples: all of it is kept.
-            keep = counts if all(row[0] == row[1] for row in rows) else [int(row[0]) for row in rows]
-            padded = collectives.pad_across_processes(data, tensor)
-            parts = collectives.gather(data, padded).unflatten(0, (data.size, -1))
-            return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
-
-        return collectives.each_tensor(input_data, one)
+            return collectives.gather(data, input_data, "gather_for_metrics")
+        return collectives.gather_rows(data, input_data, batches.size, counts)
 
     def _together(self, data: Any, call: str) -> AbstractContextManager[None]:
         if self.waiting is None:
