@@ -28,7 +28,10 @@ class NoOptimizer(TinyModule):
 
 
 def test_a_forgotten_return(capsys: pytest.CaptureFixture[str]) -> None:
-    Trainer(max_epochs=1, **QUIET).fit(NoReturn(), [torch.randn(4, 32)] * 2)
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)no training_step returned a loss.*2 times None.*return the loss"
+    ):
+        Trainer(max_epochs=1, **QUIET).fit(NoReturn(), [torch.randn(4, 32)] * 2)
     assert "nothing was trained: no training_step of this epoch returned a loss" in capsys.readouterr().out
 
 

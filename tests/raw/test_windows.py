@@ -328,6 +328,35 @@ def test_gradients_that_are_gone_are_completed_anew():
         ours.grad = others.grad = None  # as model.zero_grad() does, and no step is taken
 
 
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_a_closure_under_scaled_gradients(asks_again: bool) -> None:
+    """First-order optimizers step with unscaled gradients; one that computes the loss again is refused."""
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model, own = net().float(), net().float()
+    kind = torch.optim.LBFGS if asks_again else torch.optim.SGD
+    model, optimizer = accelerator.prepare(model, kind(model.parameters(), lr=0.1))
+    x = X[:4].float()
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).pow(2).mean()
+        accelerator.backward(loss)
+        return loss
+
+    if asks_again:
+        with pytest.raises(ConfigurationError, match=r"(?s)LBFGS computes the loss again.*scaled gradients"):
+            optimizer.step(closure)
+        return
+    returned = optimizer.step(closure)
+    with torch.autocast("cpu", torch.float16):
+        loss = own(x).pow(2).mean()
+    loss.backward()
+    torch.optim.SGD(own.parameters(), lr=0.1).step()
+    torch.testing.assert_close(returned, loss, check_dtype=False)
+    for mine, theirs in zip(model.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
 def test_lbfgs_calls_its_closure_again():
     accelerator = Accelerator(cpu=True)
     model = net()

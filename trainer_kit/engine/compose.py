@@ -35,7 +35,7 @@ from trainer_kit.engine.loaders import (
 )
 from trainer_kit.engine.manual import ManualStepper
 from trainer_kit.engine.micro import Micro
-from trainer_kit.engine.optimize import Optimizers, Stepper, configure_optimizers
+from trainer_kit.engine.optimize import Optimizers, Stepper, check_parameters, configure_optimizers
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saver import Saver
 from trainer_kit.engine.schedule import Schedule
@@ -140,6 +140,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     for optimizer in made.optimizers:
         strategy.prepare_optimizer(optimizer)
         optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
+    check_parameters(made, module, strategy, trainer.print)
     stepper = (
         ManualStepper(made, module, strategy, precision, bus)
         if manual
@@ -175,9 +176,8 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         saver=Saver(trainer.async_save),
         frozen=frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
     )
-    if stepper.evaluates_again:
-        stepper.replay = partial(_replay, run)  # type: ignore[union-attr]
-        micro.remember()
+    if stepper.evaluates:
+        micro.remember(stepper.draws)
     return run
 
 
@@ -351,17 +351,6 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
         log_every=settings.log_every,
         agree_every=50 if world > 1 else 0,
     )
-
-
-def _replay(run: Fit) -> None:
-    """Run the window again, for an optimizer that evaluates the loss at other weights."""
-    micro = run.micro
-    with micro.again(run.metrics):
-        for index in range(micro.count):
-            micro.begin(index)
-            loss = micro.forward(index)
-            if loss is not None:
-                micro.backward(index, loss)
 
 
 def trainable_in_eval(module: nn.Module) -> list[str]:

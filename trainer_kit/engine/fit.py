@@ -11,6 +11,7 @@ from trainer_kit.engine.micro import EndOfEpoch
 from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import settle_save
 from trainer_kit.engine.settle import (
+    check_trained,
     continues,
     next_due,
     settle_end,
@@ -53,6 +54,7 @@ def fit(run: Fit) -> None:
             micro.started = -1  # no window is under way any more
         goes_on = settle_epoch(run, completed)
     settle_stop(run)
+    check_trained(run, over=True)
     settle_save(run)  # who ends training finds every checkpoint that was asked for
     for hook in bus.on_train_end:
         hook()

@@ -11,8 +11,10 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.optimizer_proxy import OptimizerProxy
 from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.closures import calls_once, refusal_of_scaling
 from trainer_kit.engine.micro import Micro
 from trainer_kit.engine.optimize import LRSchedulerConfig, Optimizers
+from trainer_kit.precision.overflow import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 
@@ -30,6 +32,8 @@ class ManualOptimizer(OptimizerProxy):
         super().__init__(optimizer)
         self._step = strategy.bind_step(optimizer)
         self._precision, self._bus, self._module = precision, bus, module
+        self.trained: bool | None = None
+        """Whether a step has had a gradient; None before the first step."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step; returns what the optimizer returns.
@@ -39,6 +43,8 @@ class ManualOptimizer(OptimizerProxy):
             kwargs: for the optimizer.
         """
         if self._precision.scales and closure is not None:
+            if not calls_once(self.optimizer):
+                raise refusal_of_scaling(self.optimizer)
             closure()
             closure = None
         self._precision.unscale_gradients(self.optimizer)
@@ -48,6 +54,8 @@ class ManualOptimizer(OptimizerProxy):
             kwargs["closure"] = closure
         returned: list[Any] = []
         self._precision.optimizer_step(self.optimizer, lambda: returned.append(self._step(**kwargs)))
+        if not self.trained:
+            self.trained = has_gradients(self.optimizer)
         return returned[0] if returned else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -67,7 +75,7 @@ class ManualOptimizer(OptimizerProxy):
 class ManualStepper:
     """The loop's side of manual optimization: nothing to step, one scale to adapt, and the weighted backward."""
 
-    evaluates_again = False
+    evaluates = draws = False
     several = None
 
     def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
@@ -75,6 +83,11 @@ class ManualStepper:
         self.window: Micro | None = None
         self._backward = strategy.bind_backward(module.backward) or module.backward
         self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
+
+    @property
+    def trained(self) -> bool | None:
+        """Whether a step has had a gradient; None before the first step."""
+        return max((one.trained for one in self.optimizers if one.trained is not None), default=None)
 
     def read_groups(self) -> None:
         """Optimizers are stepped with what they have by now."""

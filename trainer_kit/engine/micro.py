@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -18,6 +18,23 @@ from trainer_kit.engine.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 
 __all__ = ["EndOfEpoch", "Micro"]
+
+_OF_FIRST_RUN: Final = (
+    *(
+        "_bus",
+        "_draws",
+        "batch",
+        "contributed",
+        "ghosts",
+        "index",
+        "loss",
+        "outputs",
+        "progress",
+        "skipped",
+        "together",
+    ),
+)
+"""What running a window again leaves as it was."""
 
 
 class EndOfEpoch(Exception):
@@ -63,6 +80,7 @@ class Micro:
         "_autocast",
         "_backward",
         "_bus",
+        "_draws",
         "_metrics",
         "_noise",
         "_quiet",
@@ -140,16 +158,18 @@ class Micro:
         self.contributed = self.uneven = False
         self.fresh = True
         self.remembers = False
-        self.parts: list[Tensor] | None = None
-        self._noise: dict[str, Any] = {}
+        self.parts: list[tuple[str | None, Tensor]] = []
+        self._noise: dict[str, Any] | None = None
+        self._draws = False
         self._quiet = bus.silent()
 
     def begin(self, index: int) -> None:
         """Move the batch, and say that it starts."""
         batch = self.batches[index]
         if self.remembers and index == 0:
-            self._noise = rng_state(_device_of(batch))
             self.parts = []
+            if self._draws:
+                self._noise = rng_state(_device_of(batch))
         if batch is None:  # another rank's data ends later
             self.earlier = self.earlier if self.batch is None else self.batch
             self.batch = self.outputs = None
@@ -195,15 +215,15 @@ class Micro:
         self.contributed = True
         return output if self.factors is None else output * self.factors[index]
 
-    def _weighed(self, loss: Tensor, output: Any, index: int) -> Tensor:
+    def _weighed(self, loss: Tensor, output: Any, index: int, name: str | None = None) -> Tensor:
         self.note(loss)
         if self.wants_outputs:
             self.outputs = {**output, "loss": self.loss} if isinstance(output, Mapping) else {"loss": self.loss}
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
-        if self.parts is not None:
-            self.parts.append(loss.detach())
+        if self.remembers:
+            self.parts.append((name, loss.detach()))
         return loss if self._scale is None else self._scale(loss)
 
     def note(self, loss: Tensor) -> None:
@@ -241,7 +261,7 @@ class Micro:
             named = {}
             for name in self._several:
                 if output[name] is not None:
-                    named[name] = self._weighed(output[name], output, index)
+                    named[name] = self._weighed(output[name], output, index, name)
             self.outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
             if not named:
                 self.start_gradients()
@@ -294,26 +314,41 @@ class Micro:
         for hook in bus.on_after_backward:
             hook()
 
-    def remember(self) -> None:
-        """Be ready for `again`."""
+    def remember(self, draws: bool) -> None:
+        """Be ready for `again`; ``draws``: with the random numbers of the first run."""
         self.remembers = self.unusual = self.always_unusual = True
+        self._draws = draws
 
-    @property
-    def window_loss(self) -> Tensor | None:
-        """What the window minimises: the sum of its weighted losses; the last loss where nobody asked to remember."""
-        return torch.stack(self.parts).sum() if self.parts else self.loss
+    def window_loss(self, name: str | None) -> Tensor | None:
+        """What the window minimises: the sum of its weighted losses, of one name where there are several.
+
+        None where this rank has no part in it.
+        """
+        parts = [loss for of, loss in self.parts if of == name]
+        return torch.stack(parts).sum() if parts else None
 
     @contextmanager
-    def again(self, metrics: Metrics) -> Iterator[None]:
-        """Run the same window once more: no hook hears of it, nothing is logged, random layers draw the same."""
-        bus, table = self._bus, metrics.table
-        self._bus, metrics.table = bus.silent(), {}
-        self.remembers, self.fresh, self.parts = False, True, []
-        restore_rng(self._noise, _device_of(self.batch))
+    def again(self) -> Iterator[None]:
+        """Inside, the strategy runs the same window once more.
+
+        Only hooks of gradients are called, nothing is logged or counted. With `remember`'s ``draws`` random layers draw
+        the same. Outside, everything but the gradients and the parts of the loss is that of the first run.
+        """
+        metrics, kept = self._metrics, {name: getattr(self, name) for name in _OF_FIRST_RUN}
+        table, hook = metrics.table, metrics.hook
+        quiet = self._bus.silent()
+        quiet.on_before_backward, quiet.on_after_backward = self._bus.on_before_backward, self._bus.on_after_backward
+        self._bus, self.progress, self.together, self._draws = quiet, Progress(), None, False
+        self.fresh, metrics.table = True, {}
+        if self._noise is not None:
+            restore_rng(self._noise, _device_of(self.batch))
         try:
-            yield
+            with torch.enable_grad():
+                yield
         finally:
-            self._bus, metrics.table, self.remembers = bus, table, True
+            metrics.table, metrics.hook = table, hook
+            for name, value in kept.items():
+                setattr(self, name, value)
 
     def rehearse(self, batch: Any, index: int) -> Any:
         """Run the user's step on a batch, unheard and unlogged; returns what it does."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
+import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -14,10 +16,11 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.module import TrainModule
 from trainer_kit.engine.bus import Bus
+from trainer_kit.engine.closures import Closures, calls_once, refusal, requires_closure
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["LRSchedulerConfig", "Optimizers", "Stepper", "configure_optimizers", "parameters_of"]
+__all__ = ["LRSchedulerConfig", "Optimizers", "Stepper", "check_parameters", "configure_optimizers", "parameters_of"]
 
 _SCHEDULER_KEYS: Final = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
 
@@ -66,7 +69,7 @@ def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) 
     sections: Any = None if strategy is None else strategy.sections
     named = sections is not None and sections.optimizer is not None
     if is_overridden("configure_optimizers", module, TrainModule):
-        given = module.configure_optimizers()
+        given = _call(module)
         if named and given is not None:
             sections.refuse_both("optimizer", given)
     elif not named:
@@ -88,6 +91,52 @@ def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) 
     return made
 
 
+def _call(module: TrainModule) -> Any:
+    try:
+        return module.configure_optimizers()
+    except ValueError as error:
+        if "empty parameter list" not in str(error):  # torch's words
+            raise
+        raise _no_parameters("an optimizer", module) from error
+
+
+def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
+    frozen = sum(not parameter.requires_grad for parameter in module.parameters())
+    return ConfigurationError(
+        f"{optimizer} of {type(module).__name__}.configure_optimizers has no parameters to train",
+        found=f"{type(module).__name__} has {sum(1 for _ in module.parameters())} parameters, {frozen} of them frozen",
+        fix="pass it self.parameters(); layers in a plain list or dict belong into nn.ModuleList or nn.ModuleDict",
+    )
+
+
+def check_parameters(made: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]) -> None:
+    """Refuse an optimizer that steps nothing of the module; every rank must call it.
+
+    Args:
+        made: the optimizers, as the strategy has prepared them.
+        module: the user's.
+        strategy: knows whose parameters an engine has put others in the place of.
+        say: prints a line about parameters that are not the module's.
+
+    Raises:
+        ConfigurationError: none of an optimizer's parameters is one of the module.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    for optimizer in made.optimizers:
+        own = [parameter for group in strategy.optimizer_state(optimizer)[0] for parameter in group]
+        others = sum(id(parameter) not in known for parameter in own)
+        name, owner = type(optimizer).__name__, type(module).__name__
+        if own and others == len(own):
+            raise ConfigurationError(
+                f"{name} steps parameters that are not {owner}'s",
+                found=f"{others} parameters, of which {owner} has none",
+                fix="make it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
+                " plain list or dict, have other parameters",
+            )
+        if others:
+            say(f"{others} of {len(own)} parameters of {name} are not {owner}'s: no checkpoint holds their values")
+
+
 def _read(given: Any, module: TrainModule) -> Optimizers:
     if given is None:
         return Optimizers([], [])
@@ -105,6 +154,8 @@ def _read(given: Any, module: TrainModule) -> Optimizers:
     for optimizer in made.optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError("configure_optimizers returned no optimizer", found=repr(type(optimizer)))
+        if not parameters_of(optimizer):
+            raise _no_parameters(type(optimizer).__name__, module)
     _check(made, module)
     return made
 
@@ -201,6 +252,7 @@ class Stepper:
 
     Attributes:
         several: the parameters of each optimizer, where they are named.
+        trained: whether a step has had a gradient; None before the first step with a loss.
     """
 
     def __init__(
@@ -216,8 +268,8 @@ class Stepper:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
         self.clip, self.metrics = clip, metrics
         self._skips = precision.skips
-        self.replay: Callable[[], Any] | None = None
         self.window: Any = None
+        self.trained: bool | None = None
         self._own_zero = is_overridden("optimizer_zero_grad", module, TrainModule)
         self._own_clip = is_overridden("configure_gradient_clipping", module, TrainModule)
         self._own_step = is_overridden("optimizer_step", module, TrainModule)
@@ -232,48 +284,83 @@ class Stepper:
         # The module's own: an engine may have put others into the groups, whose gradients are its business.
         self._parameters = {id(o): [p for group in state(o)[0] for p in group] for o in optimizers}
         self._all[:] = [p for parameters in self._parameters.values() for p in parameters]
-        self._runs = [(o, self._how(o)) for o in optimizers]
+        names: Sequence[str | None] = self.made.names or [None] * len(optimizers)
+        self._runs = [(o, self._clip(o), self._how(o, name)) for o, name in zip(optimizers, names, strict=True)]
         if self.several is not None:
             self.several.update({n: parameters_of(o) for n, o in zip(self.made.names or (), optimizers, strict=True)})
 
-    def _how(self, optimizer: Optimizer) -> Callable[[], Any]:
-        step = self.strategy.bind_step(optimizer)
-        evaluates_again = _needs_closure(optimizer)
-        if evaluates_again and self.strategy.world.size > 1:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} evaluates the loss again and again, which needs one process",
-                fix="use devices=1, or another optimizer",
-            )
-        if evaluates_again and self.precision.scales:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} cannot run with scaled gradients", fix='use precision="32-true"'
-            )
+    def _clip(self, optimizer: Optimizer) -> Callable[[], Any] | None:
+        if self._own_clip:
+            return partial(self.module.configure_gradient_clipping, optimizer, *(self.clip or (None, None)))
+        if self.clip is None:
+            return None
+        return partial(self.strategy.clip_gradients, self._parameters[id(optimizer)], *self.clip)
+
+    def _how(self, optimizer: Optimizer, name: str | None) -> Callable[[], Any]:
+        step, module = self.strategy.bind_step(optimizer), self.module
+        refused = refusal(optimizer, self.strategy, self.precision)
+        if requires_closure(optimizer) and refused is not None:
+            raise refused
+        closures = self._closures(optimizer, name)
         if self._own_step:
-            module = self.module
-            return lambda: module.optimizer_step(
-                module.current_epoch, self.window.index, optimizer, self._closure(evaluates_again)
-            )
-        if evaluates_again:
-            return lambda: step(self._closure(True))
+            return lambda: module.optimizer_step(module.current_epoch, self.window.index, optimizer, closures.make())
+        if self._is_given_closure(optimizer):
+            return lambda: step(closure=closures.make())
         return step
 
-    def _closure(self, evaluates_again: bool) -> Callable[[], Any]:
-        """The loss that is already computed; for optimizers that ask again, the window run again."""
-        calls = 0
+    def _is_given_closure(self, optimizer: Optimizer) -> bool:
+        """Whether it may compute the loss by itself; not where an engine calls its step."""
+        return not (calls_once(optimizer) or self.strategy.keeps_gradients)
 
-        def closure() -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1 and evaluates_again and self.replay is not None:
-                self.replay()
-            return self.window.window_loss
+    def _closures(self, optimizer: Optimizer, name: str | None) -> Closures:
+        """What makes the closures of one optimizer."""
+        # It may decide by the loss, which must then be the same on every rank.
+        read = self._loss_over_ranks if self._is_given_closure(optimizer) else lambda of: self.window.window_loss(of)
 
-        return closure
+        def again() -> Any:
+            refused = refusal(optimizer, self.strategy, self.precision)
+            if refused is not None:
+                raise refused
+            self._evaluate(optimizer)
+            return read(name)
+
+        return Closures(self._all, self.strategy.world, partial(read, name), again)
+
+    def _loss_over_ranks(self, name: str | None) -> Any:
+        """The loss of the window over all ranks."""
+        group, loss = self.strategy.losses, self.window.window_loss(name)
+        if group.size == 1:
+            return loss
+        if loss is None:
+            loss = torch.zeros((), device=self.strategy.device)
+        whole = loss.to(torch.promote_types(loss.dtype, torch.float32))
+        return group.all_reduce(whole) / self.strategy.gradient_divisor
+
+    def _evaluate(self, optimizer: Optimizer) -> None:
+        """Run the window again; gradients of other optimizers stay as they are."""
+        mine = {id(parameter) for parameter in self._parameters[id(optimizer)]}
+        others = [(parameter, parameter.grad) for parameter in self._all if id(parameter) not in mine]
+        for parameter, _ in others:
+            parameter.grad = None
+        clip = next(clip for one, clip, _ in self._runs if one is optimizer)
+        with self.window.again():
+            self.strategy.forward_backward(self.window)
+            for hook in self.bus.on_before_optimizer_step:
+                hook(optimizer)
+            if clip is not None:
+                clip()
+        for parameter, gradient in others:
+            parameter.grad = gradient
 
     @property
-    def evaluates_again(self) -> bool:
-        """Whether any optimizer re-runs the window."""
-        return any(_needs_closure(o) for o in self.made.optimizers)
+    def evaluates(self) -> bool:
+        """Whether any optimizer may run a window again."""
+        return self._own_step or self.draws
+
+    @property
+    def draws(self) -> bool:
+        """Whether one does so by itself, with the random numbers of the first run."""
+        return any(map(self._is_given_closure, self.made.optimizers))
 
     def droppable(self) -> list[nn.Parameter]:
         """Whose gradients are dropped, where nobody wants to hear of it or to do it himself."""
@@ -298,17 +385,17 @@ class Stepper:
             window.contributed = any(row[0] for row in self.strategy.data.agree([window.contributed]))
         if not window.contributed:  # every micro-batch was skipped: nothing to apply
             return
+        if not self.trained:
+            self.trained = self.strategy.keeps_gradients or any(p.grad is not None for p in self._all)
         scales = self.precision.scales
         skipped: list[Optimizer] = []
-        for optimizer, run in self._runs:
+        for optimizer, clip, run in self._runs:
             if scales:
                 self.precision.unscale_gradients(optimizer)
             for hook in self.bus.on_before_optimizer_step:
                 hook(optimizer)
-            if self._own_clip:
-                self.module.configure_gradient_clipping(optimizer, *(self.clip or (None, None)))
-            elif self.clip is not None:
-                self.strategy.clip_gradients(self._parameters[id(optimizer)], *self.clip)
+            if clip is not None:
+                clip()
             if not self._skips:
                 run()
             elif not self.precision.optimizer_step(optimizer, run):
@@ -349,10 +436,3 @@ class Stepper:
             config.scheduler.step()
         else:
             config.scheduler.step(metric)
-
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    import inspect
-
-    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return closure is not None and closure.default is closure.empty

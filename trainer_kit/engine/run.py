@@ -49,6 +49,7 @@ class Fit:
         frozen: names of the parameters that were not trained when the run was composed.
         whole: whether the epoch that ended last was left because its batches were over.
         deferred: whether the line about a stop request ahead of the minimum was printed.
+        trained: whether a step is known to have had a gradient on any rank.
         id: in the info of its checkpoints; "" where the run has no record.
     """
 
@@ -84,6 +85,7 @@ class Fit:
     frozen: frozenset[str] = frozenset()
     whole: bool = False
     deferred: bool = False
+    trained: bool = False
     id: str = ""
 
     def wake(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 
-from trainer_kit.core.errors import RankError
+from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.evaluate import evaluate
@@ -15,6 +15,7 @@ from trainer_kit.engine.run import Fit
 from trainer_kit.engine.saving import save_requested, settle_save
 
 __all__ = [
+    "check_trained",
     "continues",
     "next_due",
     "settle_end",
@@ -95,6 +96,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         reduced = Reduced()
     if ran and run.micro.loss is None and run.micro.skipped:
         run.say("nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)")
+    check_trained(run, over=False)
     if completed:
         run.stepper.end_epoch(progress.epoch + 1)
         progress.epoch += 1
@@ -119,6 +121,38 @@ def settle_stop(run: Fit) -> None:
         requests.stop = None  # a limit came first
     if requests.stop is not None:
         run.say(f"stopped after step {run.progress.step}: {requests.stop}")
+
+
+def check_trained(run: Fit, over: bool) -> None:
+    """Refuse to go on, or to end as a success, where no step has had a gradient on any rank; every rank must call it.
+
+    Args:
+        run: the fit.
+        over: no step follows: until then a run may wait for its first loss.
+    """
+    if run.trained or not run.stepper.made.optimizers:
+        return
+    trained, skipped = run.stepper.trained, run.micro.skipped
+    rows = run.strategy.world.agree([trained is True, trained is not None, skipped])
+    had, stepped, without = (max(column) for column in zip(*rows, strict=True))
+    run.trained = bool(had)
+    if had:
+        return
+    if stepped:
+        names = ", ".join(type(optimizer).__name__ for optimizer in run.stepper.made.optimizers)
+        raise ConfigurationError(
+            "nothing was trained: no step had a gradient",
+            found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
+            fix="compute the loss from parameters that the optimizer has; an overridden backward or optimizer_step must"
+            " not drop gradients before the step",
+        )
+    if over and without:
+        raise ConfigurationError(
+            "nothing was trained: no training_step returned a loss",
+            found=f"{int(without)} times None",
+            fix="return the loss, or set automatic_optimization = False where the module steps by itself; without"
+            " anything to step, return None from configure_optimizers",
+        )
 
 
 def settle_end(run: Fit) -> None:

@@ -8,6 +8,7 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from trainer_kit.core.optimizer_proxy import OptimizerProxy
+from trainer_kit.engine.closures import calls_once, refusal_of_scaling
 from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.window import Window
 
@@ -52,19 +53,29 @@ class AcceleratedOptimizer(OptimizerProxy):
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it."""
+        """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it.
+
+        Raises:
+            ConfigurationError: the optimizer may compute the loss again, and gradients are scaled.
+        """
         window, optimizer = self._window, self.optimizer
         if not window.sync:
             return None
         if self._before_first_step is not None:
             self._before_first_step(optimizer)
             self._before_first_step = None
+        found = None
         if closure is not None:
-            return self._step_with(closure)
+            if not self._precision.scales:
+                return self._step_with(closure)
+            if not calls_once(optimizer):
+                raise refusal_of_scaling(optimizer)
+            found = closure()  # gradients are unscaled, and looked at, before they are stepped
+            window.corrected.discard(optimizer)
         window.correct(optimizer)
         self._skipped = not self._precision.optimizer_step(optimizer, self._own_step or optimizer.step)
         window.corrected.discard(optimizer)
-        return None
+        return found
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
         """The closure makes the gradients, maybe several times: they are made right behind each of them."""

@@ -91,8 +91,9 @@ class DeepSpeedStrategy(Strategy):
     name = "deepspeed"
     engine = "deepspeed"
     lockstep = True
-    owns_step = completes_gradients = own_buffers = True
+    owns_step = keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "DeepSpeed steps flat copies of its own of the weights"
+    why_not_again = "DeepSpeed steps parameters of its own"
 
     def __init__(
         self,

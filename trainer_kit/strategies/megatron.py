@@ -59,8 +59,9 @@ class MegatronStrategy(Strategy):
     engine = "megatron"
     data: ProcessGroup
     lockstep = True  # its schedule wants a loss for each micro-batch
-    completes_gradients = own_buffers = True
+    keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "Megatron's optimizer steps copies of its own of the weights"
+    why_not_again = "Megatron steps parameters of its own"
 
     def __init__(
         self,

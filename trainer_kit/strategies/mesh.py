@@ -152,6 +152,7 @@ class MeshStrategy(Strategy):
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(self.mesh["pp"].get_group(), self.world, self.device, self.schedule)
             self.reporter = self.pipeline.reporter
+            self.why_not_again = "each rank of a pipeline has other parameters"
 
     def places(self, processes: int) -> dict[str, int]:
         """The size of each axis, with -1 filled in; see `trainer_kit.strategies.axes.places`."""

@@ -54,6 +54,10 @@ class Strategy(ABC):
     """Whether `start` finds the device itself, because torch does not show it as an accelerator."""
     why_not_averaged: str | None = None
     """Why callbacks cannot average the weights of this engine; None: they can."""
+    keeps_gradients: bool = False
+    """Whether the engine takes gradients off the parameters before they are stepped."""
+    why_not_again: str | None = None
+    """Why an optimizer cannot compute the loss again inside its step; None: it can."""
     sections: Any = None
     """The optimizer and scheduler that the engine's own configuration names; None: it names none."""
 
