@@ -370,6 +370,68 @@ def test_schedulers_go_on_from_where_they_were_with_the_new_rate(tmp_path: Path,
     assert recorder.rates == expected
 
 
+class Kept(Classifier):
+    """Its optimizer is made once: a second fit trains with the same."""
+
+    made: Any = None
+    rate: float | None = None
+
+    def configure_optimizers(self) -> Any:
+        if self.made is None:
+            self.made = torch.optim.SGD(self.net.parameters(), lr=0.1, momentum=0.9)
+        if self.rate is not None:
+            self.made.param_groups[0]["lr"] = self.rate
+        scheduler = lr_scheduler.StepLR(self.made, 1, gamma=0.5)
+        return [self.made], [{"scheduler": scheduler, "interval": "step"}]
+
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch > 0)
+
+
+def test_a_fit_from_a_checkpoint_in_a_process_that_has_trained_is_that_of_a_new_process(
+    tmp_path: Path, capsys: Any
+) -> None:
+    def fit(module: Any, ckpt: Path | None = None) -> list[float]:
+        rates: list[float] = []
+        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+        noting = tk.callbacks.LambdaCallback(
+            on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+        )
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        trainer = tk.Trainer(max_epochs=2, callbacks=[saving, noting], devices=1, **quiet)
+        trainer.fit(module, make_batches(3), ckpt_path=ckpt)
+        return rates
+
+    def made() -> Kept:
+        module = Kept(make_net())
+        module.net[0].requires_grad_(False)
+        return module
+
+    module = made()
+    whole = fit(module)
+    assert whole == pytest.approx([0.1 * 0.5**step for step in range(6)])
+    ended = {name: value.clone() for name, value in module.state_dict().items()}
+    capsys.readouterr()
+    for again in (module, made()):
+        assert fit(again, tmp_path / "step-00000002") == whole[2:]
+        assert_same(again, ended)
+    assert "configured" not in capsys.readouterr().out
+    module.rate = 0.4  # which the user configures now
+    assert fit(module, tmp_path / "step-00000002")[0] == 0.4
+    assert "lr: 0.4 as configured now, not 0.1" in capsys.readouterr().out
+
+
+def test_a_rate_in_a_tensor_that_a_schedule_writes_into_is_what_was_configured(tmp_path: Path, capsys: Any) -> None:
+    def configure(net: nn.Module) -> Any:
+        optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
+        return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
+
+    run(tmp_path, Everything(configure))
+    capsys.readouterr()
+    run(tmp_path, Everything(configure), ckpt=tmp_path / "step-00000005")
+    assert "configured" not in capsys.readouterr().out
+
+
 class Unfreezes(tk.Callback):
     """The first layer is trained from the second epoch on, as `BackboneFinetuning` has it; another one stops to be."""
 

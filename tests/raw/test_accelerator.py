@@ -410,6 +410,35 @@ def test_a_rate_that_is_configured_anew_stays_when_its_scheduler_is_restored(tmp
         assert step(*again) == pytest.approx(then)
 
 
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_rollback_in_the_process_that_saved_goes_on_as_a_new_process_does(tmp_path, capsys, rate):
+    def made():
+        accelerator, model = Accelerator(cpu=True), net()
+        kind = torch.optim.Adam if isinstance(rate, torch.Tensor) else torch.optim.SGD
+        optimizer = kind(model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        return (accelerator, *accelerator.prepare(model, optimizer, scheduler))
+
+    def step(accelerator, model, optimizer, scheduler):
+        accelerator.backward(model(torch.ones(1, 6).double()).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        return float(optimizer.param_groups[0]["lr"])
+
+    first = made()
+    assert step(*first) == pytest.approx(0.05)
+    first[0].save_state(tmp_path / "state")
+    rates = [step(*first) for _ in range(3)]
+    weights = [parameter.detach().clone() for parameter in first[1].parameters()]
+    for which in (first, made()):
+        which[0].load_state(tmp_path / "state")
+        assert float(which[2].param_groups[0]["lr"]) == pytest.approx(0.05)
+        assert [step(*which) for _ in range(3)] == rates == pytest.approx([0.025, 0.0125, 0.00625])
+        assert all(map(torch.equal, which[1].parameters(), weights))
+    assert "configured" not in capsys.readouterr().out
+
+
 def test_what_is_registered_is_saved_and_what_cannot_be_is_refused(tmp_path):
     class Counter:
         def __init__(self):

@@ -22,7 +22,7 @@ from trainer_kit.engine.directories import checkpoint_directories
 from trainer_kit.engine.entry import Reduced
 from trainer_kit.engine.evaluate import Evaluation
 from trainer_kit.engine.ghosts import Ghosts
-from trainer_kit.engine.groups import configured
+from trainer_kit.engine.groups import configured_flags, note_configured
 from trainer_kit.engine.leaving import left_together
 from trainer_kit.engine.loaders import (
     NAMES,
@@ -139,7 +139,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     made, step = _wrap(trainer, module, manual, feed)
     for optimizer in made.optimizers:
         strategy.prepare_optimizer(optimizer)
-        optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
+        note_configured(optimizer)
     check_parameters(made, module, strategy, trainer.print)
     stepper = (
         ManualStepper(made, module, strategy, precision, bus)
@@ -174,7 +174,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         announce=trainer.announce_checkpoint,
         say=trainer.print,
         saver=Saver(trainer.async_save),
-        frozen=frozenset(name for name, p in module.named_parameters() if not p.requires_grad),
+        frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
     )
     if stepper.evaluates:
         micro.remember(stepper.draws)

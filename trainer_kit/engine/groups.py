@@ -3,19 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.engine.run import Fit
 
-__all__ = ["add_groups", "changed_flags", "configured", "restore_flags", "watch_groups"]
+__all__ = [
+    "add_groups",
+    "changed_flags",
+    "configured",
+    "configured_flags",
+    "note_configured",
+    "options_of",
+    "reset_flags",
+    "restore_flags",
+    "same",
+    "watch_groups",
+]
+
+_CONFIGURED: Final = "_configured_options"
+_LEFT: Final = "_options_after_training"
+_FLAGS: Final = "_trained_parameters"
+"""Of a module: which parameters are trained as configured, and as the fit before left them."""
+
+
+def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Copies of the options of each group as they are now: schedules write into learning rates that are tensors."""
+    return [
+        {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def note_configured(optimizer: Optimizer) -> None:
+    """Keep the options of each group as the user configured them, to be compared when a checkpoint is loaded.
+
+    An optimizer may have been trained with in this process. An option that is what training left is configured as it
+    was before; any other value is the user's.
+    """
+    known = vars(optimizer)
+    before, left = known.get(_CONFIGURED, ()), known.get(_LEFT, ())
+    options = options_of(optimizer)
+    for now, was, end in zip(options, before, left, strict=False):
+        now.update({key: was[key] for key, value in now.items() if key in was and same(end.get(key), value)})
+    known[_CONFIGURED] = options
 
 
 def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group as the user configured them; to be called before the first step."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    """The options of each group as `note_configured` found them; those of a later group as they are."""
+    known: list[dict[str, Any]] = vars(optimizer).get(_CONFIGURED, [])
+    return [*known, *options_of(optimizer)[len(known) :]]
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two values of an option are equal."""
+    # A checkpoint may hand back a list for a tuple, and learning rates may be tensors.
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return list(a) == list(b)
+    return bool(a == b)
+
+
+def configured_flags(module: nn.Module) -> dict[str, bool]:
+    """By name, whether a parameter is trained, as the user configured it; a fit before may have changed that."""
+    before, left = vars(module).get(_FLAGS, ({}, {}))
+    now = {name: p.requires_grad for name, p in module.named_parameters()}
+    return {name: before[name] if left.get(name) == flag else flag for name, flag in now.items()}
+
+
+def reset_flags(module: nn.Module) -> None:
+    """Begin with the parameters that the user configured to be trained."""
+    flags = configured_flags(module)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(flags[name])
 
 
 def changed_flags(run: Fit) -> dict[str, bool]:
@@ -73,8 +134,8 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
             if _is_there(optimizer, param_group):
                 return
             add(param_group)
-            started: list[dict[str, Any]] = vars(optimizer)["_configured_options"]
-            started += configured(optimizer)[len(started) :]
+            started: list[dict[str, Any]] = vars(optimizer)[_CONFIGURED]
+            started += options_of(optimizer)[len(started) :]
             run.stepper.read_groups()
 
         vars(optimizer)["add_param_group"] = add_param_group
@@ -82,6 +143,9 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
     def end(_: Any = None) -> None:
         for optimizer in optimizers:
             vars(optimizer).pop("add_param_group", None)
+            vars(optimizer)[_LEFT] = options_of(optimizer)
+        left = {name: p.requires_grad for name, p in run.module.named_parameters()}
+        vars(run.module)[_FLAGS] = ({name: name not in run.frozen for name in left}, left)
 
     for optimizer in optimizers:
         watch(optimizer)
@@ -99,7 +163,7 @@ def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if key not in restored:
         return False
     index = restored.pop(key)
-    then = vars(optimizer)["_configured_options"][index]
+    then = vars(optimizer)[_CONFIGURED][index]
     today = {name: value for name, value in group.items() if name != "params" and then.get(name) != value}
     optimizer.param_groups[index].update(today)
     then.update(today)

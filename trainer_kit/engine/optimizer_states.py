@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.together import together
-from trainer_kit.engine.groups import configured
+from trainer_kit.engine.groups import configured, options_of, same
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["optimizer_state", "owned_parameters", "parameter_names", "restore_optimizer"]
@@ -31,9 +31,8 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
         state.update({name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states})
     if strategy.sharded:
         _unite_names(strategy, groups)
-    started = getattr(optimizer, "_configured_options", None)
-    options = started or configured(optimizer)
-    return {_CLASS: type(optimizer).__name__, "state": state, "param_groups": groups, _CONFIGURED: options}
+    kind = type(optimizer).__name__
+    return {_CLASS: kind, "state": state, "param_groups": groups, _CONFIGURED: configured(optimizer)}
 
 
 def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.Parameter]]:
@@ -72,6 +71,9 @@ def restore_optimizer(
 ) -> dict[str, Any]:
     """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
 
+    What training made of an option since it was configured (a schedule's learning rate) is not configured: the
+    checkpoint's value is restored, also in the process that has trained on.
+
     Args:
         strategy: that steps it.
         optimizer: as it is configured.
@@ -86,12 +88,12 @@ def restore_optimizer(
     Raises:
         CheckpointError: it is the state of another class, or of other groups.
     """
-    was, now = saved.get(_CLASS), type(optimizer).__name__
-    if was not in (None, now):  # its moments may have the same names and mean something else
+    was, kind = saved.get(_CLASS), type(optimizer).__name__
+    if was not in (None, kind):  # its moments may have the same names and mean something else
         raise CheckpointError(
             "optimizer_states",
             _CLASS,
-            f"it holds the state of {was}, and this run's optimizer is {now}",
+            f"it holds the state of {was}, and this run's optimizer is {kind}",
             fix=f"configure {was}, or load the weights alone and start anew",
         )
     if len(saved["param_groups"]) != len(optimizer.param_groups):
@@ -100,7 +102,7 @@ def restore_optimizer(
             "param_groups",
             f"{len(saved['param_groups'])} groups were saved, the optimizer has {len(optimizer.param_groups)}",
         )
-    today = configured(optimizer)
+    today, now = configured(optimizer), options_of(optimizer)
     then = saved.get(_CONFIGURED, today)
     state: dict[nn.Parameter, Any] = {}
     groups, kept_today = [], {}
@@ -111,18 +113,11 @@ def restore_optimizer(
                 state[parameter] = saved["state"][name]
         options = {k: v for k, v in old.items() if k != "params"}
         for key, value in today[number].items():
-            if key not in options or (key in then[number] and not _same(then[number][key], value)):
+            if key in options and key in then[number] and not same(then[number][key], value):
                 options[key] = value
-                if key in old and key != "initial_lr":
+                if key != "initial_lr":
                     kept_today[key] = value
                     say(f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint")
-        groups.append(options)
+        groups.append({**now[number], **options})
     strategy.load_optimizer_state(optimizer, groups, state)
     return kept_today
-
-
-def _same(a: Any, b: Any) -> bool:
-    # A checkpoint may hand back a list for a tuple, and learning rates may be tensors.
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return list(a) == list(b)
-    return bool(a == b)

@@ -27,7 +27,7 @@ from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
 from trainer_kit.engine.directories import take_directories
 from trainer_kit.engine.evaluate import Evaluation, evaluate
-from trainer_kit.engine.groups import watch_groups
+from trainer_kit.engine.groups import reset_flags, watch_groups
 from trainer_kit.engine.loaders import find_loaders
 from trainer_kit.engine.metric_objects import count_once
 from trainer_kit.engine.requests import requeue_once, terminable
@@ -197,6 +197,8 @@ class Verb:
         state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
+        if state is not None and not weights_only:
+            reset_flags(module)
         if state is not None and trainer.seed is None:
             trainer.data_seed = state.get("seed", trainer.data_seed)
         loaders = trainer.load_train()

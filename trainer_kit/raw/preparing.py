@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
-from trainer_kit.engine.groups import configured
+from trainer_kit.engine.groups import note_configured
 from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
 from trainer_kit.raw.gathering import Gathering
@@ -192,7 +192,7 @@ class Preparing(Gathering):
             self._tell_engine()
         self.strategy.prepare_optimizer(optimizer)
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
-            optimizer._configured_options = configured(optimizer)  # type: ignore[attr-defined]
+            note_configured(optimizer)
         first = None if self._owns_step else self._before_first_step
         made = AcceleratedOptimizer(optimizer, self.window, self.precision, first, self._bound_step(optimizer))
         self._optimizers.append(made)
