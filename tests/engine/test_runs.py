@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ import torch
 import trainer_kit as tk
 from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.checkpoint.read import read_info
-from trainer_kit.core.errors import CheckpointError
-from trainer_kit.engine import runs
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.engine import directories, runs
 from trainer_kit.engine.records import read_records
 from trainer_kit.loggers import CSVLogger, JSONLLogger
 from trainer_kit.testing import TinyModule
@@ -82,7 +84,9 @@ def test_a_fit_leaves_a_record(tmp_path, script):
     trainer = fit(resume=None, seed=5)
     found = record(trainer.log_dir)
     assert (found.status, found.step, found.stopped, found.ended) == ("finished", 8, None, False)
-    assert found.key == (str(tmp_path), str(tmp_path / "train.py"), 0, "trainer_kit_logs")
+    assert (found.root, found.script) == (str(tmp_path), str(tmp_path / "train.py"))
+    assert (found.fit, found.name) == (0, "trainer_kit_logs")
+    assert found.from_here[found.script] == "../../train.py"
     assert (found.args, found.seed, found.number) == (["--lr", "0.1"], 5, 1)
     assert found.loggers == [{"name": "trainer_kit_logs", "version": 0}]
     assert found.checkpoints == [f"{trainer.log_dir}/checkpoints"]
@@ -373,16 +377,10 @@ def test_somebody_elses_file_stays(script, tmp_path, capsys):
     assert f"{tmp_path / 'run.json'} is not ours" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"status": 3}, {"checkpoints": "x"}, {"number": None}, {"key": None}, None],
-    ids=["status", "checkpoints", "number", "key", "all"],
-)
-def test_a_malformed_record_is_nobodys(script, tmp_path, capsys, change):
-    script()
-    trainer = fit(broken=5)
-    file = Path(trainer.log_dir, "run.json")
+def edited(file, change):
+    """A record whose entries were changed by hand; without a checksum, as older versions wrote it."""
     content = json.loads(file.read_text())
+    del content["checksum"]
     if change is None:
         content["runs"] = ["?", 3, None, {}]
     elif "key" in change:
@@ -390,10 +388,225 @@ def test_a_malformed_record_is_nobodys(script, tmp_path, capsys, change):
     else:
         content["runs"][0].update(change)
     file.write_text(json.dumps(content))
-    assert read_records(file) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"status": 3}, {"checkpoints": "x"}, {"number": None}, {"key": None}, None],
+    ids=["status", "checkpoints", "number", "key", "all"],
+)
+def test_a_malformed_record_is_refused_beside_its_checkpoints(script, change):
     script()
-    fit()
-    assert capsys.readouterr().out.count("starting anew") == 2
+    trainer = fit(broken=5)
+    file = Path(trainer.log_dir, "run.json")
+    edited(file, change)
+    assert read_records(file) is None
+    script()
+    with pytest.raises(ConfigurationError, match="holds an entry that is not a record of a run"):
+        fit()
+
+
+def _truncate(file):
+    file.write_bytes(file.read_bytes()[:300])
+
+
+def _edit(file):
+    file.write_text(file.read_text().replace('"failed"', '"finished"').replace('"ended": false', '"ended": true'))
+
+
+def _newer(file):
+    file.write_text(file.read_text().replace('"version": 1,', '"version": 2,', 1))
+
+
+def _empty(file):
+    file.write_bytes(b"")
+
+
+DAMAGE = {
+    _truncate: "run.json damaged JSON",
+    _edit: "run.json was edited or damaged: its checksum does not match",
+    _newer: "run.json has format version 2; this trainer_kit reads 1",
+    _empty: "run.json is empty",
+    Path.unlink: "no run.json knows their run",
+}
+
+
+@pytest.mark.parametrize("logger", ["csv", False])
+@pytest.mark.parametrize(("damage", "words"), DAMAGE.items(), ids=[damage.__name__ for damage in DAMAGE])
+def test_no_run_starts_in_silence_beside_checkpoints_of_a_lost_record(script, tmp_path, capsys, logger, damage, words):
+    script()
+    first = fit(broken=5, logger=logger)
+    damage(first.run_dir / "run.json")
+    names = sorted(map(str, tmp_path.rglob("*")))
+    script()
+    with pytest.raises(ConfigurationError) as caught:
+        fit(logger=logger)
+    assert sorted(map(str, tmp_path.rglob("*"))) == names, "nothing was written, and nothing taken away"
+    newest = first.run_dir / "checkpoints" / "step-00000003"
+    assert words in str(caught.value)
+    assert (
+        f"the newest checkpoint there is of step 3\n  fix:   to continue from it, call fit(..., ckpt_path='{newest}')"
+        in (str(caught.value))
+    )
+    script()
+    again = fit(logger=logger, ckpt_path=newest)  # the way that the error names
+    assert again.global_step == 8
+    script()
+    with pytest.raises(ConfigurationError) if damage is _newer or logger else nullcontext():
+        fit(logger=logger)
+
+
+def test_a_lost_record_beside_a_sound_one_of_an_unfinished_run(script):
+    script()
+    fit(broken=5)
+    execution = script()
+    second = fit(resume=None, broken=7)
+    del execution
+    _truncate(second.run_dir / "run.json")
+    script()
+    with pytest.raises(ConfigurationError, match=r"version_1/run\.json damaged JSON(.|\n)*of step 6"):
+        fit()
+
+
+def test_a_lost_record_of_a_directory_that_other_runs_share(script, tmp_path):
+    """An older record lists the directory, but not the run that wrote the newest checkpoint in it."""
+    execution = script()
+    fit(resume=None, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)])
+    execution.at_exit()
+    script()
+    second = fit(broken=5, callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)])
+    shutil.rmtree(second.run_dir / "checkpoints")
+    _truncate(second.run_dir / "run.json")
+    script()
+    with pytest.raises(ConfigurationError, match=r"checkpoints in .*/kept belong to"):
+        fit(callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1)])
+
+
+def test_a_lost_record_without_checkpoints_costs_nothing(script, capsys):
+    script()
+    first = fit(broken=2, logger=False)
+    _truncate(first.run_dir / "run.json")
+    script()
+    assert fit(logger=False).global_step == 8
+    assert (first.run_dir / "run.json.damaged").exists()
+    assert record(first.run_dir).status == "finished"
+
+
+@pytest.mark.parametrize("damage", [_truncate, _edit])
+def test_a_restart_does_not_start_from_the_beginning_beside_a_lost_record(script, damage):
+    script((), {"slurm 71": False})
+    first = fit(broken=5, resume=None)
+    damage(first.run_dir / "run.json")
+    script((), {"slurm 71": True})
+    with pytest.raises(ConfigurationError, match=r"version_0/run\.json"):
+        fit(resume=None)
+
+
+@pytest.mark.parametrize("old_record", [False, True])
+@pytest.mark.parametrize("logger", ["csv", False])
+def test_a_run_that_was_moved_with_its_script_is_continued(script, monkeypatch, tmp_path, capsys, logger, old_record):
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "train.py").touch()
+    script()
+    monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "old" / "train.py"))
+    options = {"logger": logger, "callbacks": [EarlyStopping("train_loss", patience=99)]}
+    first = fit(broken=7, default_root_dir=tmp_path / "old", **options)
+    if old_record:
+        edited(first.run_dir / "run.json", {"from_here": {}})
+    os.rename(tmp_path / "old", tmp_path / "new")
+    script()
+    monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
+    capsys.readouterr()
+    if old_record:
+        with pytest.raises(ConfigurationError, match=r"old/train\.py, which is not there any more"):
+            fit(default_root_dir=tmp_path / "new", **options)
+        return
+    again = fit(default_root_dir=tmp_path / "new", **options)
+    assert "resuming from step 6 (verified)" in capsys.readouterr().out
+    assert again.global_step == 8
+    keeper = again.checkpoint_callback
+    kept = Path(str(again.run_dir).replace("/old/", "/new/"), "checkpoints")
+    assert keeper.best_model_path == str(kept / "step-00000006")
+    assert not (tmp_path / "old").exists()
+
+
+def test_a_run_behind_a_symbolic_link_is_continued(script, monkeypatch, tmp_path, capsys):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    script()
+    first = fit(broken=7, default_root_dir=tmp_path / "disk")
+    script()
+    monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "link" / ".." / "train.py"))
+    again = fit(default_root_dir=tmp_path / "link", epochs=3)
+    assert "resuming from step 6 (verified)" in capsys.readouterr().out
+    assert os.path.samefile(again.run_dir, first.run_dir)
+    assert sorted(os.listdir(first.run_dir / "checkpoints"))[-2:] == ["step-00000009", "step-00000012"]
+    assert "step-00000006" not in os.listdir(first.run_dir / "checkpoints"), "they are still its own to delete"
+
+
+def test_a_moved_run_and_a_moved_script_are_refused(script, monkeypatch, tmp_path):
+    """Neither is where it was, nor at the same place relative to the other."""
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "train.py").touch()
+    script()
+    monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "old" / "train.py"))
+    fit(broken=5, default_root_dir=tmp_path / "runs")
+    (tmp_path / "old" / "train.py").unlink()
+    script()
+    monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
+    with pytest.raises(ConfigurationError, match=r"whose script was .*old/train\.py, which is not there any more"):
+        fit(default_root_dir=tmp_path / "runs")
+
+
+OUTSIDE = ["../../../../OUT", "a/../../../OUT", "/tmp/OUT", ["x"], None]
+
+
+@pytest.mark.parametrize("version", OUTSIDE, ids=str)
+def test_a_record_does_not_lead_a_logger_outside_of_its_directory(script, tmp_path, version):
+    script()
+    first = fit(broken=5, default_root_dir=tmp_path / "a" / "b")
+    file = first.run_dir / "run.json"
+    edited(file, {"loggers": [{"name": "trainer_kit_logs", "version": version}]})
+    script()
+    with pytest.raises(ConfigurationError, match="the run to continue logs outside of"):
+        fit(default_root_dir=tmp_path / "a" / "b")
+    assert not list(tmp_path.rglob("OUT*"))
+    assert not os.path.exists("/tmp/OUT")
+
+
+def test_a_record_does_not_lead_to_checkpoints_outside_of_its_root(script, tmp_path, capsys):
+    """Nothing is locked, cleaned or written there; the run is continued from its own directory."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    script()
+    first = fit(broken=5, default_root_dir=tmp_path / "root")
+    edited(first.run_dir / "run.json", {"checkpoints": [str(elsewhere), str(first.run_dir / "checkpoints")]})
+    script()
+    locks = []
+    lock = directories.DirectoryLock
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(directories, "DirectoryLock", lambda place: locks.append(str(place)) or lock(place))
+        again = fit(default_root_dir=tmp_path / "root")
+    assert "resuming from step 3 (verified)" in capsys.readouterr().out
+    assert locks == [str(first.run_dir / "checkpoints")]
+    assert os.listdir(elsewhere) == []
+    assert again.global_step == 8
+
+
+def test_checkpoints_of_the_run_outside_of_its_root_are_found(script, tmp_path, capsys):
+    """The script now names another directory; the record knows the one before."""
+    script()
+    keeper = ModelCheckpoint(tmp_path / "first", every_n_train_steps=1)
+    options = {"default_root_dir": tmp_path / "root", "max_epochs": 2, "resume": "auto", "logger": False, **QUIET}
+    trainer = tk.Trainer(callbacks=[keeper, Breaks(5)], **options)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.fit(TinyModule(), BATCHES)
+    script()
+    with pytest.warns(UserWarning, match="now writes to"):
+        tk.Trainer(callbacks=[ModelCheckpoint(tmp_path / "second", every_n_train_steps=1)], **options).fit(
+            TinyModule(), BATCHES
+        )
+    assert "resuming from step 5 (verified)" in capsys.readouterr().out
 
 
 def test_a_record_that_cannot_be_written_is_an_error_before_the_first_step(script, tmp_path):

@@ -11,7 +11,7 @@ from typing import Any, final
 from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.retention import Retention
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.location import Location, absolute, locate
+from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import TrainerLike
 
 __all__ = ["Shelf"]
@@ -241,20 +241,22 @@ class Shelf:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Take over ``state``; False, with only its best one taken, when it is about another directory."""
+        place = state["dirpath"]
+        if self.dirpath is not None and place != self.dirpath and _has_moved(place, self.dirpath, state["newest"]):
+            state, place = _moved(state, self.dirpath), self.dirpath
         best, kept = state["best"], state["kept"]
-        here = self.dirpath is None or state["dirpath"] == self.dirpath
+        here = self.dirpath is None or place == self.dirpath
         self._before = ("", None) if here and best in kept else (best, state.get("best_score", kept.get(best)))
         if not here:
             if self._is_zero and not self._default:
                 warnings.warn(
-                    f"ModelCheckpoint now writes to {self.dirpath}, no longer to {state['dirpath']}: "
+                    f"ModelCheckpoint now writes to {self.dirpath}, no longer to {place}: "
                     "it takes over the best checkpoint alone",
                     stacklevel=2,
                 )
             return False
         held = self.retention
         # A checkpoint may have been written by anybody: what it names elsewhere is not this shelf's to delete.
-        place = state["dirpath"]
         newest, spare = state["newest"], state.get("spare", "")
         held.restore(
             kept={path: score for path, score in kept.items() if os.path.dirname(path) == place},
@@ -266,6 +268,31 @@ class Shelf:
         self._unrated = state.get("unrated", "") if held.newest else ""
         self._taken = list(state["taken"])
         return True
+
+
+def _has_moved(old: str, new: str, newest: str) -> bool:
+    """Whether ``new`` is the directory that was ``old``: by another path, or moved there with what is in it."""
+    if is_url(old) or is_url(new):
+        return False
+    if os.path.realpath(old) == os.path.realpath(new):
+        return True
+    return not os.path.exists(old) and os.path.isdir(os.path.join(new, os.path.basename(newest) or os.curdir))
+
+
+def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The state as it is once its directory is ``place``."""
+    old = state["dirpath"]
+
+    def there(path: str) -> str:
+        return os.path.join(place, os.path.basename(path)) if os.path.dirname(path) == old else path
+
+    return {
+        **state,
+        "dirpath": place,
+        "kept": {there(path): score for path, score in state["kept"].items()},
+        **{name: there(state.get(name, "")) for name in ("best", "newest", "spare", "unrated")},
+        **{name: [there(path) for path in state.get(name, ())] for name in ("yielding", "not_finite")},
+    }
 
 
 def _may_be_there(path: str) -> bool:

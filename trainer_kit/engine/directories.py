@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.core.location import Location, absolute, locate
+from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.together import on_rank_zero
-from trainer_kit.engine.runs import begin_run
+from trainer_kit.engine.runs import begin_run, distinct, recorded_places
 from trainer_kit.engine.session import Session
 
 __all__ = [
@@ -51,10 +51,10 @@ def take_directories(trainer: Session, cleanup: list[Callable[[BaseException | N
     def take() -> list[str]:
         taken, names = trainer.taken, list[str]()
         places = [absolute(directory) for directory in checkpoint_directories(trainer)]
-        before = [locate(directory) for directory in (taken.checkpoints if taken is not None else [])]
+        before = recorded_places(trainer)
         locks: list[Callable[[BaseException | None], Any]] = []
         try:
-            for directory in dict.fromkeys([*places, *(place for place in before if place.is_dir())]):
+            for directory in distinct([*places, *(place for place in before if place.is_dir())]):
                 locks.append(_releasing(DirectoryLock(directory)))
                 found = clean_directory(directory)
                 names += found

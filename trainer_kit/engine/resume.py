@@ -18,6 +18,7 @@ from trainer_kit.core.together import on_rank_zero, together
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import clean_directory, discarded
 from trainer_kit.engine.records import RUN, read_records
+from trainer_kit.engine.runs import distinct, recorded_places
 from trainer_kit.engine.session import Session
 from trainer_kit.engine.state import fitting, own_part
 from trainer_kit.strategies.strategy import Strategy
@@ -58,8 +59,10 @@ def find_start(
     same = trainer.record is None or trainer.record.args == taken.args
     again = "" if same else f"; it was started with: {' '.join(taken.args) or 'nothing'}"
     end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
-    places = list(dict.fromkeys([*map(locate, taken.checkpoints), *_own(trainer, keepers)]))
-    path = on_rank_zero(trainer.strategy.world, lambda: _choose(trainer, places, taken.id))
+    path = on_rank_zero(
+        trainer.strategy.world,
+        lambda: _choose(trainer, distinct([*recorded_places(trainer), *_own(trainer, keepers)]), taken.id),
+    )
     if path is None:
         trainer.print(f"run {taken.directory} has no checkpoint yet: starting it from the beginning{end}")
         path = find_checkpoint(trainer, ckpt_path, keepers, whole_first=not weights_only)

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -16,13 +16,25 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.checkpoint.commit import versions as library_versions
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.checkpoint.manifest import read_manifest
+from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.hidden import discard_torn
-from trainer_kit.core.location import Location, absolute
-from trainer_kit.engine.records import RUN, RunRecord, read_records, write_record
+from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.engine.records import RUN, RunRecord, read_records, record_problem, write_record
 from trainer_kit.launch.identity import HANDED_OVER, arguments, handed_over, launches, script
 
-__all__ = ["begin_run", "choose_run", "count_fit", "follow", "hand_over", "logger_states"]
+__all__ = [
+    "begin_run",
+    "check_records",
+    "choose_run",
+    "count_fit",
+    "distinct",
+    "follow",
+    "hand_over",
+    "logger_states",
+    "recorded_places",
+]
 
 
 @final
@@ -71,7 +83,8 @@ def choose_run(trainer: Any) -> tuple[RunRecord | None, RunRecord | None]:
         return None, None
     path, again, words = script(), launches(), arguments()
     restarted = [name for name, is_restart in again.items() if is_restart]
-    found = sorted(_visible(trainer), key=lambda record: record.number, reverse=True)
+    known = (record for directory in _run_directories(trainer) for record in _sound(directory / RUN))
+    found = sorted(known, key=lambda record: record.number, reverse=True)
     given = handed_over() if _EXECUTION.fits == 0 else {}
     new = RunRecord(
         id=given.get("id") or secrets.token_hex(8),
@@ -90,7 +103,7 @@ def choose_run(trainer: Any) -> tuple[RunRecord | None, RunRecord | None]:
         libraries={"python": sys.version.split()[0], **library_versions()},
         checkpoints=[],
     )
-    same = [record for record in found if record.key == new.key]
+    same = [record for record in found if record.is_attempt_of(new)]
     taken = next((r for r in same if r.args == words and any(name in r.launches for name in restarted)), None)
     if taken is None and trainer.resume == "auto":
         if _EXECUTION.chosen and path is not None:
@@ -185,13 +198,114 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(" ", "seconds")
 
 
-def _visible(trainer: Any) -> Iterator[RunRecord]:
-    """The records of this run's directory and of those beside it, which the same logger made."""
+def _run_directories(trainer: Any) -> list[Path]:
+    """This run's directory and those beside it, which the same logger made: with a record, or with checkpoints."""
     here = Path(os.path.abspath(trainer.run_dir))
-    files = {here / RUN}
+    found = {here}
     if trainer.loggers and here != Path(os.path.abspath(trainer.default_root_dir)):
         base = Path(os.path.abspath(getattr(trainer.loggers[0], "root_dir", None) or here.parent))
         if base in here.parents:
-            files.update(base.glob("/".join(["*", *here.relative_to(base).parts[1:], RUN])))
-    for file in sorted(files):
-        yield from read_records(file) or ()
+            for name in (RUN, "checkpoints"):
+                files = base.glob("/".join(["*", *here.relative_to(base).parts[1:], name]))
+                found.update(file.parent for file in files)
+    return sorted(found)
+
+
+def _sound(file: Path) -> list[RunRecord]:
+    return [] if record_problem(file) else read_records(file) or []
+
+
+def check_records(trainer: Any) -> None:
+    """Refuse to start a new run where the records cannot say which run the checkpoints that are there belong to.
+
+    On rank 0, before anything is written. After a restart by a launcher without ``resume="auto"`` only records that
+    cannot be relied on are refused.
+
+    Raises:
+        ConfigurationError: naming what is wrong, the newest checkpoint, and both ways on.
+    """
+    restarted = any(launches().values())
+    if trainer.settings.fast or trainer.checkpoint_callback is None or not (restarted or trainer.resume == "auto"):
+        return
+    directories = _run_directories(trainer)
+    problems = {
+        directory: f"{directory / RUN} {why}" for directory in directories if (why := record_problem(directory / RUN))
+    }
+    records = []
+    for record in (record for directory in directories for record in _sound(directory / RUN)):
+        lost = "" if trainer.taken is not None else _lost(trainer.record, record)
+        if lost:
+            problems[Path(record.directory)] = lost
+        else:
+            records.append(record)
+    if trainer.resume != "auto" and not problems:
+        return
+    ids = {record.id for record in records}
+    listed = {_real(place) for record in records for place in record.places}
+    own = [keeper.dirpath for keeper in trainer.checkpoint_callbacks if keeper.dirpath]
+    beside = [directory / "checkpoints" for directory in directories]
+    for place in dict.fromkeys(map(absolute, [*own, trainer.checkpoint_dir, *beside])):
+        there = [one for one in checkpoints(place) if one.info.get("run") and _is_whole(one.path)]
+        unknown = [one for one in there if one.info["run"] not in ids]
+        # A later run of the same directory has taken the record's place, so sound records need not know all of them.
+        explained = not problems and (len(unknown) < len(there) or _real(place) in listed)
+        if not unknown or explained:
+            continue
+        newest = max(unknown, key=lambda one: one.created)
+        why = problems.get(Path(str(place)).parent) or next(iter(problems.values()), f"no {RUN} knows their run")
+        raise ConfigurationError(
+            f"it is not known which run the checkpoints in {place} belong to",
+            found=f"{why}; the newest checkpoint there is of step {newest.step}",
+            fix=f"to continue from it, call fit(..., ckpt_path={str(newest.path)!r}); to start a new run, move"
+            " these files away or choose another default_root_dir=",
+        )
+
+
+def _is_whole(path: Location) -> bool:
+    return "progress" in read_manifest(path)["parts"]
+
+
+def distinct(places: Iterable[Location]) -> list[Location]:
+    """Each directory once, by whichever path it is named first."""
+    found: dict[str, Location] = {}
+    for place in places:
+        found.setdefault(_real(place), place)
+    return list(found.values())
+
+
+def _real(place: str | os.PathLike[str]) -> str:
+    return str(place) if is_url(place) else os.path.realpath(place)
+
+
+def _lost(new: RunRecord, record: RunRecord) -> str:
+    """What keeps an unfinished run from being found again: its script or root is no longer where it was."""
+    if record.is_attempt_of(new) or (record.status == "finished" and record.ended):
+        return ""
+    if (record.fit, record.name, record.program) != (new.fit, new.name, new.program):
+        return ""
+    for what, recorded, today in (("script", record.script, new.script), ("root", record.root, new.root)):
+        gone = recorded and not is_url(recorded) and not os.path.exists(recorded)
+        if gone and not record.is_at(recorded, today):
+            return (
+                f"{record.directory} holds an unfinished run whose {what} was {recorded}, which is not there any more"
+            )
+    return ""
+
+
+def recorded_places(trainer: Any) -> list[Location]:
+    """Where the run that is continued keeps checkpoints, by its record.
+
+    Only directories inside the root or the run's own, those of today's callbacks, and those that hold a checkpoint of
+    this run: a record may have been edited.
+    """
+    taken = trainer.taken
+    if taken is None:
+        return []
+    today = {_real(keeper.dirpath) for keeper in trainer.checkpoint_callbacks if keeper.dirpath}
+    inside = [os.path.realpath(place) + os.sep for place in (trainer.default_root_dir, taken.directory)]
+    found = []
+    for place in taken.places:
+        own = _real(place) in today or _real(place).startswith(tuple(inside))
+        if own or any(one.info.get("run") == taken.id for one in checkpoints(place)):
+            found.append(locate(place))
+    return found

@@ -34,6 +34,7 @@ from trainer_kit.engine.requests import requeue_once, terminable
 from trainer_kit.engine.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
 from trainer_kit.engine.room import build_module
 from trainer_kit.engine.run import Fit
+from trainer_kit.engine.runs import check_records
 from trainer_kit.engine.saving import abandon_save, save_requested
 from trainer_kit.engine.session import Session
 from trainer_kit.engine.settle import settle_end
@@ -187,6 +188,8 @@ class Verb:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
         trainer, module = self.trainer, self.module
         _check_keepers(trainer)
+        if ckpt_path is None:
+            on_rank_zero(trainer.strategy.world, lambda: check_records(trainer))
         removed = take_directories(trainer, self.unwinding.cleanup)
         path, weights_only, told = find_start(trainer, ckpt_path, weights_only, removed)
         if path is None and trainer.trained_before:

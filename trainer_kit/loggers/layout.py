@@ -90,10 +90,24 @@ class DirectoryLogger(ABC):
         return {"name": self._name, "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with that run, unless another version was given. What was written before stays where it is."""
-        if not self._given and state["name"] == self._name and state["version"] != self._version:
-            self.finalize("interrupted")
-            self._version = state["version"]
+        """Continue that run, unless another version was given. What was written before stays where it is.
+
+        Raises:
+            ConfigurationError: its version is not the name of a directory in ``root_dir``.
+        """
+        version = state["version"]
+        if self._given or state["name"] != self._name or version == self._version:
+            return
+        # A record or a checkpoint may have been edited: what it names must stay inside the directory of the experiment.
+        inside = os.path.normpath(version) if isinstance(version, str) else "version"
+        if not isinstance(version, (int, str)) or os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir:
+            raise ConfigurationError(
+                f"the run to continue logs outside of {self.root_dir}",
+                found=f"version {version!r} in run.json or in the checkpoint",
+                fix=f"give {type(self).__name__} the version that is meant, if that is what you want",
+            )
+        self.finalize("interrupted")
+        self._version = version
 
     @abstractmethod
     def finalize(self, status: str) -> None:

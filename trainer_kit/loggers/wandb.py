@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, final
@@ -103,6 +104,10 @@ class WandbLogger:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume that run, unless another one has begun here or was given."""
         if self.version is None:
+            if not re.fullmatch(r"[\w.\-]+", str(state["id"])):  # it becomes part of a file's name
+                raise ConfigurationError(
+                    "the run to continue has an id that W&B cannot have", found=repr(state["id"]), fix="give id="
+                )
             self._init["id"] = state["id"]
 
     @property
