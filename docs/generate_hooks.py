@@ -18,7 +18,7 @@ HEAD = """\
 Every hook there is, what it is given, and what holds when it is called. A callback is called before the module, and
 callbacks in the order `early`, `normal`, `late`, within one in the order of the Trainer's list. Hooks that nobody
 overrides cost nothing. A misspelt hook, or one that cannot take its arguments, fails when its class is created.
-The order of a whole run is in [the design](design.md); `trainer.explain()` prints it for a composed run, with who
+The order of a whole run is in [the design](design.md); `trainer.explain()` has it for a composed run, with who
 listens.
 """
 ROLES = {

@@ -18,6 +18,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import Chosen, choose, describe_origins, is_true, steps_of, variable
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.text import Text
 from trainer_kit.parts import choose_precision, choose_strategy, launched_on_xla
 from trainer_kit.precision.overflow import make_scaler
 from trainer_kit.raw import collectives
@@ -209,7 +210,7 @@ class Accelerator(Answers):
         """Identity and turn-taking, for scripts that ask for it separately."""
         return self
 
-    def explain(self) -> str:
+    def explain(self) -> Text:
         """What this process has, a line each: group, device, wrapping, loaders; and where its options come from."""
         lines = [
             f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
@@ -222,7 +223,7 @@ class Accelerator(Answers):
             *(f"scheduler: {scheduler.describe()}" for scheduler in self._schedulers),
             *describe_origins(self.origins.items()),
         ]
-        return "\n".join(lines)
+        return Text("\n".join(lines))
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:

@@ -14,6 +14,7 @@ from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import locate
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS
+from trainer_kit.core.text import Text
 from trainer_kit.engine.about import plain_arguments
 from trainer_kit.engine.evaluate import evaluate, predict
 from trainer_kit.engine.explain import explain, show_results
@@ -340,8 +341,10 @@ class Trainer(Session):
             show_results(self, stage, results)
         return results
 
-    def explain(self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None) -> str:
+    def explain(self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None) -> Text:
         """The composed run: parts, batches, steps, and the loop with every hook and who listens, in order.
+
+        The text is returned: ``print(trainer.explain())``. An interactive session shows it without ``print``.
 
         Args:
             model: the module; adds what listens, which steps it has, and what a rank holds and sends

@@ -78,3 +78,15 @@ def test_notes_work_without_support_of_the_interpreter():
     add_note(error, "first")
     add_note(error, "second")
     assert error.__notes__ == ["first", "second"]
+
+
+def test_every_error_is_at_the_top():
+    import trainer_kit as tk
+    from trainer_kit.core import errors
+
+    raised = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+    assert len(raised) > 10
+    for name in raised:
+        assert getattr(tk, name) is getattr(errors, name)
+    with pytest.raises(tk.CheckpointError):
+        tk.verify_checkpoint("nowhere")

@@ -28,7 +28,7 @@ __all__ = ["trial"]
 @click.option("--strategy", help="A word, as for the Trainer.")
 @click.option("--precision", help="A word, as for the Trainer.")
 @click.option("--config_file", type=FilePath(exists=True), help="As `launch` does with this file.")
-@click.option("--timeout", default=60.0, show_default=True, help="Seconds for everything.")
+@click.option("--timeout", default=180.0, show_default=True, help="Seconds for everything.")
 def trial(
     devices: str | None,
     accelerator: str | None,
@@ -40,8 +40,8 @@ def trial(
     """Train a small module here, and check the result.
 
     Its weights are compared with those of a plain loop, its checkpoints verified, and a run resumed in new processes.
-    Without options it is done as `trainer-kit config` was told, or on all devices. Leaves with 0 for OK, and with 1
-    after saying what is wrong.
+    Without options it is done as `trainer-kit config` was told, or on all devices. Leaves with 0 for OK, with 1 after
+    saying what is wrong, and with 124 if it ran out of time, which says nothing about the result.
     """
     given = {"devices": devices, "accelerator": accelerator, "strategy": strategy, "precision": precision}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
@@ -61,7 +61,7 @@ def trial(
             starter = ["trainer_kit", *launch, "-m"] if launch else []
             words = [sys.executable, "-m", *starter, "trainer_kit.commands.trial_run", str(directory), *options, *more]
             began = time.monotonic()
-            _run(words, end, "resumed" if more else "started")
+            _run(words, end, "resumed" if more else "started", timeout)
             if not more:
                 about = json.loads((first / "about.json").read_text())
                 what = "{world_size} x {device}, {strategy}, {precision}".format(**about)
@@ -70,14 +70,17 @@ def trial(
         _check_resume(first, second, about)
 
 
-def _run(words: list[str], end: float, verb: str) -> None:
+def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
     process = subprocess.Popen(
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
     try:
         said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        _fail(f"the run that was {verb} did not end in time", _end(process))
+        click.echo(f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}")
+        click.echo(f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs")
+        _show(_end(process))
+        sys.exit(124)
     except BaseException:
         _end(process)
         raise
@@ -135,6 +138,17 @@ def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
 
 def _fail(problem: str, details: str) -> NoReturn:
     click.echo(f"WRONG  {problem}")
-    for line in details.strip().splitlines()[-30:]:
-        click.echo(f"    {line}")
+    _show(details)
     sys.exit(1)
+
+
+def _show(output: str) -> None:
+    for line in output.strip().splitlines()[-30:]:
+        click.echo(f"    {line}")
+
+
+def _load() -> str:
+    """How busy the machine is, where it tells."""
+    with suppress(AttributeError, OSError):  # Windows, and containers that hide it
+        return f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
+    return ""

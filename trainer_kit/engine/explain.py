@@ -10,6 +10,7 @@ from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.text import Text
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.compose import check_module
 from trainer_kit.engine.loaders import find_loaders, training_feed
@@ -75,8 +76,8 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
     return lines
 
 
-def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> str:
-    """See `Trainer.explain`; prints on rank 0 and returns the text."""
+def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Text:
+    """See `Trainer.explain`."""
     strategy, why = trainer.strategy, ""
     size = max(trainer.world_size, trainer.processes)
     if module is not None:
@@ -109,9 +110,7 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> str
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
         lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
-    text = "\n".join(lines)
-    trainer.print(text)
-    return text
+    return Text("\n".join(lines))
 
 
 def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
+from trainer_kit.core.text import Text
 from trainer_kit.engine.groups import note_configured
 from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
@@ -97,7 +98,7 @@ class Preparing(Gathering):
         return next((plugin for plugin in self.deepspeed_plugins.values() if plugin.selected), None)
 
     @abstractmethod
-    def explain(self) -> str:
+    def explain(self) -> Text:
         """What this process has, line by line."""
 
     @abstractmethod
