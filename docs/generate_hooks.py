@@ -33,7 +33,7 @@ def methods(cls: type) -> list[ast.FunctionDef]:
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     functions = (node for node in body.body if isinstance(node, ast.FunctionDef))
-    return [node for node in functions if not node.name.startswith("__")]
+    return [node for node in functions if not node.name.startswith("_")]
 
 
 def signature(function: ast.FunctionDef) -> str:

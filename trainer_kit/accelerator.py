@@ -39,6 +39,8 @@ from trainer_kit.raw.options import (
     ProjectConfiguration,
     TorchDynamoPlugin,
     by_kind,
+    check_arguments,
+    micro_batches,
 )
 from trainer_kit.raw.process import Processes
 from trainer_kit.raw.waiting import Waiting
@@ -169,6 +171,7 @@ class Accelerator(Answers):
         debug: bool | None = None,
         **engines: Any,
     ) -> None:
+        check_arguments(locals())
         self.deepspeed_plugins = named_plugins(engines)
         options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
         self.environment = Environment.detect()
@@ -231,10 +234,9 @@ class Accelerator(Answers):
         from torch import profiler
 
         chosen = profile_handler or self.profile_handler
-        activities = [getattr(profiler.ProfilerActivity, name.upper()) for name in chosen.activities or ()] or None
         with profiler.profile(
-            activities=activities,
-            schedule=profiler.schedule(**chosen.schedule_option) if chosen.schedule_option else None,
+            activities=chosen.torch_activities(),
+            schedule=chosen.torch_schedule(),
             on_trace_ready=chosen.on_trace_ready,
             record_shapes=chosen.record_shapes,
             profile_memory=chosen.profile_memory,
@@ -337,9 +339,7 @@ def _accumulation(
                 found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
             )
         chosen = plugin.num_steps
-    if chosen < 1:
-        raise ConfigurationError("a step takes at least one batch", found=f"gradient_accumulation_steps={chosen}")
-    return plugin or GradientAccumulationPlugin(num_steps=chosen)
+    return plugin or GradientAccumulationPlugin(num_steps=micro_batches(chosen, "gradient_accumulation_steps"))
 
 
 def _several(given: Any) -> list[Any]:

@@ -113,8 +113,10 @@ def steps_of(chosen: Chosen) -> int:
         4
     """
     try:
+        if isinstance(chosen.value, float) and not chosen.value.is_integer():
+            raise ValueError
         return int(chosen.value)
-    except ValueError:
+    except (TypeError, ValueError):
         raise ConfigurationError(
             "gradient_accumulation_steps is a whole number", found=f"{chosen.value!r} ({chosen.origin})"
         ) from None

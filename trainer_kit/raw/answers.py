@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 from torch import Tensor, nn
@@ -180,6 +181,7 @@ class Answers(Tracking):
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
+        replace(self.dataloader_config, even_batches=even)  # refuses what it does not take
         self.dataloader_config.even_batches = even
 
     @property

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.origins import is_true, variable
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.raw.options import micro_batches
 from trainer_kit.strategies.deepspeed_config import from_launcher, read_config, with_arguments
 from trainer_kit.strategies.strategy import Strategy
 
@@ -180,6 +181,11 @@ class DeepSpeedPlugin:
             if (value := getattr(self, name)) is not None and value != "auto"
         }
         if self.transformer_moe_cls_names is not None:
+            if not isinstance(self.transformer_moe_cls_names, str):
+                raise ConfigurationError(
+                    "classes of expert layers are named in one text, with commas",
+                    found=f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}",
+                )
             told["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
         said = from_launcher(told, read_config(config))
         self.deepspeed_config = with_arguments(
@@ -198,7 +204,10 @@ class DeepSpeedPlugin:
         if given in (None, "auto"):
             self.gradient_accumulation_steps = written
             return
-        self.gradient_accumulation_steps = int(given)
+        try:
+            self.gradient_accumulation_steps = int(given)
+        except (TypeError, ValueError):
+            self.gradient_accumulation_steps = micro_batches(given, "DeepSpeedPlugin(gradient_accumulation_steps=...)")
         if written not in ("auto", self.gradient_accumulation_steps):
             raise ConfigurationError(
                 "DeepSpeed's JSON and the plugin contradict each other",

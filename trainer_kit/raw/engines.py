@@ -15,6 +15,7 @@ from trainer_kit.raw.options import (
     DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     InitProcessGroupKwargs,
+    check_kind,
 )
 from trainer_kit.raw.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from trainer_kit.strategies.axes import places
@@ -51,6 +52,7 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type
         if name not in _PLUGINS and name != "deepspeed_plugins":
             raise TypeError(f"Accelerator got an unexpected argument {name!r}")
         if value is not None:
+            check_kind(name, value, _PLUGINS[name])
             found[_PLUGINS[name]] = value
     if TorchTensorParallelPlugin in found:
         if ParallelismConfig in found:

@@ -6,16 +6,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trainer_kit.core.errors import ConfigurationError, PrecisionError
 from trainer_kit.core.origins import is_true, variable
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.options import KwargsHandler
-
-if TYPE_CHECKING:
-    from torchao.float8 import Float8LinearConfig
 
 __all__ = ["AORecipeKwargs", "FP8Recipe", "MSAMPRecipeKwargs", "TERecipeKwargs", "launched_recipe"]
 
@@ -40,7 +37,7 @@ class AORecipeKwargs(FP8Recipe):
         enable_fsdp_float8_all_gather: True is refused: weights would be other objects, which are not saved.
     """
 
-    config: Float8LinearConfig | None = None
+    config: Any = None
     module_filter_func: Callable[..., bool] | None = None
     pad_inner_dim: bool | None = None
     enable_fsdp_float8_all_gather: bool | None = None

@@ -15,6 +15,7 @@ from trainer_kit.precision.overflow import has_gradients
 from trainer_kit.raw.loader import skip_first_batches
 from trainer_kit.raw.options import (
     AutocastKwargs,
+    micro_batches,
 )
 from trainer_kit.raw.preparing import Preparing
 from trainer_kit.raw.wrapping import without_exchange
@@ -34,7 +35,9 @@ class Loop(Preparing):
 
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
-        self.window.sync = sync
+        if sync not in (True, False):
+            raise ConfigurationError("sync_gradients is True or False", found=f"sync_gradients={sync!r}")
+        self.window.sync = bool(sync)
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -43,7 +46,7 @@ class Loop(Preparing):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.window.steps = steps
+        self.window.steps = micro_batches(steps, "accelerator.gradient_accumulation_steps")
 
     @property
     def mixed_precision(self) -> str:

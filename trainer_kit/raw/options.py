@@ -6,9 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from enum import Enum
+from numbers import Integral
+from typing import Any, Final
 
-from trainer_kit.core.errors import ConfigurationError
+from torch.profiler import ProfilerActivity, schedule
+
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.fields import check_fields, check_timeout, positive
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import variable
 from trainer_kit.core.registry import STRATEGIES
@@ -28,12 +33,22 @@ __all__ = [
     "ProjectConfiguration",
     "TorchDynamoPlugin",
     "by_kind",
+    "check_arguments",
+    "check_kind",
+    "micro_batches",
 ]
 
 
 @dataclass
 class KwargsHandler:
-    """Options of one part, for ``Accelerator(kwargs_handlers=[...])``."""
+    """Options of one part, for ``Accelerator(kwargs_handlers=[...])``.
+
+    Raises:
+        ConfigurationError: a value of another type than its annotation.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def to_kwargs(self) -> dict[str, Any]:
         """Those that differ from the defaults."""
@@ -57,6 +72,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         dim: accepted; each process has a batch of its own, so none is scattered.
         check_reduction: accepted; torch does nothing with it either.
         comm_hook: "no", "fp16", "bf16" or "powersgd".
+
+    Raises:
+        ConfigurationError: a value of another type, or a bucket of no size.
     """
 
     dim: int = 0
@@ -66,7 +84,11 @@ class DistributedDataParallelKwargs(KwargsHandler):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    comm_hook: str = "no"
+    comm_hook: str | Enum = "no"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "bucket_cap_mb")
 
 
 @dataclass
@@ -79,6 +101,16 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     enabled: bool = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "init_scale", "growth_interval", "backoff_factor")
+        if not self.growth_factor > 1 or not self.backoff_factor < 1:
+            raise ConfigurationError(
+                "a gradient scaler grows by a factor above 1 and backs off by one below 1",
+                found=f"growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}",
+                fix="growth_factor=2.0, backoff_factor=0.5",
+            )
+
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
@@ -90,7 +122,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         timeout: how long a collective may take.
 
     Raises:
-        ConfigurationError: another way to meet.
+        ConfigurationError: another way to meet, or a timeout that is not a positive timedelta.
     """
 
     backend: str | None = None
@@ -98,6 +130,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timeout is not None:
+            check_timeout(self.timeout, "InitProcessGroupKwargs")
         if self.init_method not in (None, "env://"):
             raise ConfigurationError(
                 "processes meet where their launcher says",
@@ -108,7 +143,15 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Of ``torch.profiler.profile``; with ``output_trace_dir`` each process writes a Chrome trace there."""
+    """Of ``torch.profiler.profile``; with ``output_trace_dir`` each process writes a Chrome trace there.
+
+    Attributes:
+        activities: "cpu", "cuda", "xpu", …; by default all that this machine has.
+        schedule_option: arguments of ``torch.profiler.schedule``.
+
+    Raises:
+        ConfigurationError: a value of another type, an unknown activity, or a schedule that torch refuses.
+    """
 
     activities: list[str] | None = None
     schedule_option: dict[str, int] | None = None
@@ -118,7 +161,37 @@ class ProfileKwargs(KwargsHandler):
     with_stack: bool = False
     with_flops: bool = False
     with_modules: bool = False
-    output_trace_dir: str | None = None
+    output_trace_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.torch_activities()
+        self.torch_schedule()
+
+    def torch_activities(self) -> list[Any] | None:
+        """The activities as torch's profiler takes them; None for all that this machine has."""
+        known = {name.lower(): value for name, value in ProfilerActivity.__members__.items()}
+        for name in self.activities or ():
+            if name.lower() not in known:
+                raise ConfigurationError(
+                    "torch's profiler has no such activity",
+                    found=f"activities={self.activities!r}",
+                    fix=f"{did_you_mean(name.lower(), known)}; known: {', '.join(known)}",
+                )
+        return [known[name.lower()] for name in self.activities or ()] or None
+
+    def torch_schedule(self) -> Any:
+        """What says in which steps the profiler records; None for all."""
+        if not self.schedule_option:
+            return None
+        try:
+            return schedule(**self.schedule_option)
+        except (TypeError, AssertionError) as error:
+            raise ConfigurationError(
+                "torch's profiler refuses this schedule",
+                found=f"schedule_option={dict(self.schedule_option)}: {error}",
+                fix='{"wait": 1, "warmup": 1, "active": 3}, and "repeat" and "skip_first" where wanted',
+            ) from error
 
 
 @dataclass
@@ -144,6 +217,9 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
 
+    def __post_init__(self) -> None:
+        check_fields(self)
+
 
 @dataclass
 class ProjectConfiguration:
@@ -166,6 +242,8 @@ class ProjectConfiguration:
     save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
+        check_fields(self)
+        positive(self, "total_limit")
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
@@ -213,6 +291,9 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def make_strategy(self, **options: Any) -> Strategy:
         """The strategy that this asks for; ``options`` are further arguments of it."""
@@ -268,6 +349,10 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        micro_batches(self.num_steps, "GradientAccumulationPlugin(num_steps=...)")
+
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
@@ -280,6 +365,66 @@ class TorchDynamoPlugin(KwargsHandler):
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = None
+
+
+def micro_batches(steps: Any, owner: str) -> int:
+    """A number of micro-batches of an optimizer step, as an argument or a setter was given it.
+
+    Raises:
+        ConfigurationError: for anything but a whole number from 1.
+    """
+    if not isinstance(steps, Integral) or steps < 1:
+        raise ConfigurationError(
+            "a step takes at least one batch", found=f"{steps!r} for {owner}", fix="pass a whole number from 1"
+        )
+    return int(steps)
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Refuse what is no option record of this class.
+
+    Args:
+        name: of the argument.
+        value: as the user gave it.
+        kind: the class that it takes.
+    """
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{name} takes a {kind.__name__}", found=f"{name}={value!r}", fix=f"pass {kind.__name__}(...)"
+        )
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of an `Accelerator` that are of another type than they are to be; None passes.
+
+    Args:
+        given: its arguments, by name.
+    """
+    for name, kind in _RECORDS.items():
+        if (value := given[name]) is not None:
+            check_kind(name, value, kind)
+            check_fields(value)  # one may have been set since it was made
+    for name in _SWITCHES:
+        if (value := given[name]) is not None and value not in (True, False):
+            raise ConfigurationError(f"{name} is True or False", found=f"{name}={value!r}")
+    if not isinstance(given["seed"], Integral | None):
+        raise ConfigurationError("seed is a whole number", found=f"seed={given['seed']!r}")
+
+
+_RECORDS: Final = {
+    "dataloader_config": DataLoaderConfiguration,
+    "project_config": ProjectConfiguration,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "dynamo_plugin": TorchDynamoPlugin,
+}
+_SWITCHES: Final = (
+    "device_placement",
+    "split_batches",
+    "cpu",
+    "step_scheduler_with_optimizer",
+    "scheduler_steps_per_process",
+    "debug",
+)
 
 
 def by_kind(handlers: Any) -> dict[type, Any]:
@@ -296,6 +441,7 @@ def by_kind(handlers: Any) -> dict[type, Any]:
                 found=repr(handler) if isinstance(handler, type) else type(handler).__name__,
                 fix="pass DistributedDataParallelKwargs(...)",
             )
+        handler.__post_init__()  # a field may have been set since
         if type(handler) in found:
             raise ConfigurationError("a kwargs handler is given twice", found=type(handler).__name__)
         found[type(handler)] = handler

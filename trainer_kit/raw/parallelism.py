@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.fields import check_fields
 from trainer_kit.core.origins import variable
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.registry import STRATEGIES
@@ -91,6 +93,7 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         for axis in (*AXES, "sp"):
             setattr(self, f"{axis}_size", _size(f"{axis}_size", getattr(self, f"{axis}_size")))
+        check_fields(self)
         if self.sp_size != 1:
             raise ConfigurationError(
                 "sequences are not divided by DeepSpeed", found=f"sp_size={self.sp_size}", fix="use cp_size"
@@ -211,6 +214,7 @@ class TorchTensorParallelPlugin:
     plan: ParallelPlan | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.torch_device_mesh is not None:
             raise ConfigurationError(
                 "a mesh is made by the Accelerator", found="torch_device_mesh=...", fix="say tp_size alone"
@@ -229,9 +233,9 @@ def _told(name: str) -> str | None:
 def _size(name: str, given: int | None) -> int:
     text: Any = given if given is not None else _told(name) or 1
     try:
-        size = int(text)
+        size = int(text) if isinstance(text, (Integral, str)) else 0
     except ValueError:
         size = 0
     if size < 1 and size != -1:
-        raise ConfigurationError("so many processes cannot divide anything", found=f"{name}={text}", fix="1 or more")
+        raise ConfigurationError("so many processes cannot divide anything", found=f"{name}={text!r}", fix="1 or more")
     return size

@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.precision.precision import Precision
 from trainer_kit.raw.collectives import each_tensor
 from trainer_kit.raw.options import TorchDynamoPlugin
@@ -101,7 +102,13 @@ def without_exchange(*models: nn.Module) -> Iterator[None]:
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """The model, compiled as the plugin says."""
-    made: Any = torch.compile(model, **compile_options(plugin))
+    options = compile_options(plugin)
+    try:
+        made: Any = torch.compile(model, **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "torch.compile refuses these options", found=f"{options}: {error}", fix='dynamo_backend="inductor"'
+        ) from error
     return made  # type: ignore[no-any-return]
 
 

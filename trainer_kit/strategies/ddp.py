@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.comm_hooks import register_comm_hook
@@ -91,6 +92,7 @@ class DDPStrategy(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self.comm_hook, self.comm_state = ddp_comm_hook, ddp_comm_state
+        check_timeout(timeout, "DDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         self._step = _Step(nn.Module())
         self._ddp: DistributedDataParallel | None = None

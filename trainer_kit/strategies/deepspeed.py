@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.together import together
 from trainer_kit.precision.precision import Precision
@@ -110,6 +111,7 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError("DeepSpeed is not installed", fix='pip install "trainer-kit[deepspeed]"')
         self.device = torch.device(device)
         self._take(with_arguments(read_config(config), stage, offload_optimizer, offload_parameters))
+        check_timeout(timeout, "DeepSpeedStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         self._facts, self._step = RunFacts(), Step(nn.Module())
         self._engine: Any = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -56,6 +56,8 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
         return {}
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigurationError("DeepSpeed's configuration is a path or a dict", found=f"config={config!r}")
     path = os.path.expanduser(config)
     try:
         with open(path, encoding="utf-8") as file:
@@ -86,7 +88,7 @@ def from_launcher(told: Mapping[str, str], config: dict[str, Any] | None = None)
     config = read_config(told.get("deepspeed_config_file")) if config is None else config
     zero = config.setdefault("zero_optimization", {})
     if "gradient_clipping" in told:
-        clip = float(told["gradient_clipping"])  # no sync point: the text of a variable
+        clip = _parsed("gradient_clipping", told["gradient_clipping"], float)
         written = config.get("gradient_clipping", "auto")
         if written not in ("auto", clip):
             raise _contradiction([("gradient_clipping", written, "the launcher", clip)])
@@ -98,11 +100,18 @@ def from_launcher(told: Mapping[str, str], config: dict[str, Any] | None = None)
         names = [name.strip() for name in told["deepspeed_moe_layer_cls_names"].split(",")]
         zero.setdefault("leaf_module", {"classes": names})
     return {
-        "stage": int(told["zero_stage"]) if "zero_stage" in told else None,
+        "stage": _parsed("zero_stage", told["zero_stage"], int) if "zero_stage" in told else None,
         "offload_optimizer": told.get("offload_optimizer_device") == "cpu",
         "offload_parameters": told.get("offload_param_device") == "cpu",
         "config": config,
     }
+
+
+def _parsed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
+    try:
+        return kind(text)  # no sync point: a text
+    except ValueError:
+        raise ConfigurationError(f"DeepSpeed's {name} is a number", found=f"{name}={text!r}") from None
 
 
 def with_arguments(

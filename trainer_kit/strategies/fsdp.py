@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.exchanging_backward import ExchangingBackward
@@ -107,6 +108,7 @@ class FSDPStrategy(Strategy):
         self._policy, self._recomputes = auto_wrap_policy, activation_checkpointing_policy
         self.cpu_offload, self._mixed, self._ignored = cpu_offload, mixed_precision, ignored_modules
         self.needs_processes = not cpu_offload and activation_checkpointing_policy is False
+        check_timeout(timeout, "FSDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         self._root: Any = None  # what gathers the rest of its module; None where that is several modules
         self._units: list[FSDPModule] = []

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.together import together
 from trainer_kit.precision.precision import Precision
@@ -76,6 +77,7 @@ class MegatronStrategy(Strategy):
         if importlib.util.find_spec("megatron") is None:
             raise StrategyError("megatron-core is not installed", fix='pip install "megatron-core>=0.16"')
         self.device = torch.device(device)
+        check_timeout(timeout, "MegatronStrategy")
         self.tensor_parallel, self.sequence_parallel, self.timeout = tensor_parallel, sequence_parallel, timeout
         self.sharded, self.gradient_clipping = tensor_parallel > 1, gradient_clipping
         self.distributed_optimizer = distributed_optimizer

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
@@ -119,6 +120,7 @@ class MeshStrategy(Strategy):
         self.pipeline: Pipeline | None = None
         self.plan, self._recomputes, self._fsdp = plan, activation_checkpointing_policy, dict(fsdp or {})
         FSDPStrategy(self.device, **self._fsdp)  # which refuses what it does not have, now
+        check_timeout(timeout, "MeshStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         self._data_axes: SingleDeviceStrategy | FSDPStrategy | Staged = SingleDeviceStrategy(self.device)
         self._around = AroundSteps()
