@@ -250,6 +250,16 @@ def test_the_order_of_the_data_is_that_of_the_run(script):
     assert again.log_dir == os.path.abspath(first.log_dir)
 
 
+def test_a_seed_that_torch_drew_from_64_bits_is_kept_in_the_record(script, capsys):
+    torch.manual_seed(-3)  # as in a process that seeds nothing: 2**64 - 3
+    script()
+    first = fit(broken=5)
+    torch.manual_seed(-5)
+    script()
+    assert fit().data_seed == first.data_seed
+    assert "resuming from step 3 (verified)" in capsys.readouterr().out
+
+
 def test_a_restart_resumes_what_it_restarts(script, capsys):
     job = {"slurm 71": False}
     script(["--lr", "1"], job)

@@ -56,7 +56,8 @@ def order_seed() -> int:
     That of the last `seed_everything`; without such a call torch's own: the last ``torch.manual_seed``, or what torch
     drew from the system when this process began. Ranks may differ; the caller takes that of rank 0.
     """
-    return torch.initial_seed() if _last_seed is None else _last_seed
+    # torch draws 64 bits where nothing was seeded; records are JSON, whose readers agree on 63.
+    return torch.initial_seed() % 2**63 if _last_seed is None else _last_seed
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
