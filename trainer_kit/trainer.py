@@ -253,9 +253,9 @@ class Trainer(Session):
 
         Args:
             model: the module.
-            train_dataloaders: a loader, any pytree of loaders, or a DataModule; by default the datamodule's or the
-                module's own.
-            val_dataloaders: a loader or a list of loaders.
+            train_dataloaders: a loader, any pytree of loaders (the shorter ones start again until the longest ends), or
+                a DataModule; by default the datamodule's or the module's own.
+            val_dataloaders: a loader, or several in a list or dict, one after the other.
             datamodule: brings the loaders.
             ckpt_path: a checkpoint to go on from: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: take only the weights from it.

@@ -121,9 +121,13 @@ def test_a_feed_takes_a_pytree_and_divides_each_leaf() -> None:
     assert ranks[0][0] == {"a": [0, 1], "b": [[0]]}
     assert ranks[1][2] == {"a": [10, 11], "b": [[5]]}
     feed = Feed(tree, rank=1, size=2)
-    assert (feed.length, feed.even, feed.per_rank_batch_size, feed.samples(0)) == (3, True, None, None)
-    assert feed.describe().startswith("min_size of: DataLoader over range, in order")
-    assert [len(rank) for rank in ranks] == [3, 3]
+    assert ranks[1][3] == {"a": [2, 3], "b": [[7]]}  # "a" again, from its start
+    assert (feed.length, feed.even, feed.per_rank_batch_size, feed.samples(0)) == (4, True, None, None)
+    assert feed.describe().startswith(
+        "max_size_cycle (an epoch ends with the longest, the others start again) of: Data"
+    )
+    assert "; DataLoader over range, in order" in feed.describe()
+    assert [len(rank) for rank in ranks] == [4, 4]
 
 
 def test_a_list_of_batches_is_not_a_pytree() -> None:

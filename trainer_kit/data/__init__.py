@@ -1,6 +1,6 @@
 """What reaches a step: which samples, in which order, on which rank, and how they get to the device."""
 
-from trainer_kit.data.combined import CombinedLoader
+from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
 from trainer_kit.data.feed import Feed
 from trainer_kit.data.order import EMPTY, MISSING
 from trainer_kit.data.sizes import limit_batches
@@ -9,8 +9,11 @@ from trainer_kit.data.transfer import Ahead
 __all__ = [
     "EMPTY",
     "MISSING",
+    "MODES",
     "Ahead",
     "CombinedLoader",
     "Feed",
+    "is_tree",
     "limit_batches",
+    "read_together",
 ]

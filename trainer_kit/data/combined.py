@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice, zip_longest
-from typing import Any, Literal, NamedTuple, final, get_args
+from typing import Any, Final, Literal, NamedTuple, final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
@@ -12,9 +12,27 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer_kit.core.errors import DataError, did_you_mean
 from trainer_kit.data.order import MISSING, length_of
 
-__all__ = ["CombinedLoader", "Leaf", "Mode", "Spot", "combine", "combined_length", "is_tree", "spots_at"]
+__all__ = [
+    "MODES",
+    "CombinedLoader",
+    "Leaf",
+    "Mode",
+    "Spot",
+    "combine",
+    "combined_length",
+    "is_tree",
+    "read_together",
+    "spots_at",
+]
 
 Mode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]
+MODES: Final[Mapping[str, str]] = {
+    "min_size": "an epoch ends with the shortest",
+    "max_size_cycle": "an epoch ends with the longest, the others start again",
+    "max_size": "an epoch ends with the longest, None takes the place of the others",
+    "sequential": "one after the other",
+}
+"""What each mode does, in a few words."""
 
 
 class Leaf(NamedTuple):
@@ -67,8 +85,8 @@ class CombinedLoader:
     """
 
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
-        if mode not in get_args(Mode):
-            fix = did_you_mean(str(mode), get_args(Mode))
+        if mode not in MODES:
+            fix = did_you_mean(str(mode), MODES)
             raise DataError("CombinedLoader has no such mode", found=f"mode={mode!r}", fix=fix)
         self.iterables, self.mode = iterables, mode
         self.flattened: list[Any]
@@ -114,6 +132,11 @@ def is_tree(loader: Any) -> bool:
     # The first members tell: a list of a million batches is not searched.
     members = islice(loader, 2) if isinstance(loader, (list, tuple)) else ()
     return any(_is_loader(member) or _holds_loader(member) for member in members)
+
+
+def read_together(loader: Any) -> Any:
+    """The loader as it is; a container of loaders becomes a `CombinedLoader` that cycles, as Lightning trains on it."""
+    return CombinedLoader(loader, "max_size_cycle") if is_tree(loader) else loader
 
 
 def _holds_loader(node: Any) -> bool:

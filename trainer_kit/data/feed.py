@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.errors import DataError
-from trainer_kit.data.combined import CombinedLoader, is_tree
+from trainer_kit.data.combined import CombinedLoader, read_together
 from trainer_kit.data.place import Place, Source, kind_of
 from trainer_kit.data.several import CombinedSource
 from trainer_kit.data.sources import IndexedSource, ListSource
@@ -37,7 +37,8 @@ class Feed:
     dataset is called.
 
     Args:
-        loader: a DataLoader, any iterable of batches, a `CombinedLoader`, or a pytree of loaders.
+        loader: a DataLoader, any iterable of batches, a `CombinedLoader`, or a pytree of loaders, the shorter of which
+            start again until the longest ends.
         rank: which part is read here, from 0.
         size: in how many parts the data are divided.
         seed: any whole number; with the epoch it decides the order.
@@ -186,8 +187,7 @@ class Feed:
 
 
 def _draws(loader: Any) -> bool:
-    if is_tree(loader):
-        loader = CombinedLoader(loader)
+    loader = read_together(loader)
     if isinstance(loader, CombinedLoader):
         return any(map(_draws, loader.flattened))
     if isinstance(loader, DataLoader):
@@ -196,8 +196,7 @@ def _draws(loader: Any) -> bool:
 
 
 def _open(loader: Any, place: Place) -> Source:
-    if is_tree(loader):
-        loader = CombinedLoader(loader)
+    loader = read_together(loader)
     if isinstance(loader, CombinedLoader):
         return CombinedSource(loader, place, _open)
     if isinstance(loader, DataLoader):

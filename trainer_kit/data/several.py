@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, final
 
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.data.combined import CombinedLoader, Leaf, Spot, combine, combined_length, spots_at
+from trainer_kit.data.combined import MODES, CombinedLoader, Leaf, Spot, combine, combined_length, spots_at
 from trainer_kit.data.generators import generator_states, restore_generators
 from trainer_kit.data.order import derive_seed
 from trainer_kit.data.place import Place, Source
@@ -66,7 +66,8 @@ class CombinedSource:
         return next((source.doubt for source in self.sources if source.doubt is not None), None)
 
     def describe(self) -> str:
-        return f"{self.combined.mode} of: " + "; ".join(source.describe() for source in self.sources)
+        mode = self.combined.mode
+        return f"{mode} ({MODES[mode]}) of: " + "; ".join(source.describe() for source in self.sources)
 
     def state(self) -> Any:
         if not self.stateful:

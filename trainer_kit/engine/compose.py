@@ -15,7 +15,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.signatures import takes
-from trainer_kit.data import Ahead, Feed
+from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.engine.about import about_run
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.directories import checkpoint_directories
@@ -201,6 +201,9 @@ def _windows(trainer: Session, module: Any, feed: Feed, micro: Micro, limit: int
 def _tell_of_length(trainer: Session, feed: Feed, limit: int | None) -> None:
     settings = trainer.settings
     trainer.num_training_batches = float("inf") if limit is None else limit
+    together = read_together(feed.loader)
+    if isinstance(together, CombinedLoader):
+        trainer.print(f"training loaders in {together.mode}: {MODES[together.mode]}")
     epochs = (settings.max_epochs or 0) - trainer.progress.epoch
     if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
         trainer.print(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Final, cast
 
-import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
@@ -16,7 +15,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.move import move_to_device
 from trainer_kit.core.protocols import Group
-from trainer_kit.data import Feed, limit_batches
+from trainer_kit.data import CombinedLoader, Feed, is_tree, limit_batches, read_together
 from trainer_kit.engine.settings import Settings
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
@@ -77,9 +76,7 @@ def evaluation_feeds(
     loaders: Any, stage: str, settings: Settings, group: Group, seed: int
 ) -> tuple[list[Feed], list[int | None]]:
     """This rank's share of every evaluation loader, and the limit of each."""
-    several = list(loaders) if _is_several(loaders) else [loaders]
-    if isinstance(loaders, Mapping):
-        several = list(loaders.values())
+    several = _one_after_the_other(loaders)
     name = NAMES[stage]
     limit = settings.limits[name]
     if settings.overfit and stage == "validate":
@@ -111,19 +108,20 @@ def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None
     return [None if math.isinf(longest) else int(longest) for longest in map(max, *rows)]
 
 
-def _is_several(loaders: Any) -> bool:
-    """A list of loaders, and not a list of batches."""
-    if isinstance(loaders, Mapping):
-        return True
-    if not isinstance(loaders, Sequence) or isinstance(loaders, str) or not loaders:
-        return False
-    return all(
-        hasattr(part, "__iter__") and not isinstance(part, (torch.Tensor, Mapping, str)) for part in loaders
-    ) and (any(isinstance(part, DataLoader) for part in loaders))
+def _one_after_the_other(loaders: Any) -> list[Any]:
+    """The loaders of an evaluation: those in a container, or of a `CombinedLoader` that reads them so, else the one."""
+    if is_tree(loaders):
+        loaders = CombinedLoader(loaders, "sequential")
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return loaders.flattened
+    return [loaders]
 
 
 def _unshuffled(loaders: Any) -> Any:
     """The same loader in dataset order: overfitting sees the same batches again and again."""
+    loaders = read_together(loaders)
+    if isinstance(loaders, CombinedLoader):
+        return CombinedLoader(loaders.join(map(_unshuffled, loaders.flattened)), loaders.mode)
     if not isinstance(loaders, DataLoader) or not isinstance(loaders.sampler, RandomSampler):
         return loaders
     clone = copy.copy(loaders)
