@@ -85,7 +85,7 @@ def keep(deepspeed: Any, model: nn.Module, path: str) -> None:
 
 def goes_on(path: Path, **options: Any) -> tuple[tk.Accelerator, Any]:
     """The two steps that come after the checkpoint, in one process without DeepSpeed."""
-    accelerator = tk.Accelerator(cpu=True, **options)
+    accelerator = tk.Accelerator(cpu=True, scheduler_steps_per_process=False, **options)  # as DeepSpeed counts
     model = make_model(seed=4)
     optimizer, schedule = make_optimizer(model)
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +13,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer_kit import Accelerator, FullyShardedDataParallelPlugin
-from trainer_kit.checkpoint import read_weights
+from trainer_kit import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
+from trainer_kit.checkpoint import read_checkpoint, read_weights, verify_checkpoint, write_checkpoint
+from trainer_kit.checkpoint.manifest import dump_manifest
+from trainer_kit.core.errors import CheckpointError
 
 
 class Tied(nn.Module):
@@ -79,3 +84,175 @@ def test_tied_weights_of_divided_models_are_written_once(tmp_path: Path) -> None
         model = trained(other, seed=1)
         other.load_state(tmp_path / "state")
         assert all(torch.equal(value, found[name]) for name, value in other.get_state_dict(model).items())
+
+
+def with_hooks(accelerator: Accelerator, seed: int = 0) -> nn.Module:
+    """As published scripts have them: the model is saved by its own means, in a directory that the hook is given."""
+    model = trained(accelerator, seed)
+
+    def save(models: list[nn.Module], weights: list[dict[str, Tensor]], output_dir: str) -> None:
+        whole = accelerator.get_state_dict(models[0])
+        weights.pop()
+        if accelerator.is_main_process:
+            os.makedirs(os.path.join(output_dir, "unet", ".cache"))
+            torch.save(whole, os.path.join(output_dir, "unet", "weights.bin"))
+            Path(output_dir, "unet", ".cache", "note").write_text("hidden")
+            Path(output_dir, "model.safetensors").write_text("the hook's own")
+
+    def load(models: list[nn.Module], input_dir: str) -> None:
+        model, path = models.pop(), os.path.join(input_dir, "unet", "weights.bin")
+        state = torch.load(path, weights_only=True)
+        accelerator.strategy.load_module_state(accelerator.unwrap_model(model), state, strict=True)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+    return model
+
+
+def check_hooks(path: Path, **options: Any) -> None:
+    accelerator = Accelerator(cpu=True, **options)
+    model = with_hooks(accelerator)
+    for step in (5, 6, 6):
+        accelerator.save_state(path / f"checkpoint-{step}")
+    assert sorted(int(name.split("-")[1]) for name in os.listdir(path)) == [5, 6]
+    state = path / "checkpoint-6"
+    manifest = verify_checkpoint(state)
+    assert list(manifest["extra"]) == ["model.safetensors", "unet/.cache/note", "unet/weights.bin"]
+    assert "model" not in manifest["parts"]
+    assert (state / "model.safetensors").read_text() == "the hook's own"
+    other = Accelerator(cpu=True, **options)
+    again = with_hooks(other, seed=1)
+    other.load_state(state)
+    pairs = zip(other.get_state_dict(again).values(), accelerator.get_state_dict(model).values(), strict=True)
+    assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
+
+
+def test_what_hooks_write_is_inside_of_the_state(tmp_path: Path) -> None:
+    check_hooks(tmp_path / "run")
+    state = tmp_path / "run" / "checkpoint-6"
+    other = Accelerator(cpu=True)
+    with_hooks(other)
+    written = state / "unet" / "weights.bin"
+    content = bytearray(written.read_bytes())
+    content[-1] ^= 1
+    written.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"unet/weights\.bin: damaged"):
+        verify_checkpoint(state)
+    with pytest.raises(CheckpointError, match=r"unet/weights\.bin: damaged"):
+        other.load_state(state)
+    written.unlink()
+    with pytest.raises(CheckpointError, match=r"unet/weights\.bin: the file is missing"):
+        other.load_state(state)
+
+
+@pytest.mark.world_size(2)
+def test_what_hooks_of_divided_models_write_is_inside_of_the_state(tmp_path: Path) -> None:
+    check_hooks(tmp_path, fsdp_plugin=FullyShardedDataParallelPlugin())
+
+
+def test_a_script_adds_files_to_a_state_and_they_stay_when_it_is_saved_again(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with_hooks(accelerator)
+    state = tmp_path / "checkpoint-5"
+    accelerator.save_state(state)
+    (state / "pytorch_lora_weights.safetensors").write_text("mine")
+    (state / "logs").mkdir()
+    verify_checkpoint(state)
+    accelerator.load_state(state)
+    (state / "unet" / "weights.bin").unlink()  # a hook's file is written again
+    accelerator.save_state(state)
+    accelerator.load_state(state)
+    assert (state / "pytorch_lora_weights.safetensors").read_text() == "mine"
+    assert (state / "logs").is_dir()
+    assert os.listdir(tmp_path) == ["checkpoint-5"]
+
+
+def test_numbered_states_with_hooks_are_pruned_whole(tmp_path: Path) -> None:
+    naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    with_hooks(accelerator)
+    for _ in range(3):
+        accelerator.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_2"]
+    accelerator.load_state()
+
+
+def test_a_hook_that_fails_or_takes_a_name_of_ours_leaves_the_state_before(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with_hooks(accelerator)
+    accelerator.save_state(tmp_path / "state")
+
+    def fails(models: Any, weights: Any, output_dir: str) -> None:
+        raise OSError("no space")
+
+    def takes(models: Any, weights: Any, output_dir: str) -> None:
+        Path(output_dir, "state.json").write_text("{}")
+
+    for hook, kind, told in ((fails, OSError, "no space"), (takes, CheckpointError, "a hook wrote state.json")):
+        handle = accelerator.register_save_state_pre_hook(hook)
+        with pytest.raises(kind, match=told):
+            accelerator.save_state(tmp_path / "state")
+        handle.remove()
+        assert os.listdir(tmp_path) == ["state"]
+        verify_checkpoint(tmp_path / "state")
+
+
+KILLED = """
+import os, signal, sys
+import torch
+from trainer_kit import Accelerator
+
+accelerator = Accelerator(cpu=True)
+accelerator.prepare(torch.nn.Linear(1, 1))
+
+def hook(models, weights, output_dir):
+    os.makedirs(f"{output_dir}/unet")
+    open(f"{output_dir}/unet/weights.bin", "w").write("half")
+    if sys.argv[2] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+accelerator.register_save_state_pre_hook(hook)
+accelerator.save_state(sys.argv[1])
+print(sorted(os.listdir(os.path.dirname(sys.argv[1]))))
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
+def test_a_kill_inside_a_hook_leaves_nothing_that_the_next_save_does_not_clean(tmp_path: Path, programs: Any) -> None:
+    killed = programs.run_code(KILLED, str(tmp_path / "run" / "checkpoint-5"), "kill")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    (left,) = os.listdir(tmp_path / "run")
+    assert left.startswith(".checkpoint-5.")
+    after = programs.run_code(KILLED, str(tmp_path / "run" / "checkpoint-6"), "save")
+    assert after.stdout.strip() == "['checkpoint-6']", after.stderr
+
+
+def test_a_state_with_the_files_of_hooks_beside_it_still_loads(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = with_hooks(accelerator)
+    accelerator.save_state(tmp_path / "new")
+    # As earlier versions wrote it.
+    info = {"step": 0, "world_size": 1, "iteration": 0}
+    write_checkpoint(tmp_path / "old", read_checkpoint(tmp_path / "new"), info=info)
+    (tmp_path / "new" / "unet").rename(tmp_path / "unet")
+    (tmp_path / "old.files").mkdir()
+    (tmp_path / "unet").rename(tmp_path / "old.files" / "unet")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model.body.weight.zero_()
+    accelerator.load_state(tmp_path / "old")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../x", "", "a//b", "state.json/x", "manifest.json", "./x"])
+def test_a_manifest_cannot_lead_out_of_the_state(name: str, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    with_hooks(accelerator)
+    accelerator.save_state(tmp_path / "state")
+    file = tmp_path / "state" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    del manifest["sha256"]
+    manifest["extra"][name] = {"size": 1, "xxh3_64": "0"}
+    file.write_bytes(dump_manifest(manifest))
+    with pytest.raises(CheckpointError, match="lead out of the checkpoint"):
+        accelerator.load_state(tmp_path / "state")

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,10 +29,17 @@ from trainer_kit.checkpoint.manifest import (
     SHARD,
     dump_manifest,
     is_ours,
-    may_be_ours,
     new_manifest,
 )
 from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, upload_directory
+from trainer_kit.checkpoint.staging import (
+    STAGED,
+    carry_over,
+    check_staged,
+    delete_directory,
+    holds_only_a_save,
+    staged_files,
+)
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hidden import Hidden, hidden_path, sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
@@ -47,6 +54,7 @@ __all__ = [
     "io_failure",
     "name_parts",
     "remove_checkpoint",
+    "stage",
     "take_snapshot",
     "versions",
     "work_directory",
@@ -137,6 +145,7 @@ def write_checkpoint(
     *,
     info: Mapping[str, Any] | None = None,
     overwrite: bool = False,
+    staged: Path | None = None,
 ) -> Location:
     """Write a checkpoint directory; when this returns it is durable, when it raises there is nothing new.
 
@@ -146,6 +155,7 @@ def write_checkpoint(
             ``state.json``. See `trainer_kit.checkpoint.codec.encode` for what can be saved.
         info: small plain data kept in the manifest, such as ``{"step": 1200, "epoch": 3}``.
         overwrite: replace a checkpoint that is there. Until the new one is durable the old one stays whole.
+        staged: from `stage`: what was written there becomes part of the checkpoint.
 
     Returns:
         ``path``, absolute.
@@ -162,24 +172,48 @@ def write_checkpoint(
         (['manifest.json', 'state.json'], {'progress': {'step': 3}})
     """
     target = check_target(path, overwrite)
-    return write_snapshot(target, take_snapshot(state, info=info, copy=False), overwrite=overwrite)
+    return write_snapshot(target, take_snapshot(state, info=info, copy=False), overwrite=overwrite, staged=staged)
 
 
-def write_snapshot(path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False) -> Location:
+def write_snapshot(
+    path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False, staged: Path | None = None
+) -> Location:
     """The second half of `write_checkpoint`: no training state is touched, so any thread may run it."""
     target = check_target(path, overwrite)
-    parts = name_parts(snapshot.tensors)
+    parts = name_parts(snapshot.tensors, taken=() if staged is None else os.listdir(staged))
     shards = {name: safetensors_bytes(snapshot.tensors[part]) for part, name in parts.items() if name is not None}
     needed = len(snapshot.document) + sum(size for size, _ in shards.values())
-    with work_directory(target, needed, overwrite=overwrite) as work:
+    with work_directory(target, needed, overwrite=overwrite, staged=staged) as work:
         files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
         files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
-        write_file(work / MANIFEST, [dump_manifest(new_manifest(files, parts, snapshot.info, versions()))])
+        extra = None if staged is None else staged_files(staged, files)
+        write_file(work / MANIFEST, [dump_manifest(new_manifest(files, parts, snapshot.info, versions(), extra=extra))])
     return target
 
 
+def stage(target: Path) -> Path:
+    """A work directory in which others may write before the checkpoint ``target`` is written over it, and committed.
+
+    It is beside ``target``, hidden, and replaces what is there at the commit. `shutil.rmtree` gives it up.
+
+    Raises:
+        CheckpointError: ``target`` stays as it is, or the directory cannot be made.
+    """
+    work = hidden_path(target, "tmp")
+    check_target(target, overwrite=True)
+    try:
+        _make_parents(_missing_parents(target))
+        work.mkdir()
+        write_file(work / STAGED, [])
+    except OSError as error:
+        raise io_failure(target, error, 0) from error
+    return work
+
+
 @contextmanager
-def work_directory(target: Location, needed: int, *, overwrite: bool = False) -> Iterator[Location]:
+def work_directory(
+    target: Location, needed: int, *, overwrite: bool = False, staged: Path | None = None
+) -> Iterator[Location]:
     """A hidden directory beside ``target``, which becomes ``target`` durably at the end, or is gone after an error.
 
     At a URL it is one that `trainer_kit.checkpoint.remote.upload_directory` makes.
@@ -190,6 +224,7 @@ def work_directory(target: Location, needed: int, *, overwrite: bool = False) ->
         target: from `check_target`; its parents are made too.
         needed: bytes that will be written.
         overwrite: replace a checkpoint that is there.
+        staged: from `stage`, to be this directory.
 
     Raises:
         CheckpointError: for too little space, or any failed I/O, also of the code inside.
@@ -201,14 +236,16 @@ def work_directory(target: Location, needed: int, *, overwrite: bool = False) ->
         except OSError as error:
             raise io_failure(target, error, needed) from error
         return
-    work, made = hidden_path(target, "tmp"), _missing_parents(target)
+    work, made = staged or hidden_path(target, "tmp"), _missing_parents(target)
     try:
-        for parent in reversed(made):
-            parent.mkdir(exist_ok=True)
-            sync_directory(parent.parent)
+        _make_parents(made)
         _check_space(target, needed)
-        work.mkdir()
+        if staged is None:
+            work.mkdir()
+        else:
+            check_staged(staged)
         yield work
+        (work / STAGED).unlink(missing_ok=True)
         sync_directory(work)
         if overwrite and target.exists():
             _replace(work, target)
@@ -245,7 +282,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         hidden = hidden_path(target, "tmp")
         os.rename(target, hidden)
         sync_directory(target.parent)
-        shutil.rmtree(hidden)
+        delete_directory(hidden)
     except OSError as error:
         raise CheckpointError(target, None, f"could not be deleted: {error}") from error
 
@@ -271,11 +308,13 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
             if entry.is_file() and hidden.target in _SINGLE_FILES:
                 entry.unlink()
                 found.append(hidden.target)
-            elif entry.is_dir() and all(may_be_ours(file) for file in entry.iterdir()):
-                if hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
-                    os.rename(entry, root / hidden.target)
-                else:
-                    shutil.rmtree(entry, ignore_errors=True)
+            elif entry.is_dir() and hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
+                if not (is_ours(entry) or holds_only_a_save(entry)):
+                    continue
+                os.rename(entry, root / hidden.target)
+                found.append(hidden.target)
+            elif entry.is_dir() and holds_only_a_save(entry):
+                shutil.rmtree(entry, ignore_errors=True)
                 found.append(hidden.target)
     if found:
         sync_directory(root)
@@ -303,19 +342,34 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     return target
 
 
-def name_parts(tensors: Mapping[str, Collection[Any]], suffix: str = SHARD) -> dict[str, str | None]:
-    """A file name for each part, the part's own where that is possible; None for a part without tensors."""
+def name_parts(
+    tensors: Mapping[str, Collection[Any]], suffix: str = SHARD, taken: Iterable[str] = ()
+) -> dict[str, str | None]:
+    """A file name for each part, the part's own where that is possible; None for a part without tensors.
+
+    Args:
+        tensors: of each part.
+        suffix: of the names.
+        taken: names of other files.
+    """
     names: dict[str, str | None] = {}
-    taken: set[str] = set()
+    taken = {name.casefold() for name in taken}
     for part, members in tensors.items():
         name = part + suffix
         # Case is folded because some file systems do.
         if not FILE_NAME.fullmatch(name) or name.casefold() in taken:
-            name = next(f"part{i}{suffix}" for i in range(len(taken) + 1) if f"part{i}{suffix}" not in taken)
+            several = (f"part{i}{suffix}" for i in range(len(taken) + 1))
+            name = next(name for name in several if name.casefold() not in taken)
         names[part] = name if members else None
         if members:
             taken.add(name.casefold())
     return names
+
+
+def _make_parents(missing: list[Path]) -> None:
+    for parent in reversed(missing):
+        parent.mkdir(exist_ok=True)
+        sync_directory(parent.parent)
 
 
 def _missing_parents(target: Path) -> list[Path]:
@@ -373,7 +427,9 @@ def _replace(work: Path, target: Path) -> None:
         except BaseException:
             os.rename(aside, target)
             raise
-    shutil.rmtree(aside, ignore_errors=True)  # the new one is durable: leftovers are for `clean_incomplete`
+    with suppress(OSError):  # the new one is durable: leftovers are for `clean_incomplete`
+        carry_over(aside, target)
+        delete_directory(aside)
 
 
 def _exchange(one: Path, other: Path) -> bool:

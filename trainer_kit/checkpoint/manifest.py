@@ -8,6 +8,7 @@ import math
 import re
 import stat
 from collections.abc import Mapping
+from pathlib import PurePosixPath
 from typing import Any, Final
 
 from trainer_kit.checkpoint.files import checksum, read_file
@@ -30,6 +31,7 @@ __all__ = [
     "files_of",
     "is_ours",
     "is_sharded",
+    "listed",
     "load_json",
     "may_be_ours",
     "new_manifest",
@@ -65,6 +67,7 @@ def new_manifest(
     info: Any,
     versions: dict[str, str],
     shards: int | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> Any:
     """A manifest's content; nothing in it depends on the time or the machine, so equal states give equal bytes.
 
@@ -74,8 +77,10 @@ def new_manifest(
         info: encoded.
         versions: of the libraries that wrote it.
         shards: how many ranks wrote a sharded checkpoint; None for one that is not.
+        extra: by path, entries of what others wrote into it; None where no others may.
     """
     sharded = {} if shards is None else {"shards": shards}
+    others = {} if extra is None else {"extra": extra}
     return {
         "format": _FORMAT,
         "version": _PLAIN if shards is None else _SHARDED,
@@ -84,6 +89,7 @@ def new_manifest(
         **sharded,
         "parts": parts,
         "files": files,
+        **others,
     }
 
 
@@ -142,8 +148,15 @@ def files_of(path: Location, manifest: dict[str, Any]) -> Location:
     return path / manifest["within"] if "within" in manifest else path
 
 
+def listed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of all files, those that others wrote into the checkpoint too."""
+    return {**manifest["files"], **manifest.get("extra", {})}
+
+
 def check_files(path: Location, manifest: dict[str, Any]) -> None:
     """Exactly the listed files are there, regular and of their size. Reads no content.
+
+    Where others may write into the checkpoint (``extra``) further names are left alone.
 
     Raises:
         CheckpointError: naming the missing, foreign or resized file.
@@ -155,6 +168,8 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
     # At a URL it may be under way to be replaced.
     found = {n: s for n, s in entries if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))}
     for name, status in sorted(found.items()):
+        if "extra" in manifest and name not in manifest["files"] and name != MANIFEST:
+            continue
         if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
             raise CheckpointError(path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX)
@@ -171,6 +186,23 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(
                 path / name, None, f"{found[name].st_size} bytes, but {entry['size']} were written", fix=_FIX
             )
+    for name, entry in manifest.get("extra", {}).items():
+        _check_extra(path, name, entry["size"])
+
+
+def _check_extra(path: Location, name: str, size: int) -> None:
+    *directories, _ = PurePosixPath(name).parts
+    place = path
+    try:
+        for directory in directories:
+            place = place / directory
+            if stat.S_ISLNK(place.lstat().st_mode):
+                raise CheckpointError(place, None, "a symbolic link, which a checkpoint never holds", fix=_FIX)
+        status = (path / name).lstat()
+    except OSError as error:
+        raise CheckpointError(path / name, None, f"the file is missing: {error.strerror or error}", fix=_FIX) from error
+    if not stat.S_ISREG(status.st_mode) or status.st_size != size:
+        raise CheckpointError(path / name, None, f"it is not the file of {size} bytes that was written", fix=_FIX)
 
 
 def _name(path: Location) -> str:
@@ -189,7 +221,7 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
             found = checksum(path / name)
         except OSError as error:
             raise CheckpointError(path / name, None, f"the file cannot be read: {error}", fix=_FIX) from error
-        recorded = manifest["files"][name]["xxh3_64"]
+        recorded = listed(manifest)[name]["xxh3_64"]
         if found != recorded:
             raise CheckpointError(path / name, None, f"damaged: checksum {found}, but {recorded} was written", fix=_FIX)
 
@@ -305,12 +337,25 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX)
         if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
             raise CheckpointError(file, f"files.{name}", "an entry without size and checksum", fix=_FIX)
+    _check_extra_names(file, manifest)
     if is_sharded(manifest):
         _check_shards(file, manifest)
         return
     for part, name in parts.items():
         if name is not None and (not isinstance(name, str) or name not in files):
             raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
+
+
+def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
+    extra = manifest.get("extra", {})
+    if not isinstance(extra, dict):
+        raise CheckpointError(file, "extra", "not a list of files", fix=_FIX)
+    for name, entry in extra.items():
+        first, *rest = name.split("/")
+        if {"", ".", ".."} & {first, *rest} or "\0" in name or first in (MANIFEST, *manifest["files"]):
+            raise CheckpointError(file, f"extra.{name}", "a path that could lead out of the checkpoint", fix=_FIX)
+        if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
+            raise CheckpointError(file, f"extra.{name}", "an entry without size and checksum", fix=_FIX)
 
 
 def _check_shards(file: Location, manifest: dict[str, Any]) -> None:

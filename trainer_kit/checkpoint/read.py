@@ -22,6 +22,7 @@ from trainer_kit.checkpoint.manifest import (
     check_files,
     files_of,
     is_sharded,
+    listed,
     load_json,
     read_manifest,
     shards_of,
@@ -139,7 +140,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Returns:
         The manifest: ``format``, ``version``, ``info``, ``versions``, ``parts`` (name to tensor file, or, where
-        there are ``shards``, to the files of the ranks) and ``files`` (name to size in bytes and xxh3-64).
+        there are ``shards``, to the files of the ranks) and ``files`` (name to size in bytes and xxh3-64); and, where
+        others may write into it, as hooks do, ``extra`` (likewise, by path).
 
     Raises:
         CheckpointError: naming the first file that is missing, foreign or damaged, and why.
@@ -147,7 +149,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     manifest = read_manifest(locate(path))
     root = files_of(locate(path), manifest)
     check_files(root, manifest)
-    check_content(root, manifest, list(manifest["files"]))
+    check_content(root, manifest, list(listed(manifest)))
     if is_sharded(manifest):
         with fetched(root, [LAYOUT]) as here:
             read_layout(here, manifest)
@@ -169,7 +171,7 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def size_of(path: str | os.PathLike[str]) -> int:
     """The bytes of a checkpoint's files, as its manifest lists them."""
-    return sum(entry["size"] for entry in read_manifest(locate(path))["files"].values())
+    return sum(entry["size"] for entry in listed(read_manifest(locate(path))).values())
 
 
 def step_of(info: Mapping[str, Any]) -> int | None:

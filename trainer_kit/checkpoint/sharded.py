@@ -34,6 +34,7 @@ from trainer_kit.checkpoint.dtypes import CARRIERS
 from trainer_kit.checkpoint.files import flatten, safetensors_bytes, write_file
 from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover, dtype_name, dump_layout, named_dtype
 from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, SHARD, dump_manifest, new_manifest
+from trainer_kit.checkpoint.staging import staged_files
 from trainer_kit.checkpoint.trees import merge
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.hidden import sync_directory
@@ -76,6 +77,7 @@ def write_sharded(
     info: Mapping[str, Any] | None = None,
     group: ProcessGroup | None = None,
     overwrite: bool = False,
+    staged: Path | None = None,
 ) -> Location:
     """Write a checkpoint together; when this returns it is durable, when it raises there is nothing new.
 
@@ -91,6 +93,7 @@ def write_sharded(
         group: every rank of it calls this; it must take CPU tensors (gloo). None: the default group, or this process
             alone where there is none.
         overwrite: replace a checkpoint that is there. Until the new one is durable the old one stays whole.
+        staged: from `trainer_kit.checkpoint.commit.stage`, the same on all ranks.
 
     Returns:
         ``path``, absolute.
@@ -110,7 +113,7 @@ def write_sharded(
          {'model': {'w': tensor([1., 1.])}})
     """
     snapshot = take_sharded_snapshot(state, info=info, group=group, copy=None)
-    return write_sharded_snapshot(path, snapshot, group=group, overwrite=overwrite)
+    return write_sharded_snapshot(path, snapshot, group=group, overwrite=overwrite, staged=staged)
 
 
 def take_sharded_snapshot(
@@ -156,6 +159,7 @@ def write_sharded_snapshot(
     *,
     group: ProcessGroup | None = None,
     overwrite: bool = False,
+    staged: Path | None = None,
 ) -> Location:
     """The second half of `write_sharded`: no training state is touched, so any thread may run it.
 
@@ -164,6 +168,7 @@ def write_sharded_snapshot(
         snapshot: of this rank.
         group: of the ranks that took it, and of CPU tensors; one that nobody else uses at the same time.
         overwrite: as there.
+        staged: as there.
 
     Raises:
         CheckpointError: on every rank; nothing was committed, and the work directory is gone.
@@ -176,11 +181,12 @@ def write_sharded_snapshot(
     with ExitStack() as stack:
 
         def begin(_: list[Any]) -> str:
-            return str(stack.enter_context(work_directory(check_target(path, overwrite), needed, overwrite=overwrite)))
+            place = check_target(path, overwrite)
+            return str(stack.enter_context(work_directory(place, needed, overwrite=overwrite, staged=staged)))
 
         def commit(written: list[dict[str, Any]]) -> None:
             try:
-                _describe(work, snapshot, written)
+                _describe(work, snapshot, written, staged)
             except OSError as error:
                 raise io_failure(target, error, needed) from error
             stack.close()  # it becomes the target, or is gone
@@ -203,7 +209,7 @@ def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping
     return files
 
 
-def _describe(work: Location, snapshot: ShardedSnapshot, written: list[dict[str, Any]]) -> None:
+def _describe(work: Location, snapshot: ShardedSnapshot, written: list[dict[str, Any]], staged: Path | None) -> None:
     shards = {name: {**entry, "shard": rank + 1} for rank, own in enumerate(written) for name, entry in own.items()}
     document = write_file(work / DOCUMENT, [snapshot.document])
     layout = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
@@ -212,7 +218,8 @@ def _describe(work: Location, snapshot: ShardedSnapshot, written: list[dict[str,
         for part, tensors in snapshot.layout.items()
     }
     files = {**shards, DOCUMENT: document, LAYOUT: layout}
-    manifest = new_manifest(files, parts, snapshot.info, versions(), snapshot.number)
+    extra = None if staged is None else staged_files(staged, files)
+    manifest = new_manifest(files, parts, snapshot.info, versions(), snapshot.number, extra)
     write_file(work / MANIFEST, [dump_manifest(manifest)])
 
 

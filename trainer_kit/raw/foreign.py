@@ -69,7 +69,7 @@ def load_deepspeed(
 
     together(world, fill)
     together(world, lambda: strategy.load_module_state(model, weights, strict=True))
-    schedule = "its schedule goes on"
+    schedule = "its schedule, which advanced once a step, goes on"
     if content.schedule is None or not schedulers:
         schedule = "no schedule is saved or prepared: the learning rate is what it was then"
         if schedulers:

@@ -13,8 +13,9 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from trainer_kit.checkpoint.commit import io_failure, remove_checkpoint, write_checkpoint
+from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_checkpoint, stage, write_checkpoint
 from trainer_kit.checkpoint.deepspeed import find_deepspeed
+from trainer_kit.checkpoint.manifest import check_content, read_manifest
 from trainer_kit.checkpoint.mend import newest_verified
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints
@@ -88,15 +89,19 @@ class Saving(Weights):
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, directory)`` ahead of each save.
 
-        ``weights`` holds a state dict for each model; what the hook takes out of it is not saved. The hook may write
-        into ``directory``, which stands beside the checkpoint, as ``<name>.files``.
+        ``weights`` holds a state dict for each model; what the hook takes out of it is not saved. What the hook writes
+        into ``directory`` becomes part of the checkpoint: it is a work directory until the state is complete, and gets
+        the checkpoint's name then.
         """
         handle = RemovableHandle(self._before_save)
         self._before_save[handle.id] = hook
         return handle
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, directory)`` ahead of each load; a model that it takes out of the list is not loaded."""
+        """Call ``hook(models, directory)`` ahead of each load; a model that it takes out of the list is not loaded.
+
+        ``directory`` is the checkpoint; the files that hooks wrote into it have been verified.
+        """
         handle = RemovableHandle(self._before_load)
         self._before_load[handle.id] = hook
         return handle
@@ -177,25 +182,27 @@ class Saving(Weights):
         strategy = self.strategy
         held = together(self.world, lambda: [strategy.module_state(module) for module in modules])
         weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
-        if self._before_save:
-            beside = _beside(target)
-            on_rank_zero(self.world, lambda: _make_room(target, beside))
+        work = Path(on_rank_zero(self.world, lambda: str(_stage(target))))
 
-            def hear() -> None:
-                for hook in list(self._before_save.values()):
-                    hook(self._models, weights, str(beside))
+        def call_hooks() -> None:
+            for hook in list(self._before_save.values()):
+                hook(self._models, weights, str(work))
 
-            on_every_rank(self.world, hear)
-        self._write(target, self._collect(weights))
+        try:
+            on_every_rank(self.world, call_hooks)
+            self._write(target, self._collect(weights), work)
+        except BaseException:
+            if self.is_main_process:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
         self.project_configuration.iteration += 1
         return str(target)
 
-    def _write(self, target: Path, state: dict[str, Any]) -> None:
+    def _write(self, target: Path, state: dict[str, Any], work: Path) -> None:
         info = {"step": self.step, "world_size": self.num_processes, "iteration": self.save_iteration}
 
         def alone() -> None:
-            _make_room(target)
-            write_checkpoint(target, state, info=info, overwrite=True)
+            write_checkpoint(target, state, info=info, overwrite=True, staged=work)
             self._prune(target)
 
         if not self.strategy.sharded:
@@ -203,8 +210,7 @@ class Saving(Weights):
             return
         from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
 
-        on_rank_zero(self.world, lambda: _make_room(target))
-        write_sharded(target, state, info=info, group=self.world.apart(), overwrite=True)
+        write_sharded(target, state, info=info, group=self.world.apart(), overwrite=True, staged=work)
         on_rank_zero(self.world, lambda: self._prune(target))
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -254,11 +260,13 @@ class Saving(Weights):
             self.step = load_deepspeed(path, theirs, self.strategy, models, optimizers, schedulers, self.print)
             return
         state = self._read(path)
-        models = list(self._models)
+        models, directory = list(self._models), path
+        if self._before_load:
+            directory = Path(on_rank_zero(self.world, lambda: str(_directory_of_hooks(path))))
 
         def hear() -> None:
             for hook in list(self._before_load.values()):
-                hook(models, str(_beside(path)))
+                hook(models, str(directory))
             self._refuse_others(path, state)
 
         def fill() -> None:
@@ -387,6 +395,7 @@ class Saving(Weights):
 
 
 def _beside(path: Path) -> Path:
+    """Where hooks wrote before their files were part of a checkpoint."""
     return path.with_name(f"{path.name}.files")
 
 
@@ -394,12 +403,20 @@ def _entries(root: Path) -> list[str]:
     return os.listdir(root) if root.is_dir() else []
 
 
-def _make_room(target: Path, beside: Path | None = None) -> None:
-    """An empty directory that the user made for the state is one to write to; hooks find theirs."""
+def _stage(target: Path) -> Path:
+    """Where hooks write; an empty directory that the user made for the state is one to write to."""
     try:
-        if beside is not None:
-            beside.mkdir(parents=True, exist_ok=True)
-        elif target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+        if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
             target.rmdir()
+        clean_incomplete(target.parent)  # what processes that were killed in a save left
     except OSError as error:
-        raise io_failure(beside or target, error, 0) from error
+        raise io_failure(target, error, 0) from error
+    return stage(target)
+
+
+def _directory_of_hooks(path: Path) -> Path:
+    """What hooks that load are given, once the files of those that saved are verified."""
+    manifest = read_manifest(path)
+    check_content(path, manifest, list(manifest.get("extra", ())))
+    beside = _beside(path)
+    return beside if "extra" not in manifest and beside.is_dir() else path
