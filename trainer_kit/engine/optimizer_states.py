@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import CheckpointError
@@ -18,6 +18,8 @@ __all__ = ["optimizer_state", "owned_parameters", "parameter_names", "restore_op
 
 _CONFIGURED: Final = "configured"
 _CLASS: Final = "class"
+_STEP: Final = "step"
+"""A count, which torch never casts."""
 
 
 def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -68,6 +70,7 @@ def restore_optimizer(
     saved: Mapping[str, Any],
     names: Mapping[int, str],
     say: Callable[[str], None],
+    weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
 
@@ -81,6 +84,8 @@ def restore_optimizer(
         saved: what `optimizer_state` returned.
         names: from `parameter_names`.
         say: prints a line.
+        weights: that were saved with it, by the same names: state in another dtype than its weight stays in its own.
+            Of a parameter that is not among them the dtype is taken to be that of now.
 
     Returns:
         Options that keep today's value, by name, of any group.
@@ -110,7 +115,7 @@ def restore_optimizer(
         for i, parameter in enumerate(group):
             name = _name(parameter, names, number, i)
             if name in saved["state"]:
-                state[parameter] = saved["state"][name]
+                state[parameter] = _following(saved["state"][name], (weights or {}).get(name), parameter)
         options = {k: v for k, v in old.items() if k != "params"}
         for key, value in today[number].items():
             if key in options and key in then[number] and not same(then[number][key], value):
@@ -121,3 +126,14 @@ def restore_optimizer(
         groups.append({**now[number], **options})
     strategy.load_optimizer_state(optimizer, groups, state)
     return kept_today
+
+
+def _following(own: Mapping[str, Any], weight: Any, parameter: nn.Parameter) -> dict[str, Any]:
+    """State in its weight's dtype, in that of the parameter of now; all other state as it was saved."""
+    then = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
+    if then == parameter.dtype or not then.is_floating_point:
+        return dict(own)
+    return {
+        key: value.to(parameter.dtype) if key != _STEP and isinstance(value, Tensor) and value.dtype == then else value
+        for key, value in own.items()
+    }

@@ -257,7 +257,9 @@ def _restore_steps(
     changed: dict[int, dict[str, Any]] = {}
     with fitting("optimizer_states"):
         for optimizer, groups, saved in zip(made.optimizers, own, state["optimizer_states"], strict=True):
-            changed[id(optimizer)] = restore_optimizer(run.strategy, optimizer, groups, saved, names, run.say)
+            changed[id(optimizer)] = restore_optimizer(
+                run.strategy, optimizer, groups, saved, names, run.say, state["state_dict"]
+            )
     with fitting("lr_schedulers"):
         if len(state["lr_schedulers"]) != len(made.schedulers):
             found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"

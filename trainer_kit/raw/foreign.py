@@ -134,4 +134,4 @@ def _restore(
     for group, rate in zip(groups, content.rates, strict=False):
         group["lr"] = rate
     saved = {"state": content.moments, "param_groups": groups}
-    restore_optimizer(strategy, optimizer, own, saved, names, say)
+    restore_optimizer(strategy, optimizer, own, saved, names, say, content.weights)

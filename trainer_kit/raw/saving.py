@@ -299,9 +299,13 @@ class Saving(Weights):
 
     def _fill_the_rest(self, state: Mapping[str, Any], own: list[list[list[nn.Parameter]]]) -> None:
         names, changed = self._names(), dict[int, Mapping[str, Any]]()
+        weights: dict[str, Any] = {}
+        for i in range(len(self._models)):
+            kept = state.get("model" if i == 0 else f"model_{i}", {})  # a hook may have taken it out
+            weights.update({f"{i}.{name}" if len(self._models) > 1 else name: value for name, value in kept.items()})
         for one, groups, saved in zip(self._optimizers, own, state["optimizers"], strict=True):
             raw = one.optimizer
-            changed[id(raw)] = restore_optimizer(self.strategy, raw, groups, saved, names, self.print)
+            changed[id(raw)] = restore_optimizer(self.strategy, raw, groups, saved, names, self.print, weights)
         for scheduler, saved in zip(self._schedulers, state["schedulers"], strict=True):
             stepped = getattr(scheduler.scheduler, "optimizer", None)
             kept = changed.get(id(getattr(stepped, "optimizer", stepped)), {})

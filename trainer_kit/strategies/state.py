@@ -35,21 +35,37 @@ def optimizer_state(
 def load_optimizer_state(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[nn.Parameter, Mapping[str, Any]]
 ) -> None:
-    """Put the options of each group and the state of each parameter back.
+    """Put the options of each group and the state of each parameter back, in the dtypes that are given.
 
     Args:
-        optimizer: through its own ``load_state_dict``, which casts and moves.
+        optimizer: through its own ``load_state_dict``; torch's moves state to the parameter's device, and would cast it
+            to the parameter's dtype.
         groups: the options of each of its groups.
         state: of its parameters; one that is missing has none.
     """
+    given = {parameter: from_parts(own) for parameter, own in state.items()}
     numbered: dict[int, Any] = {}
     packed, index = [], 0
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         numbers = range(index, index + len(group["params"]))
-        numbered.update({i: from_parts(state[p]) for i, p in zip(numbers, group["params"], strict=True) if p in state})
+        numbered.update({i: given[p] for i, p in zip(numbers, group["params"], strict=True) if p in given})
         packed.append({**options, "params": list(numbers)})
         index = numbers.stop
     optimizer.load_state_dict({"state": numbered, "param_groups": packed})
+    for parameter, own in given.items():
+        kept = optimizer.state.get(parameter, {})
+        kept.update({name: _in_dtype_of(value, kept[name]) for name, value in own.items() if name in kept})
+
+
+def _in_dtype_of(given: Any, loaded: Any) -> Any:
+    """What was loaded; a tensor that was cast, as it was given."""
+    if isinstance(given, Tensor) and isinstance(loaded, Tensor):
+        return loaded if given.dtype == loaded.dtype else given.detach().to(loaded.device, copy=True)
+    if isinstance(given, Mapping) and isinstance(loaded, dict):
+        return {key: _in_dtype_of(given[key], value) if key in given else value for key, value in loaded.items()}
+    if isinstance(given, (list, tuple)) and type(given) is type(loaded) and len(given) == len(loaded):
+        return type(loaded)(map(_in_dtype_of, given, loaded))
+    return loaded
 
 
 def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | None]]:
