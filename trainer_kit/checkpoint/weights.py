@@ -170,34 +170,43 @@ def _state_dict(content: Any) -> Any:
     return nested if isinstance(nested, dict) else content
 
 
-def read_module(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A module's ``state_dict`` and the hyperparameters beside it (none where there are none).
+def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, Any]:
+    """A module's ``state_dict`` and ``hyper_parameters`` (empty where there are none), for ``load_from_checkpoint``.
 
-    For ``load_from_checkpoint``: of a checkpoint of ours also what modules keep as extra state.
+    Args:
+        path: as for `read_weights`; of a checkpoint of ours also what modules keep as extra state.
+        whole: everything else of a checkpoint, too, ours or Lightning's: what ``on_load_checkpoint`` looks for.
+
+    Raises:
+        CheckpointError: as for `read_weights`.
     """
     file = locate(path)
+    content: dict[str, Any] = {}
     if isinstance(file, Path) and (holds_weight_files(file) or find_deepspeed(file) is not None):
-        return read_weights(file), {}
-    if file.is_dir():
-        content = read_checkpoint(file, parts=["model", *(["hyper_parameters"] if _has_hparams(file) else [])])
-        weights, kept = _with_extra_state(file, content["model"]), content.get("hyper_parameters", {})
+        content["state_dict"] = read_weights(file)
+    elif file.is_dir():
+        known = read_manifest(file)["parts"]
+        content = read_checkpoint(file, parts=known if whole else ["model", *{"hyper_parameters"} & set(known)])
+        if "model" not in content:
+            raise CheckpointError(file, "model", "this checkpoint holds no weights")
+        content["state_dict"] = _with_extra_state(file, content.pop("model"))
     elif isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
-            return read_module(here / file.name)
+            return read_module(here / file.name, whole)
+    elif (start := _start(file))[8:] != _JSON and start.startswith((_ZIP, _PICKLE)):
+        loaded = torch_load(file, "cpu")
+        weights = _state_dict(loaded)
+        beside = {} if weights is loaded else loaded
+        content = {name: beside[name] for name in (beside if whole else beside.keys() & {"hyper_parameters"})}
+        content["state_dict"] = tensors_of(file, weights, file.stat().st_size)
     else:
-        weights = read_weights(file)
-        start = _start(file)
-        pickled = start[8:] != _JSON and start.startswith((_ZIP, _PICKLE))
-        kept = torch_load(file, "cpu").get("hyper_parameters", {}) if pickled else {}
+        content["state_dict"] = read_weights(file)
+    kept = content.setdefault("hyper_parameters", {})
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
-    return weights, dict(kept)
+    return content
 
 
 def _with_extra_state(file: Location, content: Any) -> dict[str, Any]:
     weights: dict[str, Any] = dict(tensors_of(file, content))
     return {**weights, **{name: value for name, value in content.items() if str(name).endswith(EXTRA_STATE)}}
-
-
-def _has_hparams(directory: Location) -> bool:
-    return "hyper_parameters" in read_manifest(directory)["parts"]

@@ -210,7 +210,7 @@ class Callback:
         """The state is about to be written; keys may be added."""
 
     def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        """A state is about to be restored."""
+        """A state, or weights alone, is about to be restored: with all that ``on_save_checkpoint`` added."""
 
 
 class ModuleHooks:
@@ -331,7 +331,7 @@ class ModuleHooks:
         """The state is about to be written; keys may be added."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A state is about to be restored."""
+        """A state, or weights alone, is about to be restored: with all that ``on_save_checkpoint`` added."""
 
     def on_validation_model_zero_grad(self) -> None:
         """Before validation inside fit: gradients may be dropped here; by default they stay until the next step."""

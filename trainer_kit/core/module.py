@@ -349,6 +349,8 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     ) -> Any:
         """Build the module from the hyperparameters in a checkpoint, and load its weights.
 
+        ``on_load_checkpoint`` is called with the whole checkpoint before the weights in it are loaded.
+
         Args:
             checkpoint_path: a checkpoint directory, a ``.safetensors`` file, or a ``state_dict`` / Lightning file
                 (read without executing anything).
@@ -359,7 +361,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """
         if hparams_file is not None:
             raise ConfigurationError("hparams_file is not read", fix="pass the values as keyword arguments")
-        weights, hparams = READERS.get("module")(checkpoint_path)
+        hears = cls.on_load_checkpoint is not ModuleHooks.on_load_checkpoint
+        state = READERS.get("module")(checkpoint_path, whole=hears)
+        hparams = state["hyper_parameters"]
         told = [k for k, v in hparams.items() if _is_repr(v) and k not in kwargs and _takes(cls, k)]
         if told:
             raise ConfigurationError(
@@ -369,7 +373,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             )
         module = cls(**{**{k: v for k, v in hparams.items() if _takes(cls, k)}, **kwargs})
         module.configure_model()
-        module.load_state_dict(weights, strict=module.strict_loading if strict is None else strict)
+        if hears:
+            module.on_load_checkpoint(state)
+        module.load_state_dict(state["state_dict"], strict=module.strict_loading if strict is None else strict)
         return module if map_location is None else module.to(map_location)
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:

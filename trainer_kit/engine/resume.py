@@ -11,7 +11,7 @@ from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.mend import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
-from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.together import on_rank_zero, together
@@ -20,7 +20,7 @@ from trainer_kit.engine.directories import clean_directory, discarded
 from trainer_kit.engine.records import RUN, read_records
 from trainer_kit.engine.runs import distinct, recorded_places
 from trainer_kit.engine.session import Session
-from trainer_kit.engine.state import fitting, own_part
+from trainer_kit.engine.state import OF_A_RUN, fitting, own_part
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -201,14 +201,18 @@ def _changed(directory: Path) -> int:
 
 
 def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
-    """The whole state, or the weights of anything that holds weights."""
+    """The whole state; or the weights of anything that holds weights, with what is in no resumed run's state alone."""
     if path.is_dir() and is_complete(path):
-        known = ["model"] if weights_only else read_manifest(path)["parts"]
-        parts = [part for part in known if not part.startswith(own_part(""))]
-        return _with_weights(path, read_checkpoint(path, parts=parts))
+        return _with_weights(path, read_checkpoint(path, parts=_parts(path, weights_only)))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
-    return {"state_dict": read_weights(path)}
+    return {name: value for name, value in read_module(path, whole=True).items() if name not in OF_A_RUN}
+
+
+def _parts(path: Location, weights_only: bool) -> list[str]:
+    """What is read of a checkpoint: for its weights also what ``on_save_checkpoint`` hooks have added."""
+    known = [part for part in read_manifest(path)["parts"] if not part.startswith(own_part(""))]
+    return [part for part in known if part not in OF_A_RUN] if weights_only else known
 
 
 def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[str, Any]:
@@ -242,8 +246,7 @@ def read_rest(
         return together(strategy.world, lambda: read_state(path, weights_only))
     from trainer_kit.checkpoint.reshard import read_divided  # torch.distributed's planner
 
-    known = read_manifest(path)["parts"]
-    parts = [part for part in known if part == "model" or not (weights_only or part.startswith(own_part("")))]
+    known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
     like, absent = together(strategy.world, lambda: held_of(strategy, module))
     elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
     state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())

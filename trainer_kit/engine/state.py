@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
@@ -22,6 +22,7 @@ from trainer_kit.engine.schedulers import restore_scheduler
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
+    "OF_A_RUN",
     "collect",
     "fitting",
     "module_state",
@@ -32,6 +33,17 @@ __all__ = [
     "restore",
     "without_own_buffers",
 ]
+
+
+OF_A_RUN: Final = frozenset(
+    (
+        *("buffers", "callbacks", "configuration", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
+        *("inside_step", "loaders", "loggers", "lr_schedulers", "metrics", "optimizer_states", "owes_validation"),
+        *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
+        *("averaging_state", "current_model_state"),  # of callbacks that average weights
+    )
+)
+"""Parts of a checkpoint that only a resumed run restores: weights alone are read without them."""
 
 
 def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
