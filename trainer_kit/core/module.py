@@ -216,7 +216,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     @trainer.setter
     def trainer(self, trainer: TrainerLike | None) -> None:
-        self.__dict__["_trainer"] = trainer
+        for module in self.own_modules():
+            module.__dict__["_trainer"] = trainer
+
+    def own_modules(self) -> Iterator[TrainModule]:
+        """This module, and every `TrainModule` inside it: they share the Trainer, and with it epoch, step and `log`."""
+        return (module for module in self.modules() if isinstance(module, TrainModule))
 
     @property
     def device(self) -> torch.device:

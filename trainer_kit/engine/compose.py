@@ -242,7 +242,8 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     if trainer.compile_options is not None and not trainer.compile_regional:
         method = torch.compile(method, **trainer.compile_options)
         # Values go where no graph can follow; `Verb` takes this off again.
-        module.__dict__["log"] = torch.compiler.disable(module.log)  # type: ignore[no-untyped-call]
+        for part in module.own_modules():
+            part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
     return made, strategy.bind(method, made.names is not None and not manual)
 
 

@@ -116,6 +116,7 @@ class Verb:
             trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
         prepare_data(trainer, module, self.datamodule, stage)
         build_module(trainer, module, stage)
+        module.trainer = trainer  # those that were built inside it meanwhile have it too
         count_once(module, trainer.strategy)
 
     def _add_callbacks(self) -> None:
@@ -158,7 +159,8 @@ class Verb:
         if self.stage != "fit":
             trainer._callbacks = self._before
         self.module.untoggle_optimizer(None)
-        self.module.__dict__.pop("log", None)  # see `compose_fit`, under compile
+        for module in self.module.own_modules():
+            module.__dict__.pop("log", None)  # see `compose_fit`, under compile
         if error is not None:
             trainer.precision_plugin.abandon_step()
         keeps = self.stage == "fit" and trainer.checkpoint_callback is not None and not trainer.settings.fast
