@@ -31,6 +31,7 @@ __all__ = [
     "read_header",
     "read_tensors",
     "safetensors_bytes",
+    "stated_size",
     "tied_names",
     "write_file",
 ]
@@ -60,6 +61,8 @@ _BINARY_UNITS: Final = {f"{p}IB": 1024**i for i, p in enumerate(("K", "M", "G", 
 _FORMAT_KEY: Final = "format"
 """In the metadata of every safetensors file; the other keys there may be further names of a tied weight."""
 _CHUNK: Final = 4 << 20
+_LONGEST_HEADER: Final = 100_000_000
+"""Bytes; the library of the format takes no longer one."""
 _PIECE: Final = 64 << 20
 """Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
 thread runs Python, so a file is hashed and written in few calls."""
@@ -240,6 +243,36 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Te
             return {**found, **{name: found[kept] for name, kept in _stored_ties(file).items()}}
     except Exception as error:  # the header is data: torch refuses what it asks for in many ways
         raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
+
+
+def stated_size(path: Location) -> int:
+    """The bytes of a whole safetensors file, as its header gives them; only the header is read.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no header of a safetensors file.
+    """
+    length = struct.unpack("<Q", _start(path, 8))[0]
+    if length > _LONGEST_HEADER:
+        raise ValueError(f"a header of {in_units(length)}")
+    header = json.loads(_start(path, 8 + length)[8:])
+    ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+    return 8 + int(length) + max(ends, default=0)
+
+
+def _start(path: Location, size: int) -> bytes:
+    if isinstance(path, RemotePath):
+        start = b""
+        for chunk in path.read_chunks(min(size, _CHUNK)):
+            start += chunk
+            if len(start) >= size:
+                break
+    else:
+        with open(path, "rb", opener=_open_itself) as file:
+            start = file.read(size)
+    if len(start) < size:
+        raise ValueError(f"{len(start)} bytes, where a header of {size} begins")
+    return start[:size]
 
 
 def read_header(file: Path) -> dict[str, Tensor]:

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from trainer_kit.checkpoint.files import checksum, read_file
+from trainer_kit.checkpoint.files import checksum, read_file, stated_size
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
+from trainer_kit.core.memory import in_units
 
 __all__ = [
     "AGAIN",
@@ -26,6 +27,7 @@ __all__ = [
     "SHARD",
     "check_content",
     "check_files",
+    "check_sizes",
     "digest",
     "dump_manifest",
     "files_of",
@@ -210,12 +212,38 @@ def _name(path: Location) -> str:
     return whole.parent.name if AGAIN.fullmatch(whole.name) else whole.name
 
 
+def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
+    """The sizes in the manifest are those of such files, so that no more is read than a checkpoint can hold.
+
+    Raises:
+        CheckpointError: naming a file that is larger than the tensors in its header, or than a description may be.
+    """
+    for name in names:
+        size = manifest["files"][name]["size"]
+        if name in (DOCUMENT, LAYOUT) and size > DOCUMENT_MOST:
+            reason = f"{in_units(size)}, where at most {in_units(DOCUMENT_MOST)} are written"
+            raise CheckpointError(path / name, None, reason, fix=_FIX)
+        if not name.endswith(SHARD):
+            continue
+        try:
+            stated = stated_size(path / name)
+        except OSError as error:
+            raise CheckpointError(path / name, None, f"the file cannot be read: {error}", fix=_FIX) from error
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"damaged: it does not begin with a header of tensors: {type(error).__name__}: {error}"
+            raise CheckpointError(path / name, None, reason, fix=_FIX) from error
+        if stated != size:
+            reason = f"damaged: {size} bytes, but the tensors in its header end at {stated}"
+            raise CheckpointError(path / name, None, reason, fix=_FIX)
+
+
 def check_content(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
-    """The listed files hold the bytes that were written.
+    """The listed files hold the bytes that were written. Sizes are compared before any content is read.
 
     Raises:
         CheckpointError: naming the damaged file.
     """
+    check_sizes(path, manifest, names)
     for name in names:
         try:
             found = checksum(path / name)

@@ -20,6 +20,7 @@ from trainer_kit.checkpoint.manifest import (
     MANIFEST,
     check_content,
     check_files,
+    check_sizes,
     files_of,
     is_sharded,
     listed,
@@ -75,6 +76,7 @@ def read_checkpoint(
     check_files(root, manifest)
     wanted = check_parts(root, manifest, parts)
     names = [*descriptions(manifest), *(name for part in wanted for name in shards_of(manifest, part))]
+    check_sizes(root, manifest, names)  # before anything is fetched
     with fetched(root, names) as here:
         if verify:
             check_content(here, manifest, names)

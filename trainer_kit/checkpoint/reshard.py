@@ -28,6 +28,7 @@ from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     check_content,
     check_files,
+    check_sizes,
     files_of,
     is_sharded,
     read_manifest,
@@ -210,8 +211,9 @@ def _open(path: str | os.PathLike[str], parts: Iterable[str] | None, stack: Exit
     root = files_of(locate(path), manifest)
     check_files(root, manifest)
     wanted = check_parts(root, manifest, parts)
-    shards = (name for part in wanted for name in shards_of(manifest, part))
-    return _Source(stack.enter_context(fetched(root, [*descriptions(manifest), *shards])), manifest, wanted)
+    names = [*descriptions(manifest), *(name for part in wanted for name in shards_of(manifest, part))]
+    check_sizes(root, manifest, names)  # before anything is fetched
+    return _Source(stack.enter_context(fetched(root, names)), manifest, wanted)
 
 
 def _verify(source: _Source, rank: int, size: int) -> None:
