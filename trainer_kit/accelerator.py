@@ -222,7 +222,7 @@ class Accelerator(Answers):
             f"precision: {self.precision.name}",
             f"accumulation: {self.window.steps} micro-batches a step",
             *(f"model: {_wrapping(model)}" for model in self._models),
-            *(f"loader: {loader.feed.describe()}" for loader in self._dataloaders),
+            *(f"loader: {loader.describe()}" for loader in self._dataloaders),
             *(f"scheduler: {scheduler.describe()}" for scheduler in self._schedulers),
             *describe_origins(self.origins.items()),
         ]

@@ -248,10 +248,21 @@ class BatchTurns:
         size: ranks that share the data.
         sized: whether an item's length is its number of samples.
         pad: a rank that has no part of the last turn gets one from the start of the order.
+        whole: with ``pad``: the size up to which the last batches are filled from there; None leaves them as they are.
     """
 
-    def __init__(self, order: Iterable[Any], *, rank: int, size: int, sized: bool, pad: bool = False) -> None:
+    def __init__(
+        self,
+        order: Iterable[Any],
+        *,
+        rank: int,
+        size: int,
+        sized: bool,
+        pad: bool = False,
+        whole: int | None = None,
+    ) -> None:
         self.order, self.rank, self.size, self.sized, self.pad = order, rank, size, sized, pad
+        self.whole = whole if pad and sized else None
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
@@ -272,13 +283,16 @@ class BatchTurns:
         first = self._start * self.size
         order = chain(head[first:], islice(self._drawn, max(0, first - len(head)), None))
         at, sizes = self._start * self.size + self.rank, self.sizes
-        while turn := list(islice(order, self.size)):
+        after = list(islice(order, self.size))
+        while turn := after:
+            after = list(islice(order, self.size))
             if self.sized:
                 self._counts.append(sum(map(len, turn)))
-            if self.rank < len(turn):
-                yield self._handed(turn[self.rank], at, sizes)
-            elif head:
-                yield self._handed(head[(self.rank - len(turn)) % len(head)], at, sizes)
+            if self.rank < len(turn) or head:
+                share = turn[self.rank] if self.rank < len(turn) else head[(self.rank - len(turn)) % len(head)]
+                if self.whole is not None and not after and len(share) < self.whole:
+                    share = [*share, *islice(cycle(chain(*head)), self.whole - len(share))]
+                yield self._handed(share, at, sizes)
             else:
                 self.empty = True
             at += self.size

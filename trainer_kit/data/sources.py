@@ -93,14 +93,15 @@ class IndexedSource:
         self._began: list[Any] = []
         rank, size = (0, 1) if self.split_by_user else place.part
         self.split: Split
+        self.per_rank_batch_size: int | None
         if self.own_batches:
             refuse_batch_size(loader, place)
             # Neither batch size nor batch sampler: each item of the sampler is a batch.
             sized = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
-            self.split = BatchTurns(self.order, rank=rank, size=size, sized=sized, pad=place.pad)
-            self.loader.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = self.split
             given = getattr(loader.batch_sampler, "batch_size", None)
-            self.per_rank_batch_size: int | None = given if isinstance(given, int) else None
+            whole = self.per_rank_batch_size = given if isinstance(given, int) else None
+            self.split = BatchTurns(self.order, rank=rank, size=size, sized=sized, pad=place.pad, whole=whole)
+            self.loader.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = self.split
         else:
             per_rank = place.batch_size or loader.batch_size or 1
             self.split = SampleBlocks(

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, final
 
 import torch
+from torch.utils.data import default_collate
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.move import move_to_device
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.together import on_rank_zero
 from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.raw.options import DataLoaderConfiguration
+from trainer_kit.raw.turns import Turn, evened
 from trainer_kit.raw.window import Window
 
 __all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
@@ -36,7 +38,7 @@ class PreparedLoader:
         window: of the accelerator: is told which loader is being read.
         seed: of the order, the same on every process.
         even: fill the last batch up from the start of the data, so that every process gets equally many.
-        dispatch: only the main process reads.
+        dispatch: the processes to which the first of them hands what it alone reads; None: each of them reads.
         non_blocking: copies to an accelerator do not wait.
         shard: what this process computes of a batch; None: all of it.
         end: called when the loop is done with a batch, where no window is under way.
@@ -62,7 +64,7 @@ class PreparedLoader:
         *,
         seed: int,
         even: bool,
-        dispatch: bool = False,
+        dispatch: Group | None = None,
         non_blocking: bool = False,
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
@@ -80,8 +82,10 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
         self._resume: tuple[int, int] | None = None
-        # Of what the main process read and nobody has yet: samples of each batch, and how many are not there twice.
-        self._turns: deque[tuple[list[int], int]] = deque()
+        # Each process knows the batches of all: the main process reads for all, or each reads the whole stream.
+        self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
+        self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
+        self._drop_last = bool(getattr(loader, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataloader":
@@ -92,7 +96,9 @@ class PreparedLoader:
         length = self.feed.length
         if length is None:
             raise TypeError(f"object of type {type(self.dataloader).__name__!r} has no len()")
-        return -(-length // self.group.size) if self.dispatch else length
+        if not self._shared:
+            return length
+        return length // self.group.size if self._drop_last else -(-length // self.group.size)
 
     @property
     def total_batch_size(self) -> int:
@@ -111,7 +117,7 @@ class PreparedLoader:
             self.even = even
             self.feed = self._make_feed(even, self.seed)
             if not begun:  # where its own generators are, and which batch a loaded state goes on with
-                self.feed.track.load_state_dict([state["track"]] * self.group.size, self.group.rank)
+                self._load_tracks([state["track"]] * self.group.size)
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is epoch ``epoch``; by default it is one more than the last."""
@@ -131,7 +137,10 @@ class PreparedLoader:
         return self._iterate(batches)
 
     def _iterate(self, begin: int | None) -> Iterator[Any]:
-        """One epoch. Leaving it early ends it. A stream is read one batch ahead: only so it says which is its last."""
+        """One epoch. Leaving it early ends it.
+
+        What does not tell its length is read one batch ahead: only so the last batch is known as such.
+        """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
         window = self.window
@@ -140,33 +149,32 @@ class PreparedLoader:
             self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
         source: Iterator[Any]
-        source = self._dispatched(feed, epoch, start) if self.dispatch else feed.sized_epoch(epoch, start)
+        source = self._in_turns(feed, epoch, start) if self._shared else feed.sized_epoch(epoch, start)
         self.iteration, self.end_of_dataloader = epoch + 1, False
         self._position = (epoch, start)
-        self._turns.clear()
         window.reading.append(self)
         window.batches = self
-        known = len(self) if feed.indexed else None
-        first, at, after = None, start, _NOT_READ
+        known = len(self) if feed.indexed and feed.length is not None else None
+        ahead = known is None and not self._shared
+        at, after = start, _NOT_READ
         device = self.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
             device = None  # there is no other place where a batch could be
         self.nominal = float(self.feed.per_rank_batch_size or 1)
         try:
             while (pair := next(source, _END) if after is _NOT_READ else after) is not _END:
-                if known is None:
+                if ahead:
                     after = next(source, _END)
                 if missing := pair is MISSING and self.even:
-                    pair = self._first(epoch) if first is None else first
+                    pair = self._first(epoch)
                 batch, size = pair
                 if batch is EMPTY:
                     break  # this process has no part of the last batch
-                first = pair if first is None and known is None else first
-                self._note(feed, at, size, missing, after is _END if known is None else at + 1 == known)
+                self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
                 at += 1
                 self._position = (epoch, at)
                 if feed.stateful:
-                    feed.track.forget(at * self.group.size if self.dispatch else at)
+                    feed.track.forget(at * self.group.size if self._shared else at)
                 window.batches = self
                 if device is not None:
                     batch = move_to_device(batch, device, self.non_blocking)
@@ -185,11 +193,10 @@ class PreparedLoader:
         size = self.group.size
         self.size, self.end_of_dataloader, self.counts = mine, last, None
         self.weight = self.total = mine
-        if size == 1:
+        if size == 1 and not self._shared:
             return
-        if self.dispatch:
-            sizes, real = self._turns.popleft()
-            self.total, self.counts = float(sum(sizes)), sizes[:real] + [0] * (size - real)
+        if self._shared:
+            self.total, self.counts, self.end_of_dataloader = self._turn
             return
         total, each = feed.samples(at), feed.per_rank_batch_size
         self.total = total
@@ -216,24 +223,38 @@ class PreparedLoader:
             rows = self.group.agree([self.size, 0 if missing else self.size])
             self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
 
-    def _dispatched(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
-        """The main process reads as many batches as there are processes, and hands them round."""
-        group, first = self.group, None
-        source = feed.sized_epoch(epoch, start * group.size) if group.rank == 0 else iter(())
-        while True:
-            turn = group.broadcast(list(islice(source, group.size)))
-            if not turn:
-                return
-            first, real = first or turn[:1], len(turn)
-            turn += first * (group.size - real if self.even else 0)
-            self._turns.append(([size for _, size in turn], real))
-            yield turn[group.rank] if group.rank < len(turn) else MISSING
+    def _in_turns(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
+        """This process's batches of a stream: as many batches as there are processes are read at a time.
+
+        Where the main process reads for all, an error of its reader is an error on every process.
+        """
+        rank, processes = self.group.rank, self.group.size
+        reads = self.dispatch is None or self.dispatch.rank == 0
+        source = feed.sized_epoch(epoch, start * processes) if reads else iter(())
+
+        def read() -> Turn:
+            turn = list(islice(source, processes))
+            return [] if self._drop_last and len(turn) < processes else turn
+
+        after = self._turn_of(read)
+        while turn := after:
+            after = self._turn_of(read)
+            counts: list[int] | None = [size for _, size in turn] + [0] * (processes - len(turn))
+            if len(set(counts or ())) == 1:
+                counts = None
+            elif self.even and (not after or feed.per_rank_batch_size is not None):  # workers have a last batch each
+                turn, counts = evened(turn, processes, getattr(self.dataloader, "collate_fn", None) is default_collate)
+            self._turn = sum(size for _, size in turn), counts, not after
+            yield turn[rank] if rank < len(turn) else MISSING
+
+    def _turn_of(self, read: Callable[[], Turn]) -> Turn:
+        return read() if self.dispatch is None else on_rank_zero(self.dispatch, read)
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is: epoch, batches handed out, the seed, and what the loader itself needs to go on."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
-        at = batch * self.group.size if self.dispatch else batch
+        at = batch * self.group.size if self._shared else batch
         state = self.feed.track.state_dict(epoch if inside else None, at)
         samples = batch * self.total_batch_size
         return {"epoch": epoch, "batch": batch, "samples": samples, "seed": self.seed, "track": state}
@@ -254,13 +275,30 @@ class PreparedLoader:
         self._resume = (epoch, batch) if batch else None
         self.seed = int(states[0]["seed"])
         self.feed = self._make_feed(self.even, self.seed)
-        self.feed.track.load_state_dict([state["track"] for state in states], self.group.rank)
+        self._load_tracks([state["track"] for state in states])
+
+    def _load_tracks(self, tracks: Sequence[Any]) -> None:
+        """What `state_dict` kept of each reader; the main process has read all of a stream, in either way."""
+        rank, size = self.group.rank, self.group.size
+        if not self._shared and self.feed.indexed:
+            self.feed.track.load_state_dict(tracks, rank)
+            return
+        own = tracks[rank] if len(tracks) == size and self.dispatch is None else None
+        self.feed.track.load_state_dict([tracks[0] if own is None else own], 0)
+
+    def describe(self) -> str:
+        """One line: what is read, in which order, and how it is divided."""
+        text = self.feed.describe()
+        if self.dispatch is not None:
+            return f"{text}; the main process reads, and hands every {self.group.size} batches round"
+        each = f"; every process reads all of it and keeps each {self.group.size}th batch"
+        return f"{text}{each}" if self._shared else text
 
     def _batches_of(self, samples: int) -> int:
         """How many batches of an epoch have so many samples."""
         size, feed = self.total_batch_size, self.feed
         if feed.indexed and feed.length is not None:
-            last = None if self.dispatch else feed.samples(len(self) - 1)
+            last = None if self._shared else feed.samples(len(self) - 1)
             if samples >= (len(self) - 1) * size + (last or size):
                 return len(self)
         batches, rest = divmod(samples, size)
@@ -327,6 +365,7 @@ class _Later:
 def prepare_loader(
     loader: Any,
     group: Group,
+    world: Group,
     device: torch.device | None,
     window: Window,
     config: DataLoaderConfiguration,
@@ -338,7 +377,8 @@ def prepare_loader(
 
     Args:
         loader: a DataLoader or any iterable of batches.
-        group: the processes.
+        group: the processes among which data are divided.
+        world: all processes: those that read the same batches get them from the same reader.
         device: where batches go; None leaves them where they are.
         window: is told which loader is being read.
         config: how it is divided.
@@ -359,11 +399,14 @@ def prepare_loader(
                 fix=f"use a multiple of {group.size}, or leave split_batches out",
             )
         batch_size = whole // group.size
-    dispatch = bool(config.dispatch_batches) and group.size > 1
-    rank, size = (0, 1) if dispatch else (group.rank, group.size)
+    stream = not Feed(loader, seed=seed).indexed
+    asked = config.dispatch_batches
+    # A stream that is shuffled as it is read has another order on each process, unless one process reads for all.
+    dispatch = world.size > 1 and (stream if asked is None else asked)
+    rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
 
     def make_feed(even: bool, seed: int) -> Feed:
-        pad = even and not dispatch and size > 1
+        pad = even and size > 1
         return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
 
     return PreparedLoader(
@@ -374,7 +417,7 @@ def prepare_loader(
         window,
         seed=seed,
         even=config.even_batches,
-        dispatch=dispatch,
+        dispatch=world if dispatch else None,
         non_blocking=config.non_blocking,
         shard=shard,
         end=end,

@@ -200,7 +200,8 @@ class DataLoaderConfiguration:
 
     Attributes:
         split_batches: the loader's batch size is that of all processes together, instead of each one's.
-        dispatch_batches: the main process reads, and hands their parts to the others.
+        dispatch_batches: the main process reads, and hands their parts to the others. By default so for data that can
+            only be read in order (an ``IterableDataset``); False: every process reads all of them.
         even_batches: every process gets equally many samples: the last batch is filled up from the start of the data.
         use_seedable_sampler: accepted; the order is always a function of seed and epoch.
         data_seed: of the order; by default what ``set_seed`` or ``torch.manual_seed`` was last given on the main

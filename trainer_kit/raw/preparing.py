@@ -239,9 +239,9 @@ class Preparing(Gathering):
             seed = self.world.broadcast(order_seed() if self.data_seed is None else self.data_seed)
         # A seed each: two loaders over one data set must not come in the same order.
         seed += len(self._dataloaders)
-        strategy = self.strategy
-        engine = (strategy.shard_batch, strategy.end_batch)
-        made = prepare_loader(data_loader, strategy.data, device, self.window, self.dataloader_config, seed, *engine)
+        strategy, window = self.strategy, self.window
+        groups, engine = (strategy.data, strategy.world), (strategy.shard_batch, strategy.end_batch)
+        made = prepare_loader(data_loader, *groups, device, window, self.dataloader_config, seed, *engine)
         self._dataloaders.append(made)
         return made
 
