@@ -16,6 +16,7 @@ from tests.parity.plain import Classifier, make_batches, make_net
 from trainer_kit.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.testing import TinyModule
 from trainer_kit.testing.conformance import assert_same
 
 DECAY = 0.8
@@ -305,7 +306,7 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp
         return [StochasticWeightAveraging(**{"swa_lrs": 0.01, "annealing_epochs": 2, **options}), keeper]
 
     options: dict[str, Any] = {"max_epochs": 5, "accumulate_grad_batches": 7, "default_root_dir": tmp_path}
-    for number, start in enumerate((3, 0.4)):  # the third of five epochs
+    for number, start in enumerate((3, 0.6)):  # the third of five epochs
         swa, keeper = callbacks(tmp_path / str(number), swa_epoch_start=start)
         module = Stepped()
         beside = Beside(module, (), ())
@@ -337,6 +338,34 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp
     assert_same(copied(again), copied(at_once), 0.0)
 
 
+@pytest.mark.parametrize(
+    ("start", "annealing", "rates"),
+    [
+        # What Lightning 2.6 trains these epochs with.
+        (3, 0, [0.1, 0.1, 0.02, 0.02, 0.02, 0.02]),
+        (3, 2, [0.1, 0.1, 0.1, 0.06, 0.02, 0.02]),
+        (0.5, 0, [0.1, 0.1, 0.02, 0.02, 0.02, 0.02]),
+        (0.5, 2, [0.1, 0.1, 0.1, 0.06, 0.02, 0.02]),
+        (0.1, 1, [0.1, 0.02, 0.02, 0.02, 0.02, 0.02]),
+    ],
+)
+def test_the_learning_rate_of_each_epoch_is_that_of_lightning(start: Any, annealing: int, rates: list[float]) -> None:
+    seen = []
+
+    class Rates(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            seen.append(self.optimizers().param_groups[0]["lr"])
+            return super().training_step(batch, batch_idx)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    swa = StochasticWeightAveraging(0.02, start, annealing, "linear")
+    trainer = tk.Trainer(max_epochs=6, callbacks=[swa], enable_checkpointing=False, logger=False, accelerator="cpu")
+    trainer.fit(Rates(), [torch.ones(2, 32)])
+    assert seen == pytest.approx(rates)
+
+
 def test_arguments() -> None:
     for wrong in ({"swa_lrs": 0}, {"swa_lrs": 0.1, "swa_epoch_start": 0}, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}):
         with pytest.raises(ConfigurationError, match="positive learning rates"):
@@ -344,7 +373,7 @@ def test_arguments() -> None:
     quiet: dict[str, Any] = {"enable_checkpointing": False}
     with pytest.raises(ConfigurationError, match=r"1 optimizers with \[1\] parameter groups, 2 learning rates"):
         train(Norms(), StochasticWeightAveraging([0.1, 0.2]), **quiet)
-    with pytest.raises(ConfigurationError, match="a fraction of nobody knows"):
+    with pytest.raises(ConfigurationError, match="a fraction of an unknown number of epochs"):
         train(Norms(), StochasticWeightAveraging(0.1), max_epochs=-1, max_steps=2, **quiet)
     with pytest.raises(ConfigurationError, match="in one way"):
         WeightAveraging(avg_fn=get_ema_avg_fn(), multi_avg_fn=get_ema_multi_avg_fn())

@@ -20,15 +20,18 @@ __all__ = ["StochasticWeightAveraging"]
 class StochasticWeightAveraging(WeightAveraging):
     """Stochastic weight averaging (Izmailov et al., UAI 2018; https://arxiv.org/abs/1803.05407).
 
-    From ``swa_epoch_start`` on the learning rate is annealed to ``swa_lrs`` by torch's ``SWALR``, in place of the
-    schedulers that there are, and the weights at the end of each epoch, the last one included, are averaged. See
+    From the start of epoch ``swa_epoch_start`` torch's ``SWALR`` sets the learning rate, in place of the module's
+    schedulers, and the weights at the end of each epoch from this one on are averaged. The rates are Lightning's: the
+    first such epoch keeps the rate that it found, and each epoch's end anneals it further. See
     `WeightAveraging` for what is evaluated, deployed and saved. Running statistics are averaged, too;
-    ``torch.optim.swa_utils.update_bn`` after training computes them anew.
+    ``torch.optim.swa_utils.update_bn`` after training computes them from data.
 
     Args:
         swa_lrs: the learning rate: one for all parameter groups, or one for each.
-        swa_epoch_start: the first epoch that is averaged: its number, counted from 1, or a fraction of ``max_epochs``.
-        annealing_epochs: in how many epochs the learning rate gets there; 0: at once.
+        swa_epoch_start: the first epoch that is averaged: its number, counted from 1, or the fraction of ``max_epochs``
+            that gives this number, rounded down.
+        annealing_epochs: epochs from the old rate to the new one: 0, and the first epoch has the new rate; 2, and the
+            third has it.
         annealing_strategy: ``"cos"`` or ``"linear"``.
         avg_fn: (average, weight, number averaged) to the new average; None for the mean.
         device: where the average is kept; None: where the weights are.
@@ -65,7 +68,7 @@ class StochasticWeightAveraging(WeightAveraging):
             )
         self.swa_lrs, self.swa_epoch_start = swa_lrs, swa_epoch_start
         self.annealing_epochs, self.annealing_strategy = annealing_epochs, annealing_strategy
-        self._first = 0  # epoch, counted from 0
+        self._first = 0  # epoch, counted from 0 (`swa_epoch_start` counts from 1)
         self._anneals = False
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
@@ -85,11 +88,11 @@ class StochasticWeightAveraging(WeightAveraging):
         if isinstance(self.swa_epoch_start, float):
             if trainer.max_epochs in (None, -1):
                 raise ConfigurationError(
-                    "a fraction of nobody knows how many epochs",
+                    "swa_epoch_start is a fraction of an unknown number of epochs",
                     found=f"swa_epoch_start={self.swa_epoch_start}, max_epochs=-1",
                     fix="give swa_epoch_start as the number of an epoch, or max_epochs",
                 )
-            self._first = int(self.swa_epoch_start * trainer.max_epochs)
+            self._first = max(int(self.swa_epoch_start * trainer.max_epochs) - 1, 0)
         else:
             self._first = self.swa_epoch_start - 1
         if not module.automatic_optimization:
@@ -127,5 +130,7 @@ class StochasticWeightAveraging(WeightAveraging):
         (optimizer,) = trainer.optimizers
         rates: Any = self.swa_lrs if isinstance(self.swa_lrs, (int, float)) else list(self.swa_lrs)
         scheduler = SWALR(optimizer, rates, self.annealing_epochs, self.annealing_strategy)
+        # The loop holds the step as it was before SWALR wrapped it, so torch would warn of an epoch without a step.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
         trainer.lr_scheduler_configs[:] = [LRSchedulerConfig(scheduler, optimizer=optimizer)]
         self._anneals = True
