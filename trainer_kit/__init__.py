@@ -54,8 +54,9 @@ if TYPE_CHECKING:
     from trainer_kit.inference.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from trainer_kit.inference.pipeline import prepare_pippy
     from trainer_kit.inference.quantization import BnbQuantizationConfig, load_and_quantize_model
+    from trainer_kit.inference.sizes import compute_module_sizes
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
-    from trainer_kit.raw.batch_size import find_executable_batch_size
+    from trainer_kit.raw.batch_size import find_executable_batch_size, release_memory
     from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
     from trainer_kit.raw.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from trainer_kit.raw.generators import set_seed
@@ -147,6 +148,7 @@ __all__ = [
     "checkpoint",
     "checkpoints",
     "cli",
+    "compute_module_sizes",
     "cpu_offload",
     "cpu_offload_with_hook",
     "debug_launcher",
@@ -173,6 +175,7 @@ __all__ = [
     "prepare_pippy",
     "reduce",
     "register_tracker_class",
+    "release_memory",
     "seed_everything",
     "send_to_device",
     "set_seed",
@@ -240,6 +243,7 @@ _HOME = {
     "broadcast_object_list": "accelerator:broadcast_object_list",
     "checkpoints": "checkpoint.store:checkpoints",
     "cli": "commands.cli:cli",
+    "compute_module_sizes": "inference.sizes:compute_module_sizes",
     "cpu_offload": "inference.dispatch:cpu_offload",
     "cpu_offload_with_hook": "inference.dispatch:cpu_offload_with_hook",
     "debug_launcher": "raw.launchers:debug_launcher",
@@ -264,6 +268,7 @@ _HOME = {
     "prepare_pippy": "inference.pipeline:prepare_pippy",
     "reduce": "accelerator:reduce",
     "register_tracker_class": "raw.trackers:register_tracker_class",
+    "release_memory": "raw.batch_size:release_memory",
     "seed_everything": "core.seed:seed_everything",
     "send_to_device": "core.move:move_to_device",
     "set_seed": "raw.generators:set_seed",

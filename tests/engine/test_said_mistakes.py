@@ -86,3 +86,14 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
     )
     with pytest.raises(CheckpointError, match=r"(?s)not one of them.*pass .*step-00000001"):
         Trainer(**QUIET, max_epochs=2).fit(TinyModule(), [torch.randn(4, 32)], ckpt_path=tmp_path / "checkpoints")
+
+
+def test_an_attribute_of_lightnings_trainer_says_what_to_use_instead():
+    trainer = Trainer(barebones=True)
+    with pytest.raises(AttributeError, match=r"no fit_loop: limits are arguments.*ckpt_path"):
+        trainer.fit_loop.max_epochs = 4
+    with pytest.raises(AttributeError, match=r"no predict_loop: trainer\.predict returns the predictions"):
+        trainer.predict_loop = None
+    assert not hasattr(trainer, "state")
+    assert trainer.num_nodes == 1
+    assert trainer.strategy.device is not None

@@ -201,3 +201,12 @@ def test_what_is_free_is_measured_and_a_container_limits_it(tmp_path: Any) -> No
     with mock.patch.multiple("trainer_kit.core.memory", **{key: (str(file),) for key, file in names.items()}):
         assert free_memory(torch.device("cpu")) == 1_500_000
     assert resolve_device_map(Net(), "auto")[""] in ("cpu", 0)
+
+
+def test_bytes_of_each_module_and_tensor():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    sizes = tk.compute_module_sizes(model)
+    assert (sizes["0.weight"], sizes["0"], sizes["1.num_batches_tracked"]) == (48, 64, 8)
+    assert sizes[""] == sizes["0"] + sizes["1"] == sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert tk.compute_module_sizes(model, "float16")["0"] == 32
+    assert {name for name in tk.compute_module_sizes(model, buffers_only=True) if name.startswith("0")} == set()

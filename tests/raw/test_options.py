@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from datetime import timedelta
 from pathlib import Path
 
@@ -155,3 +157,23 @@ def test_a_profile_of_known_activities_runs():
     handler.activities = ["nvidia"]
     with pytest.raises(ConfigurationError, match="no such activity"), accelerator.profile(handler):
         pass
+
+
+def test_a_prepared_loader_knows_its_remainder():
+    accelerator = tk.Accelerator(cpu=True)
+    loaders = [torch.utils.data.DataLoader(torch.arange(n), batch_size=4) for n in (8, 10)]
+    assert [loader.remainder for loader in accelerator.prepare(*loaders)] == [0, 2]
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(range(5))
+
+    assert accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=4)).remainder == -1
+
+
+def test_released_objects_are_collected():
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    gone = weakref.ref(model)
+    model, other = tk.release_memory(model, other)
+    gc.collect()
+    assert model is other is gone() is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NoReturn, final
 
 from trainer_kit.core.duration import Duration
 from trainer_kit.core.environment import Environment
@@ -14,6 +14,23 @@ from trainer_kit.engine.settings import Settings
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Position"]
+
+
+@final
+class _Elsewhere:
+    """An attribute of Lightning's Trainer that this one does not have: reading it says what to use instead."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> NoReturn:
+        raise AttributeError(f"the Trainer has no {self._name}: {self._instead}")
+
+    def __set__(self, instance: Any, value: Any) -> NoReturn:
+        self.__get__(instance)
 
 
 class Position(ABC):
@@ -78,6 +95,11 @@ class Position(ABC):
     def num_devices(self) -> int:
         """Devices on this node."""
         return self.processes
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines."""
+        return max(1, self.world_size // max(1, self.processes))
 
     @property
     def training(self) -> bool:
@@ -219,3 +241,33 @@ class Position(ABC):
 
     def _steps(self, batches: float) -> float:
         return batches if batches == math.inf else math.ceil(batches / self.accumulation)
+
+    # -- what Lightning's Trainer has besides ----------------------------------------------------------------------
+
+    fit_loop = _Elsewhere(
+        "limits are arguments of the Trainer; to train further, fit(ckpt_path=...) with a Trainer of larger ones"
+    )
+    validate_loop = _Elsewhere(
+        "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"
+    )
+    test_loop = _Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
+    predict_loop = _Elsewhere("trainer.predict returns the predictions")
+    state = _Elsewhere("trainer.state_verb is the running one of fit, validate, test and predict")
+    interrupted = _Elsewhere("an interrupt reaches the caller of fit as KeyboardInterrupt")
+    received_sigterm = _Elsewhere("SIGTERM saves a checkpoint and ends the process with exit code 143")
+    profiler = _Elsewhere(
+        "open torch.profiler.profile(...) in a callback's on_fit_start and step it in on_train_step_end"
+    )
+    scaler = _Elsewhere("trainer.precision_plugin.scaler")
+    accelerator = _Elsewhere("trainer.strategy.device")
+    device_ids = _Elsewhere("trainer.strategy.device is the device of this process")
+    ckpt_path = _Elsewhere("the path of a fit or an evaluation is printed when it is loaded")
+    init_module = _Elsewhere(
+        "build layers in configure_model, which is called on the device and in the dtype of the run"
+    )
+    early_stopping_callbacks = _Elsewhere("trainer.early_stopping_callback is the first; trainer.callbacks has all")
+    enable_validation = _Elsewhere("trainer.num_val_batches is empty without validation")
+    distributed_sampler_kwargs = _Elsewhere(
+        "loaders are divided without samplers; trainer.world_size and global_rank say how"
+    )
+    reload_dataloaders_every_n_epochs = _Elsewhere("loaders are built once a fit")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trainer_kit.checkpoint.dtypes import torch_dtype
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["Dtype", "Unit", "find_units", "named_tensors", "resolve_dtype", "tensor_sizes"]
+__all__ = ["Dtype", "Unit", "compute_module_sizes", "find_units", "named_tensors", "resolve_dtype", "tensor_sizes"]
 
 Dtype: TypeAlias = "torch.dtype | str"
 """A dtype or its name; ``"int4"``, which torch has none of, counts half a byte an element."""
@@ -100,6 +100,36 @@ def tensor_sizes(
     for name, tensor in named_tensors(module):
         given = special.get(name, dtype if tensor.is_floating_point() else None) or tensor.dtype
         sizes[name] = -(-tensor.numel() * _bits(given) // 8)
+    return sizes
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> dict[str, int]:
+    """Bytes of every tensor and of every module that holds it, by name; ``""`` is the whole model.
+
+    Args:
+        model: it may be on the ``meta`` device.
+        dtype: as for `tensor_sizes`.
+        special_dtypes: likewise.
+        buffers_only: leave parameters out.
+
+    Example:
+        >>> compute_module_sizes(nn.Sequential(nn.Linear(3, 4)))
+        {'': 64, '0': 64, '0.weight': 48, '0.bias': 16}
+    """
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    sizes: dict[str, int] = {}
+    for name, size in tensor_sizes(model, dtype, special_dtypes).items():
+        if buffers_only and name not in buffers:
+            continue
+        parts = name.split(".")
+        for depth in range(len(parts) + 1):
+            holder = ".".join(parts[:depth])
+            sizes[holder] = sizes.get(holder, 0) + size
     return sizes
 
 

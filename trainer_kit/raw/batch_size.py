@@ -12,7 +12,7 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["find_executable_batch_size"]
+__all__ = ["find_executable_batch_size", "release_memory"]
 
 _FULL = (
     "out of memory",
@@ -21,6 +21,27 @@ _FULL = (
     "CUBLAS_STATUS_NOT_SUPPORTED",
     "CUDNN_STATUS_NOT_SUPPORTED",
 )
+
+
+def release_memory(*objects: Any) -> list[None]:
+    """Collect garbage and empty the accelerator's cache.
+
+    Args:
+        objects: assign the result to the names that still refer to them.
+
+    Returns:
+        None for each object.
+
+    Example:
+        >>> model, optimizer = torch.nn.Linear(2, 2), None
+        >>> model, optimizer = release_memory(model, optimizer)
+        >>> model is None
+        True
+    """
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+    return [None] * len(objects)
 
 
 def find_executable_batch_size(
@@ -70,9 +91,7 @@ def find_executable_batch_size(
             )
         size = starting_batch_size
         while size > 0:
-            gc.collect()
-            if torch.accelerator.is_available():
-                torch.accelerator.empty_cache()
+            release_memory()
             given = (size, starting_batch_size // size) if keep_global_batch else (size,)
             try:
                 return function(*given, *arguments, **options)

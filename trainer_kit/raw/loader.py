@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from typing import Any, final
 
@@ -109,6 +109,12 @@ class PreparedLoader:
     def total_dataset_length(self) -> int:
         """Samples of the data set."""
         return len(self.dataloader.dataset)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last batch over all processes, without those that fill it up; 0: it is full; -1: a stream."""
+        sized = isinstance(self.dataloader.dataset, Sized)
+        return self.total_dataset_length % self.total_batch_size if sized else -1
 
     def set_even(self, even: bool) -> None:
         """Whether the next epochs fill the last batch up."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -19,6 +18,7 @@ from trainer_kit.core.seed import order_seed
 from trainer_kit.core.text import Text
 from trainer_kit.engine.groups import note_configured
 from trainer_kit.precision.precision import Precision
+from trainer_kit.raw.batch_size import release_memory
 from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
 from trainer_kit.raw.gathering import Gathering
 from trainer_kit.raw.loader import PreparedLoader, prepare_loader
@@ -311,10 +311,7 @@ class Preparing(Gathering):
         self.precision.abandon_step()  # what scales losses knows optimizers
         self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
         self.window.reset()
-        gc.collect()
-        if torch.accelerator.is_available() and self.device.type != "cpu":
-            torch.accelerator.empty_cache()
-        return [None] * len(objects)
+        return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
         """As `free_memory`."""

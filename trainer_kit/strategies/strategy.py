@@ -100,6 +100,11 @@ class Strategy(ABC):
         """
         return {}
 
+    @property
+    def root_device(self) -> torch.device:
+        """The device, by Lightning's name."""
+        return self.device
+
     def barrier(self, name: str | None = None) -> None:
         """Wait for every rank (Lightning's ``trainer.strategy.barrier()``)."""
         self.world.barrier()
