@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import stat
+import sys
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import trainer_kit as tk
+from trainer_kit.testing import TinyModule
 
 pytestmark = pytest.mark.slow  # programs are started
 
@@ -278,6 +282,10 @@ def test_a_wrong_choice_of_a_class_is_one_line(script):
     assert said == [f"train.py fit: --model: {line}" for line in cases.values()]
 
 
+FLAT = "[&a [" + ", ".join("1" * 9) + "]"
+for _old, _new in pairwise("abcdefg"):
+    FLAT += f", &{_new} [" + ", ".join([f"*{_old}"] * 9) + "]"
+FLAT += "]"
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 9)
 )
@@ -296,7 +304,12 @@ FILES = {
     "!!python/object/apply:os.mkdir: this tag is not read; a class is a class_path",
     "- 1\n": ":1: there must be keys and values at the top",
     "data: " + "[" * 60 + "]" * 60 + "\n": ":1: nested deeper than 50 levels",
-    BOMB: ":5: more than 20000 values, aliases written out",
+    BOMB: ":4: more than 2000 values, aliases written out",
+    '"\\UFFFFFFFF": 1\n': ":1: this is no YAML: cannot be read: Python int too large to convert to C int",
+    "optimzer: {}\n": ":1: optimzer: unknown key, did you mean 'optimizer'?",
+    "trainer:\n  max_epoch: {a: {}}\n": ":2: trainer.max_epoch: unknown key, did you mean 'trainer.max_epochs'?",
+    STOPPING + "    init_args:\n      monitor: a\n      patiense: {}\n": ":6: "
+    "trainer.callbacks: EarlyStopping does not take 'patiense', did you mean 'patience'?",
     "#" * 1_000_001: ": larger than 1000 kB, which no configuration is",
 }
 
@@ -309,6 +322,50 @@ def test_a_wrong_file_is_one_line_with_its_place(script, tmp_path):
     assert said[:-1] == [f"{number}.yaml{line}" for number, line in enumerate(FILES.values())]
     assert said[-1] == "none.yaml: there is no such file"
     assert not (tmp_path / "made").exists()
+
+
+class Loose(TinyModule):
+    """A module with an argument of any kind, and one that is a mapping."""
+
+    def __init__(self, part: Any = None, names: dict[str, Any] | None = None, lr: float = 0.1) -> None:
+        super().__init__(lr)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.names={a: " + FLAT + "}"], "--model.names: more than 2000 values, aliases written out"),
+        (["--model.part", FLAT], "--model.part: more than 2000 values, aliases written out"),
+        (["--model.lr", "[" * 3000], "--model.lr: nested deeper than 50 levels"),
+        (
+            ["--model.part={class_path: pathlib.Path, init_args: {}}"],
+            "--model.part: 'part' of Loose has no type, so no class is made for it; annotate it with one",
+        ),
+        (
+            ["--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: a, patiense: {}}}"],
+            "--trainer.callbacks: EarlyStopping does not take 'patiense', did you mean 'patience'?",
+        ),
+    ],
+)
+def test_values_that_would_do_harm_or_nothing_are_refused(words, said, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit) as caught:
+        tk.cli(Loose, args=["fit", *words])
+    assert (caught.value.code, capsys.readouterr().err) == (2, f"train.py fit: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("{mod: default}", "did you mean 'mode'?"),
+        ("{backend: nonsense}", "Invalid backend: 'nonsense'"),
+    ],
+)
+def test_wrong_arguments_of_compile_are_told_before_anything_runs(options, said, capsys):
+    with pytest.raises(SystemExit) as caught:
+        tk.cli(Loose, args=["fit", f"--trainer.compile={options}", "--trainer.barebones=true"])
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 MUTATE = r"""

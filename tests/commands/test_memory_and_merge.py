@@ -16,6 +16,10 @@ from torch.distributed import checkpoint as dcp
 from trainer_kit.checkpoint import export, read_weights, write_sharded
 from trainer_kit.commands.main import main
 
+BOMB = "{a: [&a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"
+for _old, _new in ("ab", "bc", "cd", "de"):
+    BOMB += f", &{_new} [" + ", ".join([f"*{_old}"] * 10) + "]"
+BOMB += "]}"
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = """
 import torch
@@ -86,6 +90,7 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
         ("nowhere.at.all:Net",): "nowhere.at.all cannot be imported",
         ("nowhere",): "this is no model",
         ("late_models:Net", "--args", "{width: "): "--args cannot be read",
+        ("late_models:Net", "--args", BOMB): "--args cannot be read: more than 5000 values",
         ("late_models:Net", "--args", "[1]"): "--args are names and values",
     }
     for words, expected in wrong.items():

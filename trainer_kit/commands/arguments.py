@@ -14,13 +14,16 @@ import jsonargparse
 import yaml
 
 from trainer_kit import callbacks as _callbacks
-from trainer_kit.commands.complaint import FileProblem, check_file, complaint
+from trainer_kit.commands.complaint import FileProblem, check_file, check_keys, check_words, complaint
 from trainer_kit.commands.optimizers import KINDS, add_optimizer_arguments, use_optimizer
 from trainer_kit.core.errors import printable
 from trainer_kit.core.hooks import Callback
 from trainer_kit.trainer import Trainer
 
 __all__ = ["Arguments", "Parsed"]
+
+# No class for an argument that has no type, and none of the classes that jsonargparse knows to run what they are given.
+jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=[])
 
 _VERBS = {
     "fit": "Train.",
@@ -57,6 +60,7 @@ _PARTS: Mapping[str, tuple[Any, Any, str]] = {
         "true, false, a word such as csv, a class, or several",
     ),
     "callbacks": (Callback | list[Callback] | None, None, "one or several classes"),
+    "plugins": (_PrecisionClass | list[_PrecisionClass] | None, None, "a precision's class"),
 }
 
 
@@ -180,14 +184,17 @@ class Arguments:
         early = words[0].partition("=")[0] if words else ""
         if early.startswith("--") and early != "--help":
             _refuse(f"{prog}: {early}: options stand behind the command: {', '.join(_VERBS)}")
+        known = [option for option in self._verbs[verb]._option_string_actions if option.startswith("--")]
         try:
             for file in files:
                 check_file(file)
+            check_words(prog, words)
+            check_keys(prog, words, files, known, self._kinds)
             found = self._parser.parse_args(list(words))
+            check_keys(prog, words, files, known, self._kinds)  # classes that were imported meanwhile
         except FileProblem as problem:
             _refuse(str(problem))
         except jsonargparse.ArgumentError as error:
-            known = [option for option in self._verbs[verb]._option_string_actions if option.startswith("--")]
             _refuse(complaint(str(error), prog, words, files, known, self._kinds))
         return Parsed(found.subcommand, self._verbs[found.subcommand], found[found.subcommand])
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import yaml
 
+from trainer_kit.commands.keys import misplaced, parameters, prefixes, subclasses
 from trainer_kit.core.errors import did_you_mean, printable
 from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 
-__all__ = ["FileProblem", "check_file", "complaint"]
+__all__ = ["FileProblem", "check_file", "check_keys", "check_words", "complaint"]
 
 _MOST_BYTES: Final = 1_000_000
 _MOST_DEPTH: Final = 50
-_MOST_VALUES: Final = 20_000
+_MOST_VALUES: Final = 2_000  # jsonargparse copies a list once for each of its values
 
 
 class FileProblem(Exception):
@@ -47,6 +48,50 @@ def check_file(path: str) -> None:
         kind = "" if problem.too_much else "this is no YAML: "
         raise FileProblem(f"{path}:{problem.line}: {kind}{problem.reason}") from None
     _check_nodes(path, text)
+
+
+def check_words(prog: str, words: Sequence[str]) -> None:
+    """Refuse values on the command line that are made to take all time or memory.
+
+    Raises:
+        FileProblem: option and reason.
+    """
+    for option, value in _given(words):
+        try:
+            guarded_events(value, _MOST_VALUES, _MOST_DEPTH)
+        except YamlProblem as problem:
+            if problem.too_much:  # what is no YAML may be a text
+                raise FileProblem(f"{prog}: {option}: {problem.reason}") from None
+
+
+def check_keys(
+    prog: str, words: Sequence[str], files: Iterable[str], options: Iterable[str], kinds: Mapping[str, type[Any]]
+) -> None:
+    """Refuse keys that jsonargparse would pass over: see `misplaced`.
+
+    Raises:
+        FileProblem: place and reason.
+    """
+    names = [option.removeprefix("--") for option in options]
+    for file in files:
+        with open(file, encoding="utf-8") as stream:
+            node: Any = yaml.compose(stream, Loader=yaml.SafeLoader)
+        for found in misplaced(node, "", names, kinds):
+            raise FileProblem(f"{file}:{found.line}: {found.key}: {found.reason}")
+    for option, value in _given(words):
+        try:
+            node = yaml.compose(value, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, ValueError, OverflowError):
+            continue
+        for found in misplaced(node, option.removeprefix("--").rstrip("+"), names, kinds):
+            raise FileProblem(f"{prog}: --{found.key}: {found.reason}")
+
+
+def _given(words: Sequence[str]) -> list[tuple[str, str]]:
+    """Options that are given as words, and their values."""
+    together = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
+    apart = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
+    return [(option, value) for option, value in [*together, *apart] if option != "--config"]
 
 
 def _check_nodes(path: str, text: str) -> None:
@@ -106,8 +151,8 @@ def complaint(
         return f"{prog}: a command is missing: {found[1].replace(',', ', ')}; see --help"
     if found := re.search(r"does not accept option '([^']+)'", text):
         keys = {option.removeprefix("--") for option in options}
-        keys |= {part for key in keys for part in _prefixes(key)}
-        unknown = next((part for part in _prefixes(found[1]) if part not in keys), found[1])
+        keys |= {part for key in keys for part in prefixes(key)}
+        unknown = next((part for part in prefixes(found[1]) if part not in keys), found[1])
         return f"{_place(unknown, prog, words, files)}: unknown key{_meant(unknown, keys)}"
     chain = re.findall(r'Parser key "([^"]+)":', text)
     if chain:
@@ -148,11 +193,6 @@ def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> t
     return None, _short(re.sub(r'Parser key "[^"]+":', "", text), 300)
 
 
-def _prefixes(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-
-
 def _kind(text: str) -> str:
     name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", text)
     return "null" if name == "NoneType" else name
@@ -176,7 +216,7 @@ def _line(file: str, key: str, inner: str | None) -> int | None:
         node: Any = yaml.compose(stream, Loader=yaml.SafeLoader)
     line = None
     while key:  # keys may hold dots themselves
-        entry = next((entry for part in _prefixes(key) if (entry := _entry(node, part))), None)
+        entry = next((entry for part in prefixes(key) if (entry := _entry(node, part))), None)
         if entry is None:
             return None
         line, node = entry[0].start_mark.line + 1, entry[1]
@@ -204,22 +244,11 @@ def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> st
 
 def _parameters(path: str) -> list[str]:
     module, _, name = path.rpartition(".")
-    kind = getattr(sys.modules.get(module), name, None)
-    names: list[str] = []
-    for base in getattr(kind, "__mro__", ()):
-        if "__init__" in vars(base):
-            names += inspect.signature(base.__init__).parameters
-    return names
+    return parameters(getattr(sys.modules.get(module), name, None))
 
 
 def _subclasses(kind: type[Any] | None) -> set[str]:
-    found: set[str] = set()
-    rest = [] if kind is None else [kind]
-    while rest:
-        one = rest.pop()
-        found.add(one.__name__)
-        rest += one.__subclasses__()
-    return {name for name in found if not name.startswith("_")}
+    return {one.__name__ for one in subclasses(kind) if not one.__name__.startswith("_")}
 
 
 def _shown(value: str, key: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 
 __all__ = ["estimate_memory"]
 
@@ -61,9 +62,10 @@ def _mapping(text: str) -> dict[str, Any]:
     import yaml
 
     try:
+        guarded_events(text)
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigurationError("--args cannot be read", found=text, fix='write "{width: 512}"') from error
+    except (YamlProblem, yaml.YAMLError, ValueError) as error:
+        raise ConfigurationError(f"--args cannot be read: {error}", found=text, fix='write "{width: 512}"') from error
     if not isinstance(found, dict):
         raise ConfigurationError("--args are names and values", found=text, fix='write "{width: 512}"')
     return found

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from trainer_kit.core.duration import Duration, DurationLike
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
 __all__ = ["Settings", "check_switches", "make_settings"]
 
@@ -118,6 +121,27 @@ def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) 
             found=repr(compile),
             fix='pass a dict, such as {"mode": "reduce-overhead"}',
         )
+    if isinstance(compile, Mapping):
+        _check_compile({name: value for name, value in compile.items() if name != "regional"})
+
+
+def _check_compile(options: Mapping[Any, Any]) -> None:
+    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    unknown = [name for name in options if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            "compile holds arguments of torch.compile",
+            found=f"compile={dict(options)!r}",
+            fix=did_you_mean(str(unknown[0]), [*known, "regional"]),
+        )
+    try:
+        torch.compile(lambda: None, **options)
+    except Exception as error:  # of many classes, by backend
+        raise ConfigurationError(
+            "torch.compile refuses these arguments",
+            found=f"compile={dict(options)!r}: {str(error).strip().splitlines()[0]}",
+            fix="see torch.compile; True is its own defaults",
+        ) from error
 
 
 def _in_unit(name: str, value: Any, unit: str) -> Any:
