@@ -278,7 +278,8 @@ def test_one_rank_killed() -> None:
 
 
 @pytest.mark.slow
-def test_two_machines() -> None:
+def test_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
     (code, out, err), (other_code, other_out, other_err) = on_two_machines("--num_processes", "4", "raw.py")
     assert (code, other_code, err, other_err) == (0, 0, "", "")
     said = [f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []" for rank in range(4)]
@@ -437,6 +438,9 @@ def test_what_has_no_effect_is_named() -> None:
     assert code == 0
     assert "has no effect yet: tpu_vm=['one', 'two'] (flag --tpu_vm)" in output
     assert "has no effect yet: rdzv_backend=c10d (flag --rdzv_backend)" in output
+    shared = ("--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.0.0.7")
+    assert "run token: none (TRAINER_KIT_RUN_TOKEN)" in call("explain", *shared, "raw.py")[1]
+    assert "run token: given" in call("explain", *shared, "raw.py", TRAINER_KIT_RUN_TOKEN="x")[1]
     code, output = call("explain", "--cpu", "--env", "WANDB_API_KEY=hush", "raw.py")
     assert code == 0
     assert "the script is given WANDB_API_KEY=***" in output

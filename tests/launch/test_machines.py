@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.ports import free_port
+from tests.programs import Programs
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
-from trainer_kit.launch.machines import Machines, PeerFailed
+from trainer_kit.launch.machines import Machines, PeerFailed, _own_towards
+from trainer_kit.launch.signed import Signed
 
 ABOUT = {"processes": 2}
 
@@ -120,3 +129,81 @@ def test_a_port_that_is_taken_and_an_address_of_somebody_else(port: int) -> None
     assert "--main_process_ip" in str(caught.value.fix)
     with pytest.raises(LaunchError, match="none of them"):
         Machines(2, 2)
+
+
+def test_a_stranger_in_the_store_has_no_say(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
+
+    def first(machine: Machines):
+        machine.meet(ABOUT)
+        stranger = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), False)
+        stranger.set("failed/0", "1")
+        for _ in range(5):
+            machine.check(0)
+        stranger.set("told/0/1", '{"status": 137, "failures": []}')
+        found = machine.outcome(0, [], 0, 10)
+        machine.leave(0)
+        return found
+
+    def second(machine: Machines):
+        machine.meet(ABOUT)
+        time.sleep(0.5)  # what the stranger has written stands there before this
+        machine.check(0)
+        found = machine.outcome(0, [], 0, 10)
+        machine.leave(0)
+        return found
+
+    assert on_each(port, first, second) == [([], 0), ([], 0)]
+
+
+def test_machines_with_different_tokens_do_not_meet(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
+    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), False)
+    Signed(store).set("here/0", json.dumps(ABOUT))
+    for other in ("guess", ""):
+        monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", other)
+        with pytest.raises(LaunchError, match="share one token") as caught:
+            Machines(3, 2 if other else 1, "127.0.0.1", port, timeout=20).meet(ABOUT)
+        assert "export the same TRAINER_KIT_RUN_TOKEN" in str(caught.value.fix)
+
+
+RANK = """
+import os, re, sys
+from datetime import timedelta
+from pathlib import Path
+from trainer_kit.core.environment import Environment
+from trainer_kit.launch.machines import meet_without_agent
+
+store = meet_without_agent(Environment.detect(), timedelta(seconds=20))
+store.set("from", os.environ["RANK"])
+links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+inodes = set(re.findall(r"socket:.(\\d+)", " ".join(links)))
+for table in ("tcp", "tcp6"):
+    for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and fields[9] in inodes:
+            print(fields[1].partition(":")[0], flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("address", ["own", "service", "unknown"])
+def test_rank_0_listens_at_one_address(address: str, port: int, tmp_path: Path, programs: Programs) -> None:
+    own = _own_towards("192.0.2.200")
+    if address == "service" and own in (None, "192.0.2.200"):
+        pytest.skip("this machine has no network")
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    master = {"own": "127.0.0.1", "service": "192.0.2.200", "unknown": "no-such-host.invalid"}[address]
+    place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    place |= {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
+    ran = programs.run(script, environment={**os.environ, **place})
+    if address == "unknown":
+        assert ran.returncode == 1
+        assert "set MASTER_ADDR to an address of the machine of rank 0" in ran.stderr
+        return
+    assert ran.returncode == 0, ran.stderr
+    listens = {"own": "127.0.0.1", "service": str(own)}[address]
+    assert ran.stdout.split() == [f"{int.from_bytes(socket.inet_aton(listens), 'little'):08X}"]
+    said = f"rank 0 listens at {own}:{port}: MASTER_ADDR=192.0.2.200 is no address of this machine\n"
+    assert ran.stderr == (said if address == "service" else "")

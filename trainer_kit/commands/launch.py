@@ -228,6 +228,7 @@ def explain(
     from trainer_kit.core.environment import Environment
     from trainer_kit.launch.plan import plan
     from trainer_kit.launch.resolve import resolve
+    from trainer_kit.launch.signed import RUN_TOKEN, run_token
 
     options = resolve(_flags(given), config_file)
     click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
@@ -239,6 +240,8 @@ def explain(
     alone = found.processes == found.machines.count == 1
     click.echo(f"\nprocesses here: {found.processes}{'' if alone else f', {by}'}")
     click.echo(f"machines: {found.machines.count}, this is {found.machines.rank}")
+    if found.machines.count > 1:
+        click.echo(f"run token: {'given' if run_token() else f'none ({RUN_TOKEN})'}")
     for name, value in found.environ.items():
         if name != "TRAINER_KIT_ORIGINS":
             click.echo(f"the script is given {name}={mask_secrets(value, name)}")

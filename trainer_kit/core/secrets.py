@@ -12,7 +12,7 @@ MASK: Final = "***"
 # Only strings are masked, so that max_tokens=128 stays; pad_token and the like are vocabulary, not secrets.
 _KEY: Final = re.compile(
     r"(?:^|[_\-./])(?:password|passwd|secret|credentials?|(?:api|access|private|secret)[_\-]?key"
-    r"|(?:api|access|auth|bearer|refresh|session|hf|github|wandb)[_\-]?token)(?:$|[_\-./])|^token$",
+    r"|(?:api|access|auth|bearer|refresh|run|session|hf|github|wandb)[_\-]?token)(?:$|[_\-./])|^token$",
     re.IGNORECASE,
 )
 _USERINFO: Final = re.compile(r"(?P<scheme>[a-zA-Z][\w+.\-]*://)(?P<user>[^/\s:@]*):[^/\s@]+@")

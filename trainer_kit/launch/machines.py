@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import socket
@@ -19,6 +20,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.arrival import wait_for_master
 from trainer_kit.launch.failure import RankFailure
+from trainer_kit.launch.signed import Signed, run_token
 
 __all__ = ["Machines", "PeerFailed", "interface_of", "meet_without_agent"]
 
@@ -83,16 +85,16 @@ class Machines:
         if self.count == 1:
             return
         if self.rank == 0:
-            self._control = _serve(self.address, self.port)
+            self._control = Signed(_serve(self.address, self.port))
         else:
             self._until(self._can_connect, lambda: f"machine 0 at {self.address}:{self.port}")
-            self._control = _join(self.address, self.port)
-        if self._control.add(f"places/{self.rank}", 1) > 1:
+            self._control = Signed(_join(self.address, self.port))
+        if not self._control.first(f"places/{self.rank}"):
             raise LaunchError("two machines have the same place", found=f"machine_rank={self.rank} twice")
         self._control.set(f"here/{self.rank}", json.dumps(dict(about)))
         for other in range(self.count) if self.rank == 0 else (0,):
             self._until(
-                lambda key=f"here/{other}": self._control.check([key]),  # type: ignore[misc]
+                lambda key=f"here/{other}": self._control.present(key),  # type: ignore[misc]
                 lambda other=other: f"machine {other}, to come to {self.address}:{self.port}",  # type: ignore[misc]
             )
             theirs = json.loads(self._control.get(f"here/{other}"))
@@ -113,7 +115,7 @@ class Machines:
             if self._control is not None:
                 self._control.set(f"port/{attempt}", str(self._served.port))
             return self._served, self._served.port
-        self._until(lambda: self._control.check([f"port/{attempt}"]), lambda: "machine 0, to start its ranks")
+        self._until(lambda: self._control.present(f"port/{attempt}"), lambda: "machine 0, to start its ranks")
         port = int(self._control.get(f"port/{attempt}"))
         return _join(self.address, port), port
 
@@ -126,7 +128,7 @@ class Machines:
         if self._control is None:
             return
         try:
-            failed = self._control.check([f"failed/{attempt}"])
+            failed = self._control.holds(f"failed/{attempt}")
         except RuntimeError as error:
             raise PeerFailed("machine 0 is gone") from error
         if failed:
@@ -172,12 +174,12 @@ class Machines:
 
     def _told(self, attempt: int, other: int, grace: float) -> bool:
         failed: float | None = None
-        while not self._control.check([f"told/{attempt}/{other}"]):
-            if failed is None and self._control.check([f"failed/{attempt}"]):
+        while not self._control.holds(f"told/{attempt}/{other}"):
+            if failed is None and self._control.holds(f"failed/{attempt}"):
                 failed = time.monotonic()
             waited = 0.0 if failed is None else time.monotonic() - failed
             # Whoever lives hears of a failure at once, and then may need its time to end its ranks.
-            hears = waited <= _HEARING or self._control.check([f"ending/{attempt}/{other}"])
+            hears = waited <= _HEARING or self._control.holds(f"ending/{attempt}/{other}")
             if failed is not None and (waited > grace or not hears):
                 return False
             time.sleep(_PERIOD)
@@ -188,7 +190,7 @@ class Machines:
         deadline = time.monotonic() + grace
         if self._control is not None and self.rank == 0:
             keys = [f"heard/{attempt}/{other}" for other in range(1, self.count)]
-            while not self._control.check(keys) and time.monotonic() < deadline:
+            while not all(map(self._control.holds, keys)) and time.monotonic() < deadline:
                 time.sleep(_PERIOD)
         self._control = self._served = None
 
@@ -248,13 +250,17 @@ def _join(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any:
 
 
 def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
-    """The store in which ranks meet that SLURM, MPI or somebody's own script has started; None where an agent has one.
+    """The store in which ranks meet that SLURM, MPI or a script of the user's has started; None where an agent has one.
 
-    Rank 0 listens at the master's address only, and gloo at its interface.
+    Rank 0 listens at the master's address only, and gloo at its interface. Where that address belongs to a service in
+    front of this machine, rank 0 listens at its own address on the way there.
 
     Args:
         here: this rank.
         timeout: how long to wait for rank 0.
+
+    Raises:
+        LaunchError: rank 0 finds no address to listen at, has not come, or has another run token.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -263,16 +269,33 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
     if interface is not None and (here.num_nodes == 1 or interface != "lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     if here.rank > 0:
-        return wait_for_master(partial(_join, here.master_addr, here.master_port), here, timeout)
+        store = wait_for_master(partial(_join, here.master_addr, here.master_port), here, timeout)
+        Signed(store).get("rank 0")
+    else:
+        store = _serve_as_master(here)
+        Signed(store).set("rank 0", "")
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(hashlib.sha256(run_token()).hexdigest(), store) if run_token() else store
+
+
+def _serve_as_master(here: Environment) -> Any:
     try:
         return _serve(here.master_addr, here.master_port)
-    except LaunchError:
-        if _is_own(here.master_addr):
-            raise
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        # The address leads here and is not this machine's: nobody can say which interface it is, so it is every one.
-        return TCPStore(here.master_addr, here.master_port, None, True, timeout, False)
+    except LaunchError as error:
+        own = None if _is_own(here.master_addr) else _own_towards(here.master_addr)
+        if own is None:
+            raise LaunchError(
+                error.problem,
+                found=error.found,
+                fix="set MASTER_ADDR to an address of the machine of rank 0, and MASTER_PORT to a free port",
+            ) from None
+    print(
+        f"rank 0 listens at {own}:{here.master_port}: MASTER_ADDR={here.master_addr} is no address of this machine",
+        file=sys.stderr,
+        flush=True,
+    )
+    return _serve(own, here.master_port)
 
 
 def _is_own(address: str) -> bool:
@@ -283,6 +306,17 @@ def _is_own(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _own_towards(address: str) -> str | None:
+    """This machine's own address on the way to another one; None where there is no way."""
+    try:
+        family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing, but chooses the way
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def interface_of(address: str) -> str | None:
@@ -299,10 +333,11 @@ def interface_of(address: str) -> str | None:
         return None
     import fcntl
 
+    own = _own_towards(address)
+    if own is None:
+        return None
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((address, 9))  # sends nothing, but chooses the way
-            own = probe.getsockname()[0]
             for _, name in socket.if_nameindex():
                 request = struct.pack("256s", os.fsencode(name)[:15])
                 try:
