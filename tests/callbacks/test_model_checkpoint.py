@@ -13,7 +13,7 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
-from trainer_kit.core.errors import ConfigurationError, DurationError, NonFiniteError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, DurationError, NonFiniteError
 from trainer_kit.testing import TinyModule
 
 
@@ -635,3 +635,27 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
     assert steps == [6, 8], "the newest, and the one before it"
     weights = read_checkpoint(keeper.best_model_path)["model"]
     assert all(torch.equal(weights[name], value) for name, value in second.state_dict().items())
+
+
+def test_two_alike_are_told_how_to_differ():
+    with pytest.raises(
+        ConfigurationError, match=r"two callbacks keep their state(.|\n)*another monitor=, mode=, filename="
+    ):
+        trainer(ModelCheckpoint("a"), ModelCheckpoint("b"))
+
+
+@pytest.mark.parametrize(
+    ("path", "fix"),
+    [
+        ("run/checkpoints/last.ckpt", 'pass "last": it is a name in the index'),
+        ("elsewhere/best-v1.ckpt", 'pass "best": it is a name in the index'),
+        ("run/checkpoints/step-00000005", "did you mean run/checkpoints/step-00000004?"),
+        ("step-00000004.ckpt", "did you mean .*/run/checkpoints/step-00000004?"),
+        ("unlike", 'pass "last", or one of: .*/run/checkpoints/step-00000004$'),
+    ],
+)
+def test_a_path_that_is_not_there_names_what_is(path, fix):
+    fit(ModelCheckpoint())
+    os.mkdir("unrelated")
+    with pytest.raises(CheckpointError, match=rf"does not exist\n  fix:   {fix}"):
+        fit(ModelCheckpoint(), epochs=2, ckpt_path=path)

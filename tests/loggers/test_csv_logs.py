@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer_kit import Trainer
 from trainer_kit.core.errors import ConfigurationError, LogError
 from trainer_kit.core.hidden import hidden_path
 from trainer_kit.loggers import CSVLogger
+from trainer_kit.testing import TinyModule
 
 
 def rows(logger: CSVLogger) -> list[dict[str, str]]:
@@ -214,3 +216,43 @@ def test_many_writes_agree_with_one(tmp_path):
     key = sorted(rows(once)[0])
     assert [[row[name] for name in key] for row in rows(often)] == [[row[name] for name in key] for row in rows(once)]
     assert len(rows(often)) == 40
+
+
+@pytest.mark.parametrize("logged", [True, False], ids=["new columns", "the same columns"])
+def test_evaluations_after_a_fit_leave_its_last_row(tmp_path, logged):
+    class Scored(TinyModule):
+        value = 0.0
+
+        def validation_step(self, batch, batch_idx):
+            self.log("score", self.value)
+
+        def test_step(self, batch, batch_idx):
+            self.log("test_score" if logged else "score", self.value)
+
+    logger, module = CSVLogger(tmp_path), Scored()
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = Trainer(max_epochs=1, logger=logger, log_every_n_steps=1, accelerator="cpu", **quiet)
+    batches = [torch.ones(2, 32)]
+    trainer.fit(module, batches * 2, batches)
+    before = logger.path.read_text().splitlines()
+    for module.value in (1.0, 2.0):
+        trainer.validate(module, batches, verbose=False)
+    module.value = 3.0
+    trainer.test(module, batches, verbose=False)
+    with open(logger.path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["1", "2", "2", "2", "2"]
+    assert [row["score"] for row in rows] == ["", "0.0", "1.0", "2.0", "" if logged else "3.0"]
+    assert [row["epoch"] for row in rows] == ["0", "0", "1", "1", "1"]
+    assert not logged or [row["test_score"] for row in rows] == ["", "", "", "", "3.0"]
+    assert [
+        line[: len(old)] for line, old in zip(logger.path.read_text().splitlines()[1:3], before[1:], strict=True)
+    ] == (before[1:])
+
+
+def test_a_resumed_run_still_merges_the_row_that_it_writes_again(tmp_path):
+    for value in (1.0, 2.0):
+        logger = CSVLogger(tmp_path, version=0)
+        logger.log_metrics({"loss": value}, 1)
+        logger.finalize("failed" if value == 1.0 else "success")
+    assert logger.path.read_text().splitlines() == ["step,loss", "1,2.0"]

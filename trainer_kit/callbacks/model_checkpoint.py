@@ -74,6 +74,10 @@ class ModelCheckpoint(Callback):
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "late"
+    told_apart_by: ClassVar[str] = (
+        "give them another monitor=, mode=, filename= or interval (every_n_train_steps=, every_n_epochs=,"
+        " train_time_interval=), or override state_key in a subclass"
+    )
 
     # The reference's 15 arguments in its order, so that scripts which pass them move over unchanged.
     def __init__(

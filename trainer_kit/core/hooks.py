@@ -39,6 +39,8 @@ class Callback:
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "normal"
+    told_apart_by: ClassVar[str] = "override state_key so that it tells them apart"
+    """What to do about two of this class with one `state_key`."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -44,9 +44,8 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
     keys = [callback.state_key for callback in chosen if is_overridden("state_dict", callback, Callback)]
     for key in keys:
         if keys.count(key) > 1:
-            raise ConfigurationError(
-                f"two callbacks keep their state under {key!r}", fix="override state_key so that it tells them apart"
-            )
+            first = next(callback for callback in chosen if callback.state_key == key)
+            raise ConfigurationError(f"two callbacks keep their state under {key!r}", fix=first.told_apart_by)
     return sorted(chosen, key=lambda callback: _ORDER[callback.order])
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,12 +119,25 @@ def find_checkpoint(
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
         if not there:
-            raise CheckpointError(path, None, "does not exist")
+            raise CheckpointError(path, None, "does not exist", fix=_instead(trainer, path, keepers))
         if several:
             raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
 
     together(trainer.strategy.world, look)
     return path
+
+
+def _instead(trainer: Session, path: Location, keepers: Sequence[Any]) -> str | None:
+    """What to pass instead of a path that is not there: a word that was meant, or a name like it beside it."""
+    word = re.sub(r"(-v\d+)?(\.ckpt)?$", "", path.name).lower()
+    if word in ("last", "best"):
+        return f'pass "{word}": it is a name in the index of a directory, not a file'
+    places = [path.parent, *_own(trainer, keepers)]
+    names = {one.name: str(place / one.name) for place in reversed(places) for one in candidates(place)}
+    close = difflib.get_close_matches(path.name.removesuffix(".ckpt"), names, n=1)
+    if close:
+        return f"did you mean {names[close[0]]}?"
+    return f'pass "last", or one of: {", ".join(list(names.values())[:5])}' if names else None
 
 
 def _newest(trainer: Session, keepers: Sequence[Any], whole_first: bool) -> Location | None:

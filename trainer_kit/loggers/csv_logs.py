@@ -22,7 +22,9 @@ class CSVLogger(DirectoryLogger):
     """Write ``metrics.csv`` and ``hparams.json``.
 
     Rows stand in the order of their steps, one a step: values of one step are merged, also into a table that an earlier
-    run of the same version left. A metric that appears later becomes a new column.
+    run of the same version left. Values of
+    ``validate`` or ``test`` after a fit get a row of their own where they would overwrite the fit's. A metric that
+    appears later becomes a new column.
 
     Args:
         save_dir: the directory under which all experiments stand.
@@ -65,6 +67,7 @@ class CSVLogger(DirectoryLogger):
         self._waiting: dict[int, dict[str, Any]] = {}
         self._table: _Table | None = None
         self._step = 0
+        self._ended: tuple[Path, int] | None = None  # the last row of an entry point that has returned
 
     @property
     def path(self) -> Path:
@@ -112,12 +115,15 @@ class CSVLogger(DirectoryLogger):
             return
         self._directory()
         table, self._table = self._table or _Table(self.path), None  # read anew after a write that failed
-        table.merge(self._waiting)
-        self._table, self._waiting = table, {}
+        own_row = self._ended[1] if self._ended is not None and self._ended[0] == self.path else None
+        table.merge(self._waiting, own_row)
+        self._table, self._waiting, self._ended = table, {}, None
 
     def finalize(self, status: str) -> None:
-        """Write what waits; logging goes on if it is called again."""
+        """Write what waits. What is logged later does not overwrite values of the last row."""
         self.save()
+        if self._table is not None and self._table.last_step is not None and status == "success":
+            self._ended = self.path, self._table.last_step
         self._table = None
         if self._version is not None:
             discard_torn(self.path)
@@ -140,37 +146,55 @@ class _Table:
             self._last = rows[-1]
             self._start = data.rfind(b"\n", 0, whole - 1) + 1
 
-    def merge(self, rows: dict[int, dict[str, Any]]) -> None:
-        """Write ``rows``, each merged with what the file has for its step."""
-        last = None if self._last is None else int(self._last["step"])
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last row."""
+        return None if self._last is None else int(self._last["step"])
+
+    def merge(self, rows: dict[int, dict[str, Any]], own_row: int | None) -> None:
+        """Write ``rows``, each merged with what the file has for its step.
+
+        The row of step ``own_row`` stands alone if it would overwrite values.
+        """
+        last = self.last_step
+        cells = _cells(self._last)
+        if not any(
+            str(cells.get(name, value)) != str(value)
+            for name, value in rows.get(-1 if own_row is None else own_row, {}).items()
+        ):
+            own_row = None
         columns = [*self._columns, *dict.fromkeys(name for row in rows.values() for name in row)]
         columns = list(dict.fromkeys(columns))
         if last is None or columns != self._columns or min(rows) < last:
-            self._rewrite(rows, columns)
+            self._rewrite(rows, columns, own_row)
             return
-        if last in rows:
+        merges = last in rows and last != own_row
+        if merges:
             # Kept with what still waits too, in case that this write fails.
             rows[last] = {**_cells(self._last), **rows[last]}
         lines = [self._line({"step": step, **rows[step]}) for step in sorted(rows)]
         with open(self._path, "r+b") as file:
-            file.seek(self._start if last in rows else 0, os.SEEK_SET if last in rows else os.SEEK_END)
+            file.seek(self._start if merges else 0, os.SEEK_SET if merges else os.SEEK_END)
             file.write(b"".join(lines))
             end = file.tell()
             file.truncate()
         self._last, self._start = {"step": max(rows), **rows[max(rows)]}, end - len(lines[-1])
 
-    def _rewrite(self, rows: dict[int, dict[str, Any]], columns: list[str]) -> None:
-        merged: dict[int, dict[str, Any]] = {}
-        for row in self._read():
-            merged.setdefault(int(row["step"]), {}).update(_cells(row))
+    def _rewrite(self, rows: dict[int, dict[str, Any]], columns: list[str], own_row: int | None) -> None:
+        merged = [(int(row["step"]), _cells(row)) for row in self._read()]
+        newest = {step: values for step, values in merged if step != own_row}
         for step, values in rows.items():
-            merged.setdefault(step, {}).update(values)
+            if step in newest:
+                newest[step].update(values)
+            else:
+                merged.append((step, values))
+        merged.sort(key=lambda row: row[0])
         self._columns = columns
-        lines = [self._line({"step": step, **merged[step]}) for step in sorted(merged)]
+        lines = [self._line({"step": step, **values}) for step, values in merged]
         header = self._line({name: name for name in columns})
         replace_file(self._path, b"".join((header, *lines)))
-        last = max(merged)
-        self._last = {"step": last, **merged[last]}
+        last, values = merged[-1]
+        self._last = {"step": last, **values}
         self._start = len(header) + sum(map(len, lines[:-1]))
 
     def _read(self) -> list[dict[str, Any]]:
