@@ -1,5 +1,6 @@
 """The forms in which users hand arguments over, and what the Trainer answers when it is asked for them."""
 
+import inspect
 from datetime import timedelta
 
 import pytest
@@ -11,6 +12,7 @@ import trainer_kit as tk
 from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint, Timer
 from trainer_kit.commands.main import main
 from trainer_kit.core.errors import ConfigurationError, DurationError
+from trainer_kit.engine.former_arguments import FORMER_ARGUMENTS
 from trainer_kit.loggers import CSVLogger, JSONLLogger, WandbLogger
 from trainer_kit.testing import TinyModule
 
@@ -219,3 +221,89 @@ def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch, tmp_path):
     expected = {"csv", "jsonl", "kept", "model", "offloaded", "runs", "saved", "state", "traces"}
     assert expected <= {path.name for path in home.iterdir()}
     assert not list(here.iterdir())
+
+
+# Every argument of Lightning's Trainer from 1.0 to 2.6.
+OF_LIGHTNING = """
+    accelerator accumulate_grad_batches amp_backend amp_level auto_lr_find auto_scale_batch_size auto_select_gpus
+    automatic_optimization barebones benchmark callbacks check_val_every_n_epoch checkpoint_callback default_root_dir
+    detect_anomaly deterministic devices distributed_backend enable_autolog_hparams enable_checkpointing
+    enable_model_summary enable_progress_bar fast_dev_run flush_logs_every_n_steps gpus gradient_clip_algorithm
+    gradient_clip_val inference_mode ipus limit_predict_batches limit_test_batches limit_train_batches
+    limit_val_batches log_every_n_steps log_gpu_memory logger max_epochs max_steps max_time min_epochs min_steps
+    model_registry move_metrics_to_cpu multiple_trainloader_mode num_nodes num_processes num_sanity_val_steps
+    overfit_batches plugins precision prepare_data_per_node process_position profiler progress_bar_refresh_rate
+    reload_dataloaders_every_epoch reload_dataloaders_every_n_epochs replace_sampler_ddp resume_from_checkpoint
+    stochastic_weight_avg strategy sync_batchnorm terminate_on_nan tpu_cores track_grad_norm truncated_bptt_steps
+    use_distributed_sampler val_check_interval weights_save_path weights_summary
+"""
+TAKEN = list(inspect.signature(tk.Trainer).parameters)
+
+
+@pytest.mark.parametrize("name", OF_LIGHTNING.split())
+def test_every_argument_of_lightning_is_taken_or_refused_with_its_replacement(name):
+    assert (name in TAKEN) != (name in FORMER_ARGUMENTS)
+    if name in FORMER_ARGUMENTS:
+        with pytest.raises(ConfigurationError, match=f"Trainer has no argument '{name}'") as error:
+            tk.Trainer(**{name: 3})
+        assert error.value.found == f"{name}=3"
+        assert error.value.fix == FORMER_ARGUMENTS[name].format(value="3")
+
+
+def test_replacements_name_arguments_that_exist():
+    assert "devices" in TAKEN
+    assert not set(FORMER_ARGUMENTS) & set(TAKEN)
+    for fix in FORMER_ARGUMENTS.values():
+        name = fix.partition("=")[0]
+        assert "=" not in fix or not name.isidentifier() or name in TAKEN, fix
+
+
+def test_a_misspelt_argument():
+    with pytest.raises(ConfigurationError) as error:
+        tk.Trainer(max_epoch=1)
+    assert error.value.problem == "Trainer has no argument 'max_epoch'"
+    assert error.value.fix == "did you mean 'max_epochs'?"
+    with pytest.raises(ConfigurationError, match=r"devices=2"):
+        tk.Trainer(gpus=2)
+
+    class Mine(tk.Trainer):
+        def __init__(self, **arguments):
+            super().__init__(**arguments)
+
+    with pytest.raises(ConfigurationError, match="did you mean 'max_steps'"):
+        Mine(max_step=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ({"max_epochs": "3ep"}, "max_duration='3ep'"),
+        ({"max_steps": "2h"}, "max_duration='2h'"),
+        ({"max_epochs": "3"}, "max_epochs=3"),
+        ({"min_epochs": "3ep"}, "min_epochs=3"),
+        ({"max_epochs": "three"}, None),
+    ],
+)
+def test_a_string_where_a_number_is_meant(arguments, fix):
+    with pytest.raises(ConfigurationError, match="is a whole number") as error:
+        tk.Trainer(**arguments)
+    assert error.value.fix == fix
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("fp16-mixed", "16-mixed"),
+        ("float16_mixed", "16-mixed"),
+        ("fp16-true", "16-true"),
+        ("bfloat16-mixed", "bf16-mixed"),
+        ("float32", "32"),
+        ("fp32", "32"),
+        ("bf16-mixd", "bf16-mixed"),
+    ],
+)
+def test_a_precision_of_another_spelling(word, meant):
+    with pytest.raises(tk.PrecisionError) as error:
+        tk.Trainer(precision=word)
+    assert error.value.fix == f"did you mean {meant!r}?"
+    tk.Trainer(precision=meant)

@@ -14,11 +14,13 @@ from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import locate
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS
+from trainer_kit.core.signatures import known_arguments
 from trainer_kit.core.text import Text
 from trainer_kit.engine.about import plain_arguments
 from trainer_kit.engine.evaluate import evaluate, predict
 from trainer_kit.engine.explain import explain, show_results
 from trainer_kit.engine.fit import fit
+from trainer_kit.engine.former_arguments import FORMER_ARGUMENTS
 from trainer_kit.engine.processes import run_on_processes
 from trainer_kit.engine.requests import listening
 from trainer_kit.engine.session import Session
@@ -115,6 +117,7 @@ class Trainer(Session):
         6
     """
 
+    @known_arguments(FORMER_ARGUMENTS)
     def __init__(
         self,
         *,

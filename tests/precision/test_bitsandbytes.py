@@ -184,6 +184,45 @@ def test_what_is_trained_in_8_bits() -> None:
     module.first(torch.randn(2, 3, 64)).sum().backward()
 
 
+class Normed(tk.TrainModule):
+    """Under autocast a norm hands float32 to the layer that multiplies in 8 bits."""
+
+    def __init__(self, frozen: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.first, self.head = nn.LayerNorm(64), nn.Linear(64, 48), nn.Linear(48, 3)
+        self.first.requires_grad_(not frozen)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.first(self.norm(batch[0])))).float(), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize("mode", ["int8", "int8-training"])
+@pytest.mark.parametrize("base", ["bf16-mixed", "bf16-true", "32-true"])
+def test_8_bit_layers_are_fed_float32(mode: Any, base: str) -> None:
+    module = Normed(frozen=mode == "int8")
+    before = {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
+    given = [(x.to(torch.bfloat16) if base == "bf16-true" else x, y) for x, y in batches()]
+    trainer(BitsandbytesPrecision(mode, base=base)).fit(module, given)
+    plain = Normed(frozen=mode == "int8")
+    for x, y in batches():
+        loss = plain.training_step((x, y), 0)
+        loss.backward()
+        with torch.no_grad():
+            for p in plain.parameters():
+                if p.grad is not None:
+                    p -= 0.1 * p.grad
+                    p.grad = None
+    for name, p in plain.named_parameters():
+        if p.requires_grad:
+            ours = module.get_parameter(name).float()
+            assert not torch.equal(ours, before[name]), f"{name} is trained"
+            torch.testing.assert_close(ours, p, atol=0.02, rtol=0.05)
+
+
 def test_what_cannot_be_quantised_is_refused_before_the_first_step() -> None:
     class Trainable(Net):
         def __init__(self) -> None:

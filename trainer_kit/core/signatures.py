@@ -1,15 +1,19 @@
-"""Hooks are checked when a class is created, by name and by how many positional arguments they take."""
+"""Hooks are checked when a class is created, by name and number of positional arguments; constructors when called."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
-from trainer_kit.core.errors import HookError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 
-__all__ = ["check_hooks", "takes"]
+__all__ = ["check_hooks", "known_arguments", "takes"]
+
+_Taken = ParamSpec("_Taken")
+_Returned = TypeVar("_Returned")
 
 
 # Hooks of Lightning's earlier versions: nobody calls them any more, and what took their place.
@@ -83,3 +87,42 @@ def takes(method: Callable[..., Any], count: int) -> bool:
     except ValueError:  # a builtin that hides its signature
         return True
     return True
+
+
+def known_arguments(
+    former: Mapping[str, str],
+) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
+    """Decorate a constructor: an argument that it does not take is refused with what to write instead.
+
+    Args:
+        former: the replacement for names that earlier or other versions take; ``{value}`` in it is what was given.
+
+    Example:
+        >>> class Runner:
+        ...     @known_arguments({"gpus": "devices={value}"})
+        ...     def __init__(self, *, devices=1):
+        ...         self.devices = devices
+        >>> Runner(devices=2).devices
+        2
+        >>> Runner(gpus=2)
+        Traceback (most recent call last):
+        trainer_kit.core.errors.ConfigurationError: Runner has no argument 'gpus'
+          found: gpus=2
+          fix:   devices=2
+    """
+
+    def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+        known = list(inspect.signature(constructor).parameters)[1:]
+
+        @wraps(constructor)
+        def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+            for name, value in kwargs.items():
+                if name not in known:
+                    fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
+                    kind = constructor.__qualname__.split(".")[0]
+                    raise ConfigurationError(f"{kind} has no argument {name!r}", found=f"{name}={value!r}", fix=fix)
+            return constructor(*args, **kwargs)
+
+        return checked
+
+    return decorate

@@ -11,7 +11,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from trainer_kit.core.errors import LogError
+from trainer_kit.core.errors import LogError, printable
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.data import Feed
@@ -130,14 +130,7 @@ class Metrics:
                 entry.metric = value
                 entry.turn = self.progress.step
                 return
-            try:
-                value = float(value)  # numpy scalars and the like: on the host already, not a sync point
-            except (TypeError, ValueError):
-                raise LogError(
-                    f"{name!r} is not a number",
-                    found=type(value).__name__,
-                    fix="log one number a name, or use log_dict",
-                ) from None
+            value = _host_number(name, value)
         if batch_size is None:
             weight = self.weight
             if weight is None:
@@ -382,6 +375,23 @@ class Metrics:
         entry = self._new(name, options)
         entry.adopt(restored)
         return entry
+
+
+def _host_number(name: str, value: Any) -> float:
+    """A NumPy scalar and the like as a float: on the host already, not a sync point."""
+    text = isinstance(value, (str, bytes))  # float() would read some
+    try:
+        if not text:
+            return float(value)  # no sync point: tensors have been dealt with
+    except (TypeError, ValueError):
+        pass
+    raise LogError(
+        f"{name!r} is not a number",
+        found=f"{type(value).__name__}: {printable(repr(value), 80)}",
+        fix="log one number a name; text goes to self.print(...) or to a logger's own methods"
+        if text
+        else "log one number a name, or use log_dict",
+    )
 
 
 def _by_name(entry: Entry) -> tuple[str, str, int]:

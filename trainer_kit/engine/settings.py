@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer_kit.core.duration import Duration, DurationLike
-from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError, DurationError, did_you_mean
 
 __all__ = ["Settings", "check_switches", "make_settings"]
 
@@ -181,7 +181,21 @@ def _at_least(name: str, value: Any, least: int) -> None:
     if value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{name} is a whole number from {least}", found=repr(value))
+        fix = _number_meant(name, value) if isinstance(value, str) else None
+        raise ConfigurationError(f"{name} is a whole number from {least}", found=repr(value), fix=fix)
+
+
+def _number_meant(name: str, value: str) -> str | None:
+    """What to write instead of a string that holds a number or a duration."""
+    if value.strip().lstrip("-").isdecimal():
+        return f"{name}={value.strip()}"
+    try:
+        length = Duration.parse(value)
+    except DurationError:
+        return None
+    if name in ("max_epochs", "max_steps"):
+        return f"max_duration={value!r}"
+    return f"{name}={length.value:g}" if length.unit in ("ep", "st", "ba", "sp") else None
 
 
 def _fraction(name: str, value: Any) -> int | float:

@@ -23,6 +23,7 @@ from trainer_kit.core.iterables import as_list
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.together import on_rank_zero
 from trainer_kit.engine.about import go_on_logging
+from trainer_kit.engine.batch_note import note_batch
 from trainer_kit.engine.bus import Bus, sorted_callbacks
 from trainer_kit.engine.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
 from trainer_kit.engine.directories import take_directories
@@ -85,6 +86,8 @@ class Verb:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is not None:
+            note_batch(error, self.module)
         self.unwinding.__exit__(kind, error, traceback)
 
     def _set_up(self) -> None:

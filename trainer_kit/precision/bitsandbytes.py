@@ -248,6 +248,10 @@ def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
     state = bnb.MatmulLtState()
     for name, value in {**options, "is_training": layer.training}.items():
         setattr(state, name, value)
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        # bitsandbytes multiplies under autocast, but its backward runs outside: both must have the same dtype.
+        input = input.to(torch.get_autocast_dtype(kind))
     bias = None if layer.bias is None else layer.bias.to(input.dtype)
     flat = input.reshape(-1, input.shape[-1])  # gradients of weights are found for two dimensions only
     output: Tensor = bnb.matmul(flat, layer.weight, bias=bias, state=state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from typing import Final
 
@@ -43,7 +44,10 @@ def make_precision(name: str | int, device_type: str | None = None) -> Precision
     if word in NAMES:
         return native_precision(word, device_type)
     if word not in _VENDORS:
-        raise PrecisionError(f"unknown precision {str(name)!r}", fix=did_you_mean(word, WORDS))
+        # Lightning's words have no letters ahead of 16 and 32: "fp16-mixed" is nearer to "bf16-mixed" only in spelling.
+        meant = re.sub(r"^(fp|float|f)(?=16|32|64)", "", word.replace("bfloat", "bf").replace("_", "-"))
+        fix = f"did you mean {meant!r}?" if meant in NAMES else did_you_mean(word, WORDS)
+        raise PrecisionError(f"unknown precision {str(name)!r}", fix=fix)
     file, kind, arguments = _VENDORS[word]
     made: Precision = getattr(import_module(f"{__package__}.{file}"), kind)(*arguments)
     return made
