@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import textwrap
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit.core import seed as seeds
@@ -92,6 +93,38 @@ def test_ranks_that_seed_torch_differently_share_the_order_of_rank_0():
     both = [None, None]
     torch.distributed.all_gather_object(both, mine)
     assert sorted(both[0] + both[1]) == list(range(N))
+
+
+class Shuffles(IterableDataset):
+    def __init__(self, how):
+        self.how = how
+
+    def __iter__(self):
+        order = list(range(N)) if self.how == "random" else torch.randperm(N).tolist()
+        if self.how == "random":
+            random.shuffle(order)
+        for i in order:
+            yield torch.tensor([float(i)])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("how", ["random", "torch"])
+def test_a_stream_that_shuffles_itself_is_one_stream_on_all_ranks(how):
+    """Each rank reads all of it and keeps its batches: in two orders samples would come twice, and others never."""
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    random.seed(rank)
+    module = Ids()
+    make(strategy="ddp", max_epochs=2).fit(module, DataLoader(Shuffles(how), batch_size=2, collate_fn=wrapped))
+    both = [None, None]
+    torch.distributed.all_gather_object(both, module.seen)
+    epochs = [both[0][at : at + N // 2] + both[1][at : at + N // 2] for at in (0, N // 2)]
+    assert [sorted(seen) for seen in epochs] == [list(range(N))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def wrapped(samples):
+    return [torch.stack(samples)]
 
 
 @pytest.mark.slow

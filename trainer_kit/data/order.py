@@ -25,6 +25,7 @@ __all__ = [
     "derive_seed",
     "drawn",
     "length_of",
+    "seed_globals",
 ]
 
 _CHUNK = 65536
@@ -81,7 +82,7 @@ def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[An
         chunk: items drawn at a time.
     """
     with preserved_rng():
-        _seed_globals(seed)
+        seed_globals(seed)
         iterator = iter(sampler)
         taken = list(islice(iterator, chunk))
         state = rng_state() if len(taken) == chunk else None
@@ -99,7 +100,8 @@ def _begun(items: Iterator[Any]) -> Iterator[Any]:
     return chain(list(islice(items, 1)), items)
 
 
-def _seed_globals(seed: int) -> None:
+def seed_globals(seed: int) -> None:
+    """Seed the global generators of Python, NumPy and torch on the CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     # torch.manual_seed would reach the accelerators' generators too, which nobody puts back here.
@@ -119,7 +121,7 @@ class SeededIndices(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         for place, index in enumerate(self[:], self.first):
-            _seed_globals(derive_seed(self.seed, place))
+            seed_globals(derive_seed(self.seed, place))
             yield index
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from trainer_kit.core.bars import bar_class
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.generators import generator_states, own_generators, restore_generators
-from trainer_kit.data.order import MISSING, derive_seed, length_of
+from trainer_kit.data.order import MISSING, derive_seed, length_of, seed_globals
 from trainer_kit.data.place import Place, copied, kind_of, one_for_one, refuse_batch_size, set_epoch
 from trainer_kit.data.sizes import BatchSizes
 
@@ -144,7 +144,9 @@ class StreamSource:
         goes_on = self.stateful and state is not None and "loader" in state
         if goes_on:
             self.loader.load_state_dict(state["loader"])
-        iterator = iter(self.loader)
+        workers = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
+        alike = self.size > 1 and not workers and not self.once
+        iterator = self._alike(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
         if self.once and self.begun:
             iterator = chain(self._first(iterator), iterator)
         self.begun = True
@@ -157,6 +159,15 @@ class StreamSource:
             iterator = self._letting_go(iterator)
         pairs = iterator if self._counts else self._sizes.pairs(iterator)
         return pairs if self.size == 1 else self._turns(pairs, state["at"] if goes_on else 0)
+
+    def _alike(self, seed: int) -> Iterator[Any]:
+        """Begin under generators that are the same on all ranks: a stream that shuffles has one order for all."""
+        with preserved_rng():
+            seed_globals(seed)
+            iterator = iter(self.loader)
+            first = list(islice(iterator, 1))  # a generator function has drawn nothing before
+        yield from first
+        yield from iterator
 
     def _letting_go(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """torchdata's loader holds on to the iterator, and so to its workers, where the reading ends early."""
