@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from trainer_kit import Trainer, TrainModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.engine.optimize import configure_optimizers
+from trainer_kit.testing import TinyModule
 
 
 class Net(TrainModule):
@@ -360,3 +361,27 @@ def test_an_optimizer_that_evaluates_again_runs_the_window_again():
     assert trainer.global_step == 2
     assert module.computed > 2
     assert module.training_step(torch.ones(2, 1), 0).item() < 1e-6
+
+
+@pytest.mark.parametrize(("given", "algorithm"), [({}, "norm"), ({"gradient_clip_algorithm": "value"}, "value")])
+def test_clip_gradients_without_a_value_clips_as_the_trainer_was_told(given, algorithm):
+    """As in Lightning: an override may decide when, and leave to the Trainer how much."""
+    seen = []
+
+    class Overrides(TinyModule):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append([p.grad.clone() for p in self.parameters()])
+
+    def train(module_class):
+        torch.manual_seed(0)
+        trainer = Trainer(max_steps=2, gradient_clip_val=1e-3, barebones=True, accelerator="cpu", **given)
+        module = module_class()
+        trainer.fit(module, [torch.ones(2, 32)] * 2)
+        return module.state_dict()
+
+    torch.testing.assert_close(train(Overrides), train(TinyModule), rtol=0, atol=0)
+    largest = torch.cat([g.flatten() for g in seen[0]])
+    assert (largest.norm() if algorithm == "norm" else largest.abs().max()) <= 1e-3 * 1.001

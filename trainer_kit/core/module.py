@@ -303,9 +303,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer by ``"norm"`` (default) or ``"value"``."""
-        if gradient_clip_val is not None:
-            self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm or "norm")
+        """Clip the gradients of one optimizer by ``"norm"`` or ``"value"``; what is None is as the Trainer has it.
+
+        A Trainer without ``gradient_clip_val`` clips nothing, and its algorithm is ``"norm"``.
+        """
+        self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""

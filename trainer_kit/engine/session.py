@@ -353,8 +353,12 @@ class Session(Position):
             )
         stepper.backward(loss, *args, **kwargs)
 
-    def clip_gradients(self, optimizer: Any, value: float, algorithm: str) -> None:
-        """Clip the gradients of one optimizer, unscaled first where they are scaled."""
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer, unscaled first where they are scaled; None: as the Trainer was given."""
+        own_value, own_algorithm = self.settings.clip or (None, "norm")
+        value, algorithm = own_value if value is None else value, algorithm or own_algorithm
+        if value is None:
+            return
         raw = getattr(optimizer, "optimizer", optimizer)
         self.precision_plugin.unscale_gradients(raw)
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
