@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import trainer_kit as tk
 from tests.launch.configurations import SAMPLES
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, PrecisionError
 from trainer_kit.core.origins import ORIGINS, Chosen, choose, variable
 from trainer_kit.launch.plan import plan
 from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
@@ -200,6 +201,8 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
         made.environ.items()
     )
     assert {"tpu_name", "tpu_zone", "tpu_vm", "downcast_bf16"} == set(made.left_out)
+    made = plan(options("distributed_type: TPU\nnum_processes: 1\nmain_training_function: run\n"), ALONE)
+    assert made.left_out == ("main_training_function",)
     made = plan(options("distributed_type: TPU\nnum_processes: 8\nmax_restarts: 2\n"), ALONE)
     assert (made.processes, made.in_place, made.max_restarts, made.left_out) == (1, True, 0, ("max_restarts",))
     assert made.through == ("-m", "trainer_kit.launch.each_device")
@@ -224,6 +227,10 @@ def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in found.environ.items():
         monkeypatch.setenv(name, value)
     assert launched_recipe() == tk.TERecipeKwargs(fp8_format="E4M3", amax_compute_algo="max")
+    if importlib.util.find_spec("transformer_engine") is None:
+        for make in (tk.Accelerator, lambda: tk.Trainer(logger=False, enable_checkpointing=False)):
+            with pytest.raises(PrecisionError, match="this precision needs Transformer Engine"):
+                make()
     monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "AO")
     assert launched_recipe() == tk.AORecipeKwargs()
     monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "XY")

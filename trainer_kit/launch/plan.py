@@ -141,7 +141,9 @@ def _on_xla(options: Resolved) -> Plan:
         raise _pod(options, "num_machines")
     several = (options["num_processes"] or 1) > 1
     environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
-    no_effect = (*_NO_EFFECT, *_TPU, "rdzv_conf", *(_OF_THE_AGENT if several else ()))
+    no_effect = [*_NO_EFFECT, *_TPU, "rdzv_conf", *(_OF_THE_AGENT if several else ())]
+    # The script runs as it stands, its guarded main part too; Accelerate imports it and calls this function.
+    no_effect += ["main_training_function"] if options["main_training_function"] != "main" else []
     return Plan(
         processes=1,
         machines=Machines(),
