@@ -115,7 +115,10 @@ def restore_optimizer(
         for i, parameter in enumerate(group):
             name = _name(parameter, names, number, i)
             if name in saved["state"]:
-                state[parameter] = _following(saved["state"][name], (weights or {}).get(name), parameter)
+                old_state = saved["state"][name]
+                if not strategy.keeps_gradients:  # else it belongs to a parameter of the engine's own
+                    old_state = _following(old_state, (weights or {}).get(name), parameter)
+                state[parameter] = old_state
         options = {k: v for k, v in old.items() if k != "params"}
         for key, value in today[number].items():
             if key in options and key in then[number] and not same(then[number][key], value):

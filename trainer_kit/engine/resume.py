@@ -221,7 +221,8 @@ def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
         return _with_weights(path, read_checkpoint(path, parts=_parts(path, weights_only)))
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
-    return {name: value for name, value in read_module(path, whole=True).items() if name not in OF_A_RUN}
+    found = read_module(path, whole=True)
+    return {name: value for name, value in found.items() if name not in OF_A_RUN and not name.startswith(own_part(""))}
 
 
 def _parts(path: Location, weights_only: bool) -> list[str]:

@@ -55,7 +55,7 @@ class Strategy(ABC):
     why_not_averaged: str | None = None
     """Why callbacks cannot average the weights of this engine; None: they can."""
     keeps_gradients: bool = False
-    """Whether the engine takes gradients off the parameters before they are stepped."""
+    """Whether the engine takes gradients off the parameters, and steps copies of them in a dtype of its own."""
     why_not_again: str | None = None
     """Why an optimizer cannot compute the loss again inside its step; None: it can."""
     sections: Any = None
