@@ -177,3 +177,28 @@ def test_what_cannot_be_is_refused() -> None:
         strategy.prepare_module(module, False, make_precision("16-mixed", "cpu"))
     with pytest.raises(StrategyError, match="averages weights itself"):
         strategy.wrap_module(module, make_precision("32-true", "cpu"))
+
+
+@pytest.mark.world_size(2)
+def test_an_overridden_optimizer_step_steps_as_the_strategy_does() -> None:
+    class Own(Classifier):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            assert isinstance(optimizer, torch.optim.Optimizer)
+            optimizer.step(closure=optimizer_closure)
+
+    found = []
+    for kind in (Own, Classifier):
+        module, after = kind(make_net()), []
+        noting = tk.callbacks.LambdaCallback(
+            on_train_batch_end=lambda trainer, module, *_, kept=after: kept.append(
+                module.net[0].weight.detach().clone()
+            )
+        )
+        strategy = DDPStrategy(local_sgd=PostLocalSGD(period=2))
+        ddp(module, make_batches(8), strategy=strategy, callbacks=[noting], barebones=False, logger=False)
+        found.append(after)
+    assert all(map(torch.equal, *found))
+    apart = DDPStrategy()
+    apart.start()
+    both = [apart.world.all_gather(weight) for weight in found[0]]
+    assert [torch.equal(*weights) for weights in both] == [False, True, False, True]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import trainer_kit as tk
+from tests.engine.test_closures import SAM
 from tests.parity.plain import case
 from tests.strategies.pipelines import Words, Writer, stages, texts
-from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.transforms.split import Turn, make_stages
 from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model
@@ -171,6 +172,11 @@ class Listening(Writer):
     def on_after_backward(self) -> None: ...
 
 
+class Sharp(Writer):
+    def configure_optimizers(self) -> Any:
+        return SAM(self.parameters())
+
+
 class Failing(Writer):
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         self.net(batch)
@@ -208,6 +214,8 @@ def test_modules_that_have_no_place_in_a_pipeline() -> None:
     ):
         with case(module=make.__name__), pytest.raises(StrategyError, match=what):
             fit(make)
+    with pytest.raises(ConfigurationError, match=r"SAM computes the loss again.*each rank of a pipeline"):
+        fit(Sharp)
     module = Writer()
     first = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)
     first.fit(module, texts((4,) * 2))

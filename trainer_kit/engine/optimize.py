@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.optimizer_proxy import OptimizerProxy
 from trainer_kit.engine.bus import Bus
 from trainer_kit.engine.closures import Closures, calls_once, refusal, requires_closure
 from trainer_kit.precision.precision import Precision
@@ -238,6 +239,23 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 @final
+class _SteppedByStrategy(OptimizerProxy):
+    """What an overridden ``optimizer_step`` is given where the strategy steps an optimizer in a way of its own."""
+
+    def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
+        super().__init__(optimizer)
+        self._step = step
+
+    def step(self, *arguments: Any, **options: Any) -> Any:
+        """The strategy's."""
+        return self._step(*arguments, **options)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The optimizer's own."""
+        self.optimizer.zero_grad(set_to_none)
+
+
+@final
 class Stepper:
     """What happens between the last backward of a window and the next window, in automatic optimization.
 
@@ -303,7 +321,9 @@ class Stepper:
             raise refused
         closures = self._closures(optimizer, name)
         if self._own_step:
-            return lambda: module.optimizer_step(module.current_epoch, self.window.index, optimizer, closures.make())
+            # A strategy may do more than the optimizer's own step: average weights, reshard, run a graph.
+            given = optimizer if step == optimizer.step else _SteppedByStrategy(optimizer, step)
+            return lambda: module.optimizer_step(module.current_epoch, self.window.index, given, closures.make())
         if self._is_given_closure(optimizer):
             return lambda: step(closure=closures.make())
         return step
