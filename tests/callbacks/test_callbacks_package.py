@@ -52,3 +52,11 @@ def test_importing_it_imports_no_callback_and_nothing_heavy():
     """
     root = str(Path(callbacks.__file__).parents[2])
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": root})
+
+
+@pytest.mark.parametrize("name", ["RichProgressBar", "BasePredictionWriter", "OnExceptionCheckpoint"])
+def test_a_callback_of_lightning_that_is_not_here_says_what_to_use(name):
+    with pytest.raises(ImportError, match=f"trainer_kit.callbacks has no {name}: [A-Za-z]"):
+        exec(f"from trainer_kit.callbacks import {name}")
+    with pytest.raises(ImportError, match="cannot import name 'NoSuchCallback'"):
+        exec("from trainer_kit.callbacks import NoSuchCallback")

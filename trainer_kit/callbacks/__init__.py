@@ -52,4 +52,22 @@ _HOME = {
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+_FINETUNING = "set requires_grad in on_train_epoch_start, and optimizer.add_param_group what begins to train"
+_ELSEWHERE = {
+    "BackboneFinetuning": _FINETUNING,
+    "BaseFinetuning": _FINETUNING,
+    "BasePredictionWriter": "write outputs in on_predict_batch_end; predict(return_predictions=False) keeps none",
+    "BatchSizeFinder": "tk.find_executable_batch_size finds a size that fits",
+    "Checkpoint": "subclass Callback",
+    "DeviceStatsMonitor": "log torch.accelerator.memory_stats() in on_train_step_end",
+    "LearningRateFinder": "train a few steps with each of several rates",
+    "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_start",
+    "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
+    "ProgressBar": "TQDMProgressBar is the only one; a Callback of your own can print",
+    "RichModelSummary": "ModelSummary",
+    "RichProgressBar": "TQDMProgressBar",
+    "SpikeDetection": "compare the loss in on_train_batch_end, and ask trainer.stop(reason)",
+    "ThroughputMonitor": "trainer.progress.samples and trainer.progress.seconds count",
+}
+"""Lightning's callbacks that are not here, and what to use instead."""
+__getattr__, __dir__ = lazy_names(__name__, _HOME, _ELSEWHERE)

@@ -13,12 +13,16 @@ from typing import Any, final
 __all__ = ["alias_package", "lazy_names"]
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package: what nobody asks for costs nothing.
+def lazy_names(
+    package: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of a package whose names are imported when they are first used.
 
     Args:
         package: its ``__name__``.
         homes: by name the module in it; ``".x.y"`` is the module ``x.y`` beside it.
+        elsewhere: names that another library has and this package does not, with what to use instead. Asking for one
+            is an ImportError: ``from package import name`` would drop the text of an AttributeError.
 
     Example:
         >>> find, names = lazy_names("urllib", {"urlparse": "parse"})
@@ -27,6 +31,8 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     """
 
     def find(name: str) -> Any:
+        if name in (elsewhere or {}):
+            raise ImportError(f"{package} has no {name}: {(elsewhere or {})[name]}", name=package)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f".{homes[name]}", package), name)
