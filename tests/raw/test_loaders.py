@@ -117,6 +117,21 @@ def test_a_loader_with_a_state_of_its_own(tmp_path):
     assert [int(batch[0]) for batch in data] == [0, 4, 8, 12, 16, 20]
 
 
+@pytest.mark.filterwarnings("ignore:.*batches were read:UserWarning")
+def test_an_iterator_that_can_be_read_once_goes_on_behind_what_was_read(tmp_path):
+    def made():
+        accelerator = Accelerator(cpu=True)
+        return accelerator, accelerator.prepare_data_loader(iter([torch.tensor([i]) for i in range(8)]))
+
+    accelerator, data = made()
+    for number, _ in enumerate(data, 1):
+        if number == 3:
+            accelerator.save_state(tmp_path / "state")
+    accelerator, data = made()
+    accelerator.load_state(tmp_path / "state")
+    assert [int(batch) for batch in data] == [3, 4, 5, 6, 7]
+
+
 def test_states_of_a_loader_do_not_pile_up():
     accelerator = Accelerator(cpu=True)
 

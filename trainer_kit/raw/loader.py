@@ -82,6 +82,7 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
         self._resume: tuple[int, int] | None = None
+        self._read = 0  # batches handed out in all epochs
         # Each process knows the batches of all: the main process reads for all, or each reads the whole stream.
         self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
         self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
@@ -178,6 +179,7 @@ class PreparedLoader:
                     break  # this process has no part of the last batch
                 self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
                 at += 1
+                self._read += 1
                 self._position = (epoch, at)
                 if feed.stateful:
                     feed.track.forget(at * self.group.size if self._shared else at)
@@ -260,10 +262,11 @@ class PreparedLoader:
         """Where it is: epoch, batches handed out, the seed, and what the loader itself needs to go on."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
-        at = batch * self.group.size if self._shared else batch
-        state = self.feed.track.state_dict(epoch if inside else None, at)
-        samples = batch * self.total_batch_size
-        return {"epoch": epoch, "batch": batch, "samples": samples, "seed": self.seed, "track": state}
+        each = self.group.size if self._shared else 1
+        feed = self.feed
+        state = feed.track.state_dict(epoch if inside or feed.once else None, batch * each, self._read * each)
+        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self._read}
+        return {**place, "seed": self.seed, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """The next iteration goes on where `state_dict` was taken, in the same order.
@@ -279,7 +282,7 @@ class PreparedLoader:
             batch = self._batches_of(samples)
         self.iteration, self._position = epoch, None
         self._resume = (epoch, batch) if batch else None
-        self.seed = int(states[0]["seed"])
+        self.seed, self._read = int(states[0]["seed"]), int(states[0]["read"])
         self.feed = self._make_feed(self.even, self.seed)
         self._load_tracks([state["track"] for state in states])
 
