@@ -58,7 +58,7 @@ class FakeTrainer:
     def stop(self, reason):
         self.stops.append(reason)
 
-    def set_accumulation(self, batches):
+    def set_accumulation(self, batches, measure=None):
         self.accumulation.append(batches)
 
     def log_metrics(self, metrics, step=None):

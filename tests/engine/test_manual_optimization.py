@@ -422,3 +422,25 @@ def test_gradients_that_the_user_left_stay():
     norms = []
     Trainer(max_steps=3, **QUIET).fit(Leaves(), batches())
     assert norms == [1.0, 2.0, 3.0]
+
+
+def test_reduce_lr_on_plateau_needs_no_monitor():
+    """The module steps it, with a metric of its own choice."""
+
+    class Plateau(Pair):
+        def training_step(self, batch, batch_idx):
+            optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+            optimizer.zero_grad()
+            self.manual_backward(self.losses(batch)[0]())
+            optimizer.step()
+            scheduler.step(1.0)
+            rates.append(optimizer.param_groups[0]["lr"])
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            return [optimizer], [scheduler]
+
+    rates = []
+    Trainer(max_steps=3, **QUIET).fit(Plateau(), batches())
+    assert rates == [0.1, 0.05, 0.025]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from tests.parity.plain import (
     sgd,
     train,
 )
+from trainer_kit.callbacks import GradientAccumulation
 
 SIZES = (5, 6, 3, 6, 1, 6, 2)
 
@@ -139,11 +141,11 @@ def padded_batches() -> list[Batch]:
     return batches
 
 
-def by_hand(module: Tokens, batches: list[Batch], length: int, epochs: int = 1, first: int = 0) -> None:
-    """Each window as one batch; the ``first`` batches are one window."""
+def by_hand(module: Tokens, batches: list[Batch], length: int, epochs: int = 1) -> None:
+    """Each window as one batch."""
     optimizer = module.configure_optimizers()
     for _ in range(epochs):
-        for window in [*windows(batches[:first], first or 1), *windows(batches[first:], length)]:
+        for window in windows(batches, length):
             optimizer.zero_grad()
             module.loss(window).backward()
             optimizer.step()
@@ -204,10 +206,10 @@ def test_sample_target() -> None:
 def test_token_target() -> None:
     batches = padded_batches()[2:3] * 6
     plain, mine = Tokens(make_double()), WeighedTokens(make_double())
-    by_hand(plain, batches, 2, first=1)
+    by_hand(plain, batches, 2)
     trainer = train(mine, batches, accumulate_grad_batches="8tok")
     assert trainer.progress.tokens == 24
-    assert trainer.global_step == 4, "one batch to learn from, then two at a time, then what is left"
+    assert trainer.global_step == 3
     assert_close(mine.net, plain.net)
 
 
@@ -217,3 +219,52 @@ def test_global_batch_size_is_that_of_a_step() -> None:
     trainer = train(Classifier(mine), loader(5), global_batch_size=12, accumulate_grad_batches=3)
     assert trainer.progress.batch == 7
     assert_close(mine, net)
+
+
+class Lengths(tk.TrainModule):
+    """Notes how many samples and tokens each step has; a token is a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.steps: list[tuple[int, int]] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch).pow(2).mean()
+
+    def on_train_step_end(self) -> None:
+        progress = self.trainer.progress
+        self.steps.append((progress.samples, progress.tokens))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class CountsTokens(Lengths):
+    def loss_weight(self, batch: Tensor) -> Tensor:
+        return (batch > 0).sum()
+
+
+def by_target(target: str, data: Any, module: Any = None, **options: Any) -> list[tuple[int, int]]:
+    module = module or CountsTokens()
+    train(module, data, callbacks=[GradientAccumulation(target)], barebones=False, logger=False, **options)
+    return [(now[0] - then[0], now[1] - then[1]) for then, now in pairwise([(0, 0), *module.steps])]
+
+
+QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+
+
+def test_the_first_window_of_a_target_in_tokens_is_as_long_as_the_others() -> None:
+    data = [torch.ones(2, 4)] * 16  # 8 tokens each
+    assert by_target("64tok", data, **QUIET) == [(16, 64)] * 2
+    assert by_target("64tok", DataLoader(torch.ones(32, 4), 2), **QUIET) == [(16, 64)] * 2
+    assert by_target("8sp", iter(data), Lengths(), **QUIET) == [(8, 0)] * 4  # nobody knows sizes ahead of a stream
+    assert by_target("64tok", data, loss_weighting=False, **QUIET) == [(16, 64)] * 2
+
+
+@pytest.mark.world_size(2)
+def test_the_first_window_of_a_target_counts_all_ranks() -> None:
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 2, **QUIET}
+    assert by_target("64tok", [torch.ones(2, 4)] * 16, **options) == [(16, 64)] * 2
+    assert by_target("64tok", [torch.ones(2, 4)] * 16, loss_weighting=False, **options) == [(16, 64)] * 2
+    assert by_target("8sp", iter([torch.ones(2, 4)] * 16), Lengths(), **options) == [(8, 0)] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, final
 
 from lightning_utilities.core.overrides import is_overridden
@@ -23,7 +24,8 @@ class GradientAccumulation(Callback):
     Args:
         scheduling: micro-batches for each optimizer step; ``{epoch: micro-batches}``, each from that epoch (counted
             from 0) on; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``, to which each window comes as near
-            as whole micro-batches of the size last seen can. Tokens are what the module's ``loss_weight`` counts.
+            as whole micro-batches of the size last seen can; the first window goes by its own first micro-batch.
+            Tokens are what the module's ``loss_weight`` counts.
 
     Attributes:
         scheduling: the schedule by epoch; empty with a target.
@@ -144,7 +146,15 @@ class GradientAccumulation(Callback):
     def _set(self, trainer: TrainerLike) -> None:
         length = self.get_accumulate_grad_batches(trainer.current_epoch)
         self._length = length
-        trainer.set_accumulation(length)
+        unknown = self.target is not None and self._per_batch is None
+        trainer.set_accumulation(length, partial(self._measure, trainer) if unknown else None)
+
+    def _measure(self, trainer: TrainerLike, samples: float, tokens: float) -> None:
+        """The first micro-batch of all is read."""
+        assert self.target is not None
+        self._per_batch = (samples if self.target.unit == "sp" else tokens) or None
+        if self._per_batch is not None:
+            self._set(trainer)
 
 
 GradientAccumulationScheduler = GradientAccumulation

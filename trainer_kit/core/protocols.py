@@ -232,8 +232,11 @@ class TrainerLike(Protocol):
     def train_batch_samples(self) -> int | None:
         """Samples of one micro-batch over all ranks, where they are known beforehand."""
 
-    def set_accumulation(self, batches: int) -> None:
-        """From the next window on: this many micro-batches an optimizer step."""
+    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+        """From the next window on: this many micro-batches an optimizer step.
+
+        ``measure`` is called with the samples and the weight of the next micro-batch, and sets the number.
+        """
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""

@@ -207,14 +207,14 @@ def _scheduler(value: Any, where: str) -> LRSchedulerConfig:
 
 
 def _check(made: Optimizers, module: TrainModule) -> None:
+    if not module.automatic_optimization:
+        return  # the module steps its schedulers itself
     for config in made.schedulers:
         if config.reduce_on_plateau and config.monitor is None:
             raise ConfigurationError(
                 f"{type(config.scheduler).__name__} needs a metric",
                 fix='return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}',
             )
-    if not module.automatic_optimization:
-        return
     if len(made.optimizers) > 1 and made.names is None:
         raise ConfigurationError(
             "several optimizers in automatic optimization need names",

@@ -159,9 +159,17 @@ class Session(Position):
         else:
             self.requests.stop = None
 
-    def set_accumulation(self, batches: int) -> None:
-        """From the next window on: this many micro-batches an optimizer step."""
+    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+        """From the next window on: this many micro-batches an optimizer step.
+
+        Args:
+            batches: how many.
+            measure: called with the samples and the ``loss_weight`` of the next micro-batch over all ranks, before its
+                window is complete: it sets the number, by calling this again.
+        """
         self.accumulation = batches
+        if self.run is not None:
+            self.run.windows.measure = measure
         if self.run is not None and self.run.windows.length != batches:
             self.run.windows.length = batches
             self.run.wake()

@@ -38,6 +38,8 @@ class Windows:
         limit: micro-batches of an epoch, or None where nobody knows.
         provide: is called for a window that some rank may lack a micro-batch of; None where that needs nothing.
         budget: how many more micro-batches the run will take, as far as anybody knows; None for no limit.
+        measure: called with the samples and the weight of the next micro-batch over all ranks before its window is
+            complete: it sets ``length``. Once; None: ``length`` is known.
     """
 
     def __init__(
@@ -59,6 +61,8 @@ class Windows:
         self._by_samples = False
         self.provide: Callable[[], None] | None = None
         self.budget: int | None = None
+        self.measure: Callable[[float, float], None] | None = None
+        self._source: Iterator[Any] | None = None  # more batches, while `measure` is to be called
         # Weights of single batches say nothing where nothing is weighed against them.
         self._asks = weighting and loss_weight is None
 
@@ -87,10 +91,12 @@ class Windows:
         """One rank, and a batch weighs its samples: nothing to ask, and no factor for a window of one."""
         micro, one, sizes = self.micro, [None], [0]
         for batch, size in batches:
-            if self.length == 1:
+            if self.length == 1 and self.measure is None:
                 one[0], sizes[0] = batch, size
                 micro.batches, micro.sizes, micro.weights, micro.factors, micro.count = one, sizes, sizes, None, 1
             else:
+                if self.measure is not None:
+                    self._measured([size], [size])
                 window = [(batch, size), *islice(batches, self.length - 1)]
                 self._load([pair[0] for pair in window], [pair[1] for pair in window])
             micro.first, micro.started = start, micro.progress.step
@@ -112,6 +118,9 @@ class Windows:
         # Not map(): a StopIteration of the user's loss_weight would look like the end of the batches.
         items = batches if self.ahead is not None else (self._weighed(*pair) for pair in batches)
         while window := list(islice(items, self.length)):
+            if self.measure is not None:
+                self._measured([window[0][0]], [window[0][1]])
+                window += islice(items, self.length - len(window))
             self._load([item[2] for item in window], [item[0] for item in window], [item[1] for item in window])
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
@@ -121,11 +130,11 @@ class Windows:
     def _together(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
         """Several ranks: windows are equally long on all of them."""
         micro = self.micro
-        self._by_samples = self.feed.even and (self.loss_weight is None or not self.weighting)
+        self._by_samples = self.feed.even and self.loss_weight is None
         length = self.feed.length
         last = -1 if length is None else length - 1
-        usual = self._by_samples and self.loss_weight is None and self.ahead is None
-        load = self._load_one if usual else self._load_together
+        load = self._load_one if self._by_samples and self.ahead is None else self._load_together
+        self._source = batches if self.measure is not None else None
         while load(list(islice(batches, self.length)), start):
             if self._by_samples:  # else it was agreed
                 micro.uneven = start + micro.count > last
@@ -151,13 +160,12 @@ class Windows:
     def _load_together(self, window: list[Any], start: int) -> bool:
         """Load this rank's share; False once no rank has anything left. Windows are equally long on every rank."""
         micro = self.micro
-        if self.ahead is not None:
-            sizes, weights, batches = ([item[i] for item in window] for i in range(3))
-        else:
-            batches = [None if batch is EMPTY else batch for batch, _ in window]
-            weights = sizes = [size for _, size in window]
-            if self.loss_weight is not None:
-                weights = [0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)]
+        sizes, weights, batches = self._columns(window)
+        if self.measure is not None and self._source is not None:
+            source, self._source = self._source, None
+            self._measured(sizes, weights)
+            rest = self._columns(list(islice(source, self.length - 1)))
+            sizes, weights, batches = (old + new for old, new in zip((sizes, weights, batches), rest, strict=True))
         known = [self.feed.samples(start + i) for i in range(len(batches))] if self._by_samples else [None]
         if None not in known:
             if not batches:
@@ -180,10 +188,28 @@ class Windows:
         self._weigh_window(weights, total)
         return True
 
+    def _columns(self, window: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Sizes, weights and batches of a window."""
+        if self.ahead is not None:
+            return [item[0] for item in window], [item[1] for item in window], [item[2] for item in window]
+        batches = [None if batch is EMPTY else batch for batch, _ in window]
+        weights = sizes = [size for _, size in window]
+        if self.loss_weight is not None:
+            weights = [0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)]
+        return sizes, weights, batches
+
+    def _measured(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
+        """Learn the length of the window from its first micro-batch; every rank calls it."""
+        measure, self.measure = self.measure, None
+        assert measure is not None
+        mine = [sum(sizes), sum(weights)]
+        rows = self.group.agree(mine) if self.group.size > 1 else [mine]
+        measure(sum(row[0] for row in rows) / self.parts, sum(row[1] for row in rows))
+
     def _load_one(self, window: list[Any], start: int) -> bool:
         """As `_load_together`, with less to do for the usual window: one batch, and everybody knows its samples."""
         samples = self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
-        if samples is None:
+        if samples is None or self.measure is not None:
             return self._load_together(window, start)
         micro, (batch, size) = self.micro, window[0]
         micro.batches, micro.sizes, micro.weights, micro.count = [batch], [samples], [size], 1
