@@ -36,7 +36,9 @@ class FakeTrainer:
         self.run_dir, self.callbacks = Path(run_dir), list(callbacks)
         self.world_size, self.global_rank, self.is_global_zero = world_size, rank, rank == 0
         self.num_training_batches, self.num_val_batches = batches, list(val_batches)
-        self.strategy = SimpleNamespace(world=OneOf(world_size), device=torch.device("cpu"), costs=lambda *_: None)
+        self.strategy = SimpleNamespace(
+            world=OneOf(world_size), device=torch.device("cpu"), costs=lambda *_: None, names_on_all_ranks=lambda: None
+        )
         self.precision_plugin = None
         self.sanity_checking, self.fast_dev_run = False, False
         self.max_epochs, self.max_steps, self.log_every_n_steps = 10, -1, 50

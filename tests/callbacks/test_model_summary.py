@@ -1,4 +1,5 @@
 import contextlib
+import io
 import sys
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import trainer_kit as tk
+from tests.strategies.pipelines import Writer, stages, texts, words
 from trainer_kit.callbacks import ModelSummary
 from trainer_kit.callbacks.model_summary import summarize
 from trainer_kit.core.errors import ConfigurationError
@@ -210,3 +212,24 @@ def test_bad_depth(depth):
 def test_flop_counter_is_not_imported_without_an_example():
     assert "torch.utils.flop_counter" not in summarize.__globals__
     assert sys.modules["trainer_kit.callbacks.model_summary"]
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_stages_of_a_pipeline_are_one_module():
+    """Rank 0 prints the module of all ranks; tied weights, of which two stages have a copy, count once."""
+    shown = io.StringIO()
+    trainer = tk.Trainer(
+        max_steps=1,
+        strategy=stages(),
+        devices=2,
+        accumulate_grad_batches=2,
+        callbacks=[ModelSummary(-1)],
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        logger=False,
+    )
+    with contextlib.redirect_stderr(shown):
+        trainer.fit(Writer(words(tied="ends")), texts((4, 4)))
+    expected = str(summarize(Writer(words(tied="ends")), -1))
+    assert (expected in shown.getvalue()) == (trainer.global_rank == 0), shown.getvalue()

@@ -17,6 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.strategies.transforms.split import StandIn
 
 __all__ = ["ModelSummary", "ModelSummaryTable", "SummaryRow", "summarize"]
 
@@ -128,11 +129,19 @@ class ModelSummary(Callback):
         self.max_depth = _depth(max_depth)
 
     def on_fit_start(self, trainer: TrainerLike, module: Any) -> None:
+        strategy = trainer.strategy
+        staged = strategy.names_on_all_ranks() is not None
+        held = _of_all_ranks(module, strategy) if staged and self.max_depth != 0 else None
         if trainer.is_global_zero and self.max_depth != 0:
             plugin = trainer.precision_plugin
             context = plugin.forward_context() if plugin is not None else None
             convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
-            table = summarize(module, self.max_depth, context=context, convert=convert)
+            if held is None:
+                table = summarize(module, self.max_depth, context=context, convert=convert)
+            else:
+                note = "no sizes: a forward would need every stage of the pipeline"
+                example = getattr(module, "example_input_array", None)
+                table = _table(module, self.max_depth, held, _Seen(note=None if example is None else note))
             lines = [str(table)]
             costs = trainer.strategy.costs(module, plugin, trainer.world_size)
             if costs is not None:
@@ -176,39 +185,95 @@ def summarize(
         2         modules in train mode
         0         modules in eval mode
     """
-    depth = _depth(max_depth)
-    below = [(name, each) for name, each in module.named_modules() if name]
-    chosen = [(name, each) for name, each in below if depth == -1 or name.count(".") < depth]
-    seen = _Seen()
+    depth, seen = _depth(max_depth), _Seen()
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        seen = _run(module, [each for _, each in chosen], example, context or nullcontext(), convert)
-    known = [parameter for parameter in module.parameters() if not is_lazy(parameter)]
-    shown = {id(parameter) for _, each in chosen for parameter in each.parameters()}
-    rows = [
-        SummaryRow(
-            name=name,
-            type=type(each).__name__,
-            params=_count(each.parameters()),
-            training=each.training,
-            flops=None if seen.flops is None else seen.flops.get(f"{type(module).__name__}.{name}", 0),
-            in_size=seen.inputs.get(each),
-            out_size=seen.outputs.get(each),
-        )
-        for name, each in chosen
-    ]
-    training = sum(each.training for _, each in below)
+        watched = [each for name, each in module.named_modules() if name and _is_shown(name, depth)]
+        seen = _run(module, watched, example, context or nullcontext(), convert)
+    return _table(module, depth, _Held.of(module), seen)
+
+
+def _is_shown(name: str, depth: int) -> bool:
+    return depth == -1 or name.count(".") < depth
+
+
+@final
+@dataclass(frozen=True)
+class _Held:
+    """What a rank holds of a module.
+
+    Attributes:
+        modules: type and training mode by name; None where another stage of a pipeline has the module.
+        parameters: by each of its names: the first name, size (None: not initialised), requires_grad, bytes.
+    """
+
+    modules: dict[str, tuple[str, bool] | None]
+    parameters: dict[str, tuple[str, int | None, bool, int]]
+
+    @staticmethod
+    def of(module: nn.Module, shared: Mapping[str, str] | None = None) -> _Held:
+        """``shared``: the first name of copies that several stages have."""
+        first: dict[int, str] = {}
+        parameters: dict[str, tuple[str, int | None, bool, int]] = {}
+        for name, one in module.named_parameters(remove_duplicate=False):
+            key = first.setdefault(id(one), (shared or {}).get(name, name))
+            size = None if is_lazy(one) else _numel(one)
+            parameters[name] = (key, size, one.requires_grad, 0 if size is None else size * one.element_size())
+        modules = {
+            name: None if isinstance(each, StandIn) else (type(each).__name__, each.training)
+            for name, each in module.named_modules()
+            if name
+        }
+        return _Held(modules, parameters)
+
+    def below(self, name: str) -> dict[str, int | None]:
+        """Sizes of the parameters of a submodule, each once."""
+        return {key: size for full, (key, size, _, _) in self.parameters.items() if full.startswith(f"{name}.")}
+
+
+def _of_all_ranks(module: nn.Module, strategy: Any) -> _Held:
+    """The whole of a module whose stages are on several ranks; every rank calls it."""
+    parts: list[_Held] = strategy.world.all_gather_object(_Held.of(module, strategy.shared_names(module)))
+    modules: dict[str, tuple[str, bool] | None] = {}
+    for name, what in parts[0].modules.items():
+        owner = parts[0] if what else next((part for part in parts if part.modules.get(name)), parts[0])
+        inside = [n for n in owner.modules if n == name or (what is None and n.startswith(f"{name}."))]
+        modules.update((n, owner.modules[n]) for n in inside if owner.modules[n])
+    return _Held(modules, {name: one for part in reversed(parts) for name, one in part.parameters.items()})
+
+
+def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSummaryTable:
+    objects = dict(module.named_modules())
+    below = {name: what for name, what in held.modules.items() if what is not None}
+    rows, shown = [], set[str]()
+    for name, (kind, training) in below.items():
+        if _is_shown(name, depth):
+            sizes = held.below(name)
+            shown |= sizes.keys()
+            rows.append(
+                SummaryRow(
+                    name=name,
+                    type=kind,
+                    params=None if None in sizes.values() else sum(size or 0 for size in sizes.values()),
+                    training=training,
+                    flops=None if seen.flops is None else seen.flops.get(f"{type(module).__name__}.{name}", 0),
+                    in_size=seen.inputs.get(objects[name]) if name in objects else None,
+                    out_size=seen.outputs.get(objects[name]) if name in objects else None,
+                )
+            )
+    once = {one[0]: one for one in held.parameters.values()}
+    known = [(key, size, trains, volume) for key, size, trains, volume in once.values() if size is not None]
+    in_training = sum(training for _, training in below.values())
     return ModelSummaryTable(
         rows=rows,
-        trainable=sum(_numel(parameter) for parameter in known if parameter.requires_grad),
-        frozen=sum(_numel(parameter) for parameter in known if not parameter.requires_grad),
-        loose=sum(_numel(parameter) for parameter in known if rows and id(parameter) not in shown),
-        megabytes=sum(_numel(parameter) * parameter.element_size() for parameter in known) / 1e6,
-        train_modules=training,
-        eval_modules=len(below) - training,
+        trainable=sum(size for _, size, trains, _ in known if trains),
+        frozen=sum(size for _, size, trains, _ in known if not trains),
+        loose=sum(size for key, size, _, _ in known if rows and key not in shown),
+        megabytes=sum(volume for *_, volume in known) / 1e6,
+        train_modules=in_training,
+        eval_modules=len(below) - in_training,
         flops=None if seen.flops is None else seen.flops.get("Global", 0),
-        note=seen.note
-        or ("some parameters are not initialised yet" if len(known) < len([*module.parameters()]) else None),
+        note=seen.note or ("some parameters are not initialised yet" if len(known) < len(once) else None),
     )
 
 
@@ -275,11 +340,6 @@ def _depth(max_depth: int) -> int:
     if type(max_depth) is not int or max_depth < -1:
         raise ConfigurationError("max_depth is a number of levels", found=repr(max_depth), fix="use -1 for all")
     return max_depth
-
-
-def _count(parameters: Iterable[Tensor]) -> int | None:
-    found = list(parameters)
-    return None if any(is_lazy(parameter) for parameter in found) else sum(map(_numel, found))
 
 
 def _numel(parameter: Any) -> int:
