@@ -25,6 +25,7 @@ __all__ = ["Arguments", "Parsed"]
 # No class for an argument that has no type, and none of the classes that jsonargparse knows to run what they are given.
 jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=[])
 
+_CONFIG = "--config="
 _VERBS = {
     "fit": "Train.",
     "validate": "Validate.",
@@ -178,6 +179,8 @@ class Arguments:
         Raises:
             SystemExit: 2 and one line on standard error for a wrong one; 0 after ``--help`` and ``--print_config``.
         """
+        # The shell leaves a tilde behind "=" alone.
+        words = [f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}" if w.startswith(_CONFIG) else w for w in words]
         files = _config_files(words)
         verb = next((word for word in words if word in self._verbs), "fit")
         prog = f"{os.path.basename(sys.argv[0])}{f' {verb}' if verb in words else ''}"

@@ -15,6 +15,7 @@ from trainer_kit.commands.keys import misplaced, parameters, prefixes, subclasse
 from trainer_kit.core.errors import did_you_mean, printable
 from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
+from trainer_kit.engine.former_arguments import FORMER_ARGUMENTS
 
 __all__ = ["FileProblem", "check_file", "check_keys", "check_words", "complaint"]
 
@@ -238,6 +239,9 @@ def _entry(node: Any, name: str) -> Any:
 
 
 def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> str:
+    former = name.removeprefix("--").partition("trainer.")[2]
+    if former in FORMER_ARGUMENTS:
+        return f"; instead of it: {FORMER_ARGUMENTS[former].format(value='...')}"
     near = did_you_mean(name, known, otherwise="")
     return f", {near}" if near else f"; {otherwise}"
 
