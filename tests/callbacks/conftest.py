@@ -41,6 +41,7 @@ class FakeTrainer:
         )
         self.precision_plugin = None
         self.sanity_checking, self.fast_dev_run = False, False
+        self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = [math.inf]
         self.max_epochs, self.max_steps, self.log_every_n_steps = 10, -1, 50
         self.estimated_stepping_batches = 100
         self.callback_metrics, self.progress_bar_metrics = {}, {}

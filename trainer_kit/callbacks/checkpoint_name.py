@@ -62,16 +62,16 @@ class CheckpointName:
                 format(1 if field in ("epoch", "step") or (spec or "").endswith("d") else 1.0, spec or "")
             yield text, field, spec or ""
 
-    def __call__(self, values: Mapping[str, Any]) -> str:
+    def __call__(self, values: Mapping[str, Any], equals: str = "=") -> str:
         """Fill in ``values`` (numbers or scalar tensors: a sync point). One that nobody logged is 0, with a warning."""
         written = []
         for text, field, spec in self._parts:
             written.append(text)
             if field is not None:
-                written.append(self._field(field, spec, values))
+                written.append(self._field(field, spec, values, equals))
         return "".join(written)
 
-    def _field(self, name: str, spec: str, values: Mapping[str, Any]) -> str:
+    def _field(self, name: str, spec: str, values: Mapping[str, Any], equals: str) -> str:
         if name not in values and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
@@ -84,4 +84,4 @@ class CheckpointName:
         if spec.endswith("d"):
             number, spec = (round(number), spec) if math.isfinite(number) else (number, "")
         shown = format(number, spec)
-        return f"{name.replace('/', '_')}={shown}" if self._insert else shown
+        return f"{name.replace('/', '_')}{equals}{shown}" if self._insert else shown

@@ -67,6 +67,20 @@ class EarlyStopping(Callback):
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "late"
+    never_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        (
+            "_run_early_stopping_check",
+            "_evaluate_stopping_criteria",
+            "_should_skip_check",
+            "_improvement_message",
+            "_validate_condition_metric",
+            "_log_info",
+            "mode_dict",
+            "order_dict",
+            "monitor_op",
+        ),
+        "write a Callback that calls trainer.stop(reason)",
+    )
 
     def __init__(
         self,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any, Literal, final
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch.optim import Optimizer
@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainer_kit.callbacks.schedule import following
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.overrides import leave_out
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["LearningRateMonitor"]
@@ -45,6 +46,11 @@ class LearningRateMonitor(Callback):
         'step'
     """
 
+    never_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("_extract_stats", "_remap_keys", "_find_names_from_schedulers", "_add_prefix", "_add_suffix"),
+        "write a callback that reads trainer.lr_scheduler_configs and calls trainer.log_metrics",
+    )
+
     def __init__(
         self,
         logging_interval: Literal["step", "epoch"] | None = None,
@@ -63,7 +69,7 @@ class LearningRateMonitor(Callback):
         self._next: int | float = math.inf
         if logging_interval == "epoch":
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
-            self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
+            leave_out(self, "on_train_step_end", LearningRateMonitor)
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self.lrs = {name: [] for _, name, _ in self._groups(trainer, None)}

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -21,13 +21,18 @@ from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.finite import are_finite
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.location import absolute
+from trainer_kit.core.location import absolute, locate
+from trainer_kit.core.overrides import leave_out
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["ModelCheckpoint"]
 
 
-@final
+_DECIDES: Final = "set monitor=, mode=, save_top_k= and the interval; or call trainer.request_checkpoint in a callback"
+_SAVED: Final = "define after_save_checkpoint(path) in a logger: it is called once a checkpoint exists"
+_NAMES: Final = "set filename= and enable_version_counter=, or override format_checkpoint_name"
+
+
 class ModelCheckpoint(Callback):
     """Ask for checkpoints, and keep the best and the newest of them.
 
@@ -80,6 +85,25 @@ class ModelCheckpoint(Callback):
     )
 
     # The reference's 15 arguments in its order, so that scripts which pass them move over unchanged.
+    CHECKPOINT_JOIN_CHAR: str = "-"
+    """Before the version counter of a name in use."""
+    CHECKPOINT_EQUALS_CHAR: str = "="
+    """Between a field's name and its value."""
+    CHECKPOINT_NAME_LAST: str = "last"
+    """Under which name the index of the directory has the newest checkpoint, besides ``last``; no template."""
+    STARTING_VERSION: int = 1
+    """The first number of the version counter."""
+    never_called: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("check_monitor_top_k", "_save_topk_checkpoint", "_save_monitor_checkpoint"), _DECIDES),
+        **dict.fromkeys(("_update_best_and_save", "_save_none_monitor_checkpoint", "_monitor_candidates"), _DECIDES),
+        **dict.fromkeys(("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"), _DECIDES),
+        **dict.fromkeys(("_save_checkpoint", "_save_last_checkpoint", "_link_checkpoint", "to_yaml"), _SAVED),
+        **dict.fromkeys(("_remove_checkpoint", "_should_remove_checkpoint"), "keep all of them with save_top_k=-1"),
+        **dict.fromkeys(("_format_checkpoint_name", "_get_metric_interpolated_filepath_name"), _NAMES),
+        **dict.fromkeys(("file_exists", "_find_last_checkpoints"), _NAMES),
+        "FILE_EXTENSION": "a checkpoint is a directory: put what its name is to end with into filename=",
+    }
+
     def __init__(
         self,
         dirpath: str | os.PathLike[str] | None = None,
@@ -106,6 +130,7 @@ class ModelCheckpoint(Callback):
                 fix="give monitor= the logged value to compare by" if save_top_k > 1 else None,
             )
         self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
+        self.auto_insert_metric_name = auto_insert_metric_name
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
         self.save_weights_only, self.save_on_train_epoch_end = save_weights_only, save_on_train_epoch_end
         self._monitor = watched if monitor is not None else None
@@ -119,7 +144,7 @@ class ModelCheckpoint(Callback):
         self._timed, self._by_epoch = unit == "s", unit == "ep"
         if self._every is None or self._by_epoch:
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
-            self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
+            leave_out(self, "on_train_step_end", ModelCheckpoint)
         self._shelf = Shelf(
             None if dirpath is None else str(absolute(dirpath)),
             CheckpointName(filename, auto_insert_metric_name),
@@ -134,6 +159,42 @@ class ModelCheckpoint(Callback):
         self._clock, self._poll, self._validated_step = 0.0, 1, 0
         self._waiting = False  # due, but `monitor` has no value of that step yet
         self._active = self._restored = self._same_place = False
+
+    def format_checkpoint_name(
+        self,
+        metrics: Mapping[str, Any],
+        filename: str | None = None,
+        ver: int | None = None,
+        prefix: str | None = None,
+    ) -> str:
+        """The path of a checkpoint; an override names the directories, all of them directly in ``dirpath``.
+
+        Args:
+            metrics: logged values by name, with ``epoch`` and ``step``.
+            filename: another template.
+            ver: the version counter, for a name in use.
+            prefix: what the name begins with.
+
+        Example:
+            >>> ModelCheckpoint(filename="{epoch}-{acc:.2f}").format_checkpoint_name({"epoch": 3, "acc": 0.5}, ver=1)
+            'epoch=3-acc=0.50-v1'
+        """
+        template = self._shelf.name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
+        name = template(metrics, self.CHECKPOINT_EQUALS_CHAR)
+        join = self.CHECKPOINT_JOIN_CHAR
+        name = join.join([*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])])
+        return name if self.dirpath is None else str(locate(self.dirpath) / name)
+
+    def _alias(self) -> str:
+        """`CHECKPOINT_NAME_LAST`, where it is a name of its own."""
+        alias = self.CHECKPOINT_NAME_LAST
+        if "{" in alias or alias in ("best", ""):
+            raise ConfigurationError(
+                "CHECKPOINT_NAME_LAST is one name for the newest checkpoint in the index of its directory",
+                found=repr(alias),
+                fix='put fields into filename=; "last" always means the newest checkpoint',
+            )
+        return "" if alias == "last" else alias
 
     @property
     def dirpath(self) -> str | None:
@@ -205,7 +266,9 @@ class ModelCheckpoint(Callback):
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
         others = (other._shelf for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
-        self._shelf.next_try = self._next_try
+        self._shelf.next_try, self._shelf.name_of = self._next_try, self.format_checkpoint_name
+        self._shelf.first_version = self.STARTING_VERSION
+        self._shelf.alias = self._alias()
         self._shelf.open(trainer, (shelf for shelf in others if shelf is not self._shelf))
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:

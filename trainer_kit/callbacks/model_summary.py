@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +124,11 @@ class ModelSummary(Callback):
         >>> ModelSummary(max_depth=2).max_depth
         2
     """
+
+    never_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("summarize", "_summary"),
+        "write a callback whose on_fit_start prints what is wanted",
+    )
 
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = _depth(max_depth)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import builtins
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from time import monotonic
-from typing import Any, ClassVar, Literal, TextIO, final
+from typing import Any, ClassVar, Final, Literal, TextIO
 
 from trainer_kit.callbacks.progress_line import Line, PlainLine, TerminalLine, View
+from trainer_kit.core.bars import bar_class
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -18,7 +19,10 @@ from trainer_kit.core.protocols import ModuleLike, TrainerLike
 __all__ = ["TQDMProgressBar"]
 
 
-@final
+_TOTALS: Final = "read trainer.num_training_batches, num_val_batches, num_test_batches or num_predict_batches"
+_DRAWS: Final = "override get_metrics, init_train_tqdm, init_validation_tqdm, ... or a hook, and call super()"
+
+
 class TQDMProgressBar(Callback):
     """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
 
@@ -32,7 +36,10 @@ class TQDMProgressBar(Callback):
         leave: keep the finished line of each epoch.
 
     Raises:
-        ConfigurationError: for a negative number.
+        ConfigurationError: for a negative number; for a subclass that overrides what is never called.
+
+    A subclass may override `get_metrics`, the descriptions, and ``init_train_tqdm``, ``init_validation_tqdm``, …, each
+    of which makes the bar of its line.
 
     Example:
         >>> TQDMProgressBar(refresh_rate=0).is_enabled
@@ -40,6 +47,19 @@ class TQDMProgressBar(Callback):
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "late"  # the last line of an epoch has the epoch's values
+    BAR_FORMAT: str | None = None
+    """tqdm's ``bar_format``; None fits the line to the terminal."""
+    sanity_check_description: str = "Sanity check"
+    validation_description: str = "Validation"
+    test_description: str = "Test"
+    predict_description: str = "Predict"
+    never_called: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("total_train_batches", "total_val_batches", "total_val_batches_current_dataloader"), _TOTALS),
+        **dict.fromkeys(("total_test_batches_current_dataloader", "total_predict_batches_current_dataloader"), _TOTALS),
+        **dict.fromkeys(("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"), _DRAWS),
+        **dict.fromkeys(("_should_update", "_update", "_init_progress", "_add_task", "configure_columns"), _DRAWS),
+        "train_description": "the line of training is called by its epoch: override init_train_tqdm for the rest of it",
+    }
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         if refresh_rate < 0 or process_position < 0:
@@ -54,6 +74,8 @@ class TQDMProgressBar(Callback):
         self._line: Line | None = None
         self._view = View("", None, 0, 0, 0.0)
         self._aside: View | None = None  # the epoch, while a validation has the line
+        self._aside_line: Line | None = None  # its line, while a validation has one of its own
+        self._module: Any = None
         self._aside_since = 0.0
         self._done = self._drawn = 0
         self._next = math.inf
@@ -83,7 +105,36 @@ class TQDMProgressBar(Callback):
         elif self._shown:
             builtins.print(*values, sep=sep, end=end, file=file)
 
+    def get_metrics(self, trainer: TrainerLike, module: ModuleLike) -> Mapping[str, Any]:
+        """The values that are shown, by name; asked for at most ten times a second."""
+        return trainer.progress_bar_metrics
+
+    def init_sanity_tqdm(self) -> Any:
+        """The bar of the sanity check; its description is shown."""
+        return self._new_bar(self.sanity_check_description)
+
+    def init_train_tqdm(self) -> Any:
+        """The bar of training; its description becomes the epoch."""
+        return self._new_bar("")
+
+    def init_validation_tqdm(self) -> Any:
+        """The bar of validation. Inside ``fit`` validation shares the line of training, unless this is overridden."""
+        return self._new_bar(self.validation_description)
+
+    def init_test_tqdm(self) -> Any:
+        """The bar of a test; its description is shown."""
+        return self._new_bar(self.test_description)
+
+    def init_predict_tqdm(self) -> Any:
+        """The bar of a prediction; its description is shown."""
+        return self._new_bar(self.predict_description)
+
+    def _new_bar(self, description: str) -> Any:
+        options = {"position": self.process_position, "dynamic_ncols": True, "bar_format": self.BAR_FORMAT}
+        return bar_class()(desc=description, file=sys.stderr, leave=True, delay=1e-9, unit="batch", **options)
+
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._module = module
         self._shown = self.is_enabled and trainer.is_global_zero
         self._fitting = stage == "fit"
         self._next = math.inf
@@ -97,7 +148,7 @@ class TQDMProgressBar(Callback):
     def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         epoch, last = trainer.current_epoch, trainer.max_epochs
         title = f"Epoch {epoch}" if last is None or last < 0 else f"Epoch {epoch}/{last - 1}"
-        self._show(title, [trainer.num_training_batches], trainer.progress.epoch_batch)
+        self._show("train", title, [trainer.num_training_batches], trainer.progress.epoch_batch)
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
@@ -116,7 +167,7 @@ class TQDMProgressBar(Callback):
         self._close()
 
     def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._show("Sanity check", getattr(trainer, "num_sanity_val_batches", None))
+        self._show("sanity", self.sanity_check_description, trainer.num_sanity_val_batches)
 
     def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._close(leave=False)
@@ -126,7 +177,7 @@ class TQDMProgressBar(Callback):
             return
         if self._fitting:
             self._aside, self._aside_since = replace(self._view, done=self._done), monotonic()
-        self._show("Validation", trainer.num_val_batches)
+        self._show("validation", self.validation_description, trainer.num_val_batches)
 
     def on_validation_batch_end(
         self,
@@ -150,12 +201,16 @@ class TQDMProgressBar(Callback):
         view, self._aside = self._aside, None
         view.began += monotonic() - self._aside_since
         self._done, self._view = view.done, view
+        if self._aside_line is not None:
+            assert self._line is not None
+            self._line.close(leave=False)
+            self._line, self._aside_line = self._aside_line, None
         if self._line is not None:
             self._line.show(view)
             self._next = self._line.due
 
     def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._show("Test", getattr(trainer, "num_test_batches", None))
+        self._show("test", self.test_description, trainer.num_test_batches)
 
     def on_test_batch_end(
         self,
@@ -174,7 +229,7 @@ class TQDMProgressBar(Callback):
         self._end(trainer)
 
     def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._show("Predict", getattr(trainer, "num_predict_batches", None))
+        self._show("predict", self.predict_description, trainer.num_predict_batches)
 
     def on_predict_batch_end(
         self,
@@ -192,13 +247,23 @@ class TQDMProgressBar(Callback):
     def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._end(trainer)
 
-    def _show(self, title: str, batches: Iterable[int | float] | None, done: int = 0) -> None:
+    def _show(self, kind: str, title: str, batches: Iterable[int | float], done: int = 0) -> None:
         if not self._shown:
             return
-        if self._line is None:
+        name = f"init_{kind}_tqdm"
+        own = getattr(type(self), name) is not getattr(TQDMProgressBar, name)
+        if self._line is None or (own and kind == "validation"):
             file = sys.stderr
-            self._line = TerminalLine(file, self.process_position) if file.isatty() else PlainLine(file)
-        total = math.inf if batches is None else sum(batches)
+            terminal = file.isatty()
+            bar = getattr(self, name)() if own or terminal else None
+            if bar is not None and kind != "train":
+                title = (bar.desc or title).removesuffix(": ")
+            if self._line is not None:
+                self._aside_line = self._line
+            self._line = TerminalLine(bar) if terminal else PlainLine(file)
+            if bar is not None and not terminal:
+                bar.close()
+        total = sum(batches)
         self._done = self._drawn = done
         self._view = View(title, int(total) if math.isfinite(total) else None, done, done, monotonic())
         self._line.show(self._view)
@@ -207,13 +272,13 @@ class TQDMProgressBar(Callback):
     def _draw(self, trainer: TrainerLike) -> None:
         if self._line is not None and self._done - self._drawn >= self.refresh_rate:
             self._drawn = self._view.done = self._done
-            self._line.draw(self._view, trainer.progress_bar_metrics)
+            self._line.draw(self._view, self.get_metrics(trainer, self._module))
             self._next = self._line.due
 
     def _finish(self, trainer: TrainerLike) -> None:
         if self._line is not None:
             self._view.done = self._done
-            self._line.finish(self._view, trainer.progress_bar_metrics)
+            self._line.finish(self._view, self.get_metrics(trainer, self._module))
             self._next = self._line.due
 
     def _end(self, trainer: TrainerLike) -> None:
@@ -223,6 +288,6 @@ class TQDMProgressBar(Callback):
     def _close(self, leave: bool = True) -> None:
         self._next = math.inf
         self._aside = None
-        if self._line is not None:
-            line, self._line = self._line, None
+        lines, self._line, self._aside_line = (self._line, self._aside_line), None, None
+        for line in filter(None, lines):
             line.close(leave)

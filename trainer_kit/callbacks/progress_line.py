@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, Protocol, TextIO, final
 
-from trainer_kit.core.bars import bar_class
-
 __all__ = ["Line", "PlainLine", "TerminalLine", "View"]
 
 _TERMINAL_INTERVAL: Final = 0.1
@@ -72,11 +70,15 @@ class Line(Protocol):
 
 @final
 class TerminalLine:
-    """One line, drawn in place."""
+    """One line, drawn in place.
 
-    def __init__(self, file: TextIO, position: int) -> None:
+    Args:
+        bar: a tqdm bar that has not been drawn. A ``bar_format`` of its own stays.
+    """
+
+    def __init__(self, bar: Any) -> None:
         self.due = 0.0
-        self._bar = bar_class()(file=file, position=position, dynamic_ncols=True, leave=True, delay=1e-9, unit="batch")
+        self._bar, self._format = bar, bar.bar_format
         self._bar.delay = 0.0  # its constructor would have drawn an empty line
         if measure := self._bar.dynamic_ncols:
             # Terminals without a size (of containers, of recorders) say 0 by 0, and would be shown nothing.
@@ -98,6 +100,9 @@ class TerminalLine:
     def _fit(self, metrics: Mapping[str, Any]) -> None:
         """Choose the longest form of the line that fits the terminal: first the decoration is dropped, then values."""
         bar = self._bar
+        if self._format is not None:
+            bar.postfix = _shown(metrics)
+            return
         bar.bar_format = None
         facts = bar.format_dict
         columns = facts["ncols"] or math.inf
@@ -164,6 +169,8 @@ def _shown(metrics: Mapping[str, Any]) -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, int) or not math.isfinite(value):
+    if not isinstance(value, float) and hasattr(value, "item"):
+        value = value.item()  # of `get_metrics`: sync point
+    if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
     return f"{value:.3g}" if abs(value) < 1e6 else f"{value:.3e}"

@@ -10,7 +10,7 @@ from typing import Any, final
 
 from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.retention import Retention
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import TrainerLike
 
@@ -62,6 +62,9 @@ class Shelf:
 
     Attributes:
         next_try: says when the next checkpoint is due; its owner's business.
+        name_of: makes a path from values and a version; likewise.
+        first_version: the first number of the version counter.
+        alias: another name of the newest checkpoint in the index, or "".
     """
 
     def __init__(
@@ -77,6 +80,8 @@ class Shelf:
         self.dirpath, self.name, self.retention = dirpath, name, retention
         self.weights_only, self.versions, self.ranked = weights_only, versions, ranked
         self.next_try: Callable[[], str] = str
+        self.name_of: Callable[..., str] = name
+        self.first_version, self.alias = 1, ""
         self.asked_step = 0
         self._unrated = ""  # what was asked for at `asked_step` without a score
         self._default = dirpath is None
@@ -162,7 +167,7 @@ class Shelf:
         if trainer.is_global_zero or not together:
             metrics = trainer.callback_metrics
             epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
-            path = self._free(self.name({**metrics, "epoch": int(epoch), "step": int(step)}), trainer.global_step)
+            path = self._free({**metrics, "epoch": int(epoch), "step": int(step)}, trainer.global_step)
         if together and trainer.world_size > 1:
             path = trainer.strategy.world.broadcast(path)
         self.asked_step, self._unrated = trainer.global_step, "" if score is not None else path
@@ -176,14 +181,23 @@ class Shelf:
             self.retention.rate(self._unrated, score)
             self._unrated = ""
 
-    def _free(self, name: str, step: int) -> str:
-        assert self.dirpath is not None
-        directory, version = locate(self.dirpath), 0
-        path = str(directory / name)
+    def _free(self, values: Mapping[str, Any], step: int) -> str:
+        path, version = self._named(values), self.first_version
         while self.versions and self._used(path, step):
-            version += 1
-            path = str(directory / f"{name}-v{version}")
+            path, version = self._named(values, ver=version), version + 1
         return path
+
+    def _named(self, values: Mapping[str, Any], **version: int) -> str:
+        assert self.dirpath is not None
+        path = self.name_of(dict(values), **version)
+        name = os.path.basename(path)
+        if os.path.dirname(path) not in ("", self.dirpath) or not name or name.startswith("."):
+            raise ConfigurationError(
+                "format_checkpoint_name names one directory in dirpath",
+                found=path,
+                fix=f"return a path directly in {self.dirpath}, and put another folder into dirpath=",
+            )
+        return str(locate(self.dirpath) / name)
 
     def _used(self, path: str, step: int) -> bool:
         if os.path.basename(path) in self._taken or path in self.retention.live:
@@ -197,7 +211,11 @@ class Shelf:
     def _saved(self, path: str) -> str | None:
         ready = self.retention.confirm(path)
         best = self.retention.durable_best if self.ranked else ""
-        return self._make_way(path, ready, {"last": path, **({"best": best} if best else {})})
+        return self._make_way(
+            path,
+            ready,
+            {name: value for name, value in (("last", path), (self.alias, path), ("best", best)) if name and value},
+        )
 
     def _make_way(self, path: str, ready: list[str], names: Mapping[str, str]) -> str | None:
         """Delete what gave way to ``path``, which is durable, once no name in the directory means it any more.

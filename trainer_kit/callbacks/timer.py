@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
-from typing import Any, Final, Literal, final
+from typing import Any, ClassVar, Final, Literal, final
 
 from trainer_kit.core.duration import Duration
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.overrides import leave_out
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["Timer"]
@@ -39,6 +40,8 @@ class Timer(Callback):
         (43200.0, 0.0, None)
     """
 
+    never_called: ClassVar[Mapping[str, str]] = {"_check_time_remaining": "write a callback that calls trainer.stop"}
+
     def __init__(
         self,
         duration: str | timedelta | Mapping[str, float] | Duration | None = None,
@@ -59,7 +62,7 @@ class Timer(Callback):
         self._said = False
         if duration is None or interval == "epoch":
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
-            self.on_train_step_end = super().on_train_step_end  # type: ignore[method-assign]
+            leave_out(self, "on_train_step_end", Timer)
 
     @property
     def state_key(self) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from trainer_kit.core.modes import restore_modes
 from trainer_kit.core.move import move_to_device
+from trainer_kit.core.overrides import check_overrides
 from trainer_kit.core.signatures import check_hooks
 
 if TYPE_CHECKING:
@@ -41,10 +42,13 @@ class Callback:
     order: ClassVar[Literal["early", "normal", "late"]] = "normal"
     told_apart_by: ClassVar[str] = "override state_key so that it tells them apart"
     """What to do about two of this class with one `state_key`."""
+    never_called: ClassVar[Mapping[str, str]] = {}
+    """Names that Lightning's class calls and this one does not: by name, what to do instead."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_hooks(cls, Callback)
+        check_overrides(cls, Callback)
 
     @property
     def state_key(self) -> str:

@@ -8,10 +8,11 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hidden import discard_torn, replace_file
+from trainer_kit.core.overrides import check_overrides
 from trainer_kit.loggers.params import params_dict, plain
 
 __all__ = ["DEFAULT_NAME", "DirectoryLogger"]
@@ -35,6 +36,17 @@ class DirectoryLogger(ABC):
     """
 
     writes_alone: Final = True
+
+    never_called: ClassVar[Mapping[str, str]] = {
+        "_get_next_version": "pass version=",
+        "_add_prefix": "pass prefix=",
+        "_scan_checkpoints": "define after_save_checkpoint(path)",
+    }
+    """Names that Lightning's loggers call: by name, what to do instead."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_overrides(cls, DirectoryLogger)
 
     def __init__(
         self,

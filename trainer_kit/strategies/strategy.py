@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.overrides import check_overrides
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.precision.precision import Precision
@@ -31,6 +32,20 @@ class Strategy(ABC):
     default does, so that each is true for an engine that changes nothing. What the loop must know in advance is an
     attribute here (`sharded`, `lockstep`, `owns_step`, …), declared by the engine; the loop never compares names.
     """
+
+    never_called: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), "override bind"),
+        **dict.fromkeys(("setup_environment", "setup", "teardown"), "override start, prepare_module or stop"),
+        **dict.fromkeys(("model_to_device", "configure_ddp", "determine_ddp_device_ids"), "override prepare_module"),
+        **dict.fromkeys(("optimizer_step", "backward", "pre_backward"), "override bind_step or bind_backward"),
+        **dict.fromkeys(("lightning_module_state_dict", "save_checkpoint", "load_checkpoint"), "override module_state"),
+        **dict.fromkeys(("reduce", "all_gather", "process_dataloader", "setup_optimizers"), "write a callback instead"),
+    }
+    """Methods of Lightning's strategies that a subclass of a shipped one cannot override: by name, the way out."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        check_overrides(cls, Strategy)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
