@@ -19,6 +19,7 @@ NAMES = [
     "CombinedLoader",
     "ConfigurationError",
     "ContextPlan",
+    "DDPCommunicationHookType",
     "DataError",
     "DataLoaderConfiguration",
     "DataModule",

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from trainer_kit.raw.options import (
         AutocastKwargs,
         DataLoaderConfiguration,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
         GradientAccumulationPlugin,
@@ -98,6 +99,7 @@ __all__ = [
     "CombinedLoader",
     "ConfigurationError",
     "ContextPlan",
+    "DDPCommunicationHookType",
     "DataError",
     "DataLoaderConfiguration",
     "DataModule",
@@ -199,6 +201,7 @@ _HOME = {
     "DataLoaderConfiguration": "raw.options:DataLoaderConfiguration",
     "DataModule": "core.datamodule:DataModule",
     "DeepSpeedPlugin": "raw.deepspeed:DeepSpeedPlugin",
+    "DDPCommunicationHookType": "raw.options:DDPCommunicationHookType",
     "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
     "DistributedType": "raw.process:DistributedType",
     "DummyOptim": "raw.deepspeed:DummyOptim",

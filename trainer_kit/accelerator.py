@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, ClassVar, Final, final
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -27,6 +29,7 @@ from trainer_kit.raw.deepspeed import named_plugins
 from trainer_kit.raw.engines import asked_engine, chosen_sizes, chosen_strategy, engine_says, plugins
 from trainer_kit.raw.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
 from trainer_kit.raw.generators import synchronize
+from trainer_kit.raw.meet import meet
 from trainer_kit.raw.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -61,7 +64,12 @@ __all__ = [
     "synchronize_rng_states",
 ]
 
-_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" means
+_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" means, with what else is installed
+_IF_INSTALLED: Final = ("wandb",)
+
+
+_LIVING: Final[WeakSet[Accelerator]] = WeakSet()
+"""Where one of them is in debug mode, the functions of this module are, too."""
 
 
 @final
@@ -77,10 +85,29 @@ class PartialState(Processes):
         (1, True, device(type='cpu'))
     """
 
+    _debug: ClassVar[bool | None] = None
+
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         self.environment = Environment.detect()
         self._accelerator = "cpu" if cpu else "auto"
         self._strategy: Strategy | None = None
+
+    @property
+    def debug(self) -> bool:
+        """Whether processes compare their collectives first; set, it holds for every `PartialState` of the process."""
+        if PartialState._debug is not None:
+            return PartialState._debug
+        return any(one.debug for one in _LIVING) or is_true(choose("debug", None, False).value)
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        PartialState._debug = debug
+
+    def _together(self, data: Any, call: str) -> AbstractContextManager[None]:
+        world = self.world
+        if world.size > 1 and torch.distributed.is_initialized() and self.debug:
+            meet(world, data, call)
+        return nullcontext()
 
     @property
     def world(self) -> Group:
@@ -207,11 +234,22 @@ class Accelerator(Answers):
         self._before_save, self._before_load = OrderedDict(), OrderedDict()
         self._triggered, self.flag_tensor, self._own_backward = False, None, None
         self.rng_types, self.debug = rng_types, debugging
+        _LIVING.add(self)
 
     @property
     def state(self) -> Accelerator:
         """Identity and turn-taking, for scripts that ask for it separately."""
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy does not look for the mistakes of first steps: it would look at its copies of parameters."""
+        return {**vars(self), "_watch": None}
+
+    def __repr__(self) -> str:
+        """What Accelerate prints of its state; `explain` says more."""
+        plugin = self.deepspeed_plugin
+        config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
+        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n{config}"
 
     def explain(self) -> Text:
         """What this process has, a line each: group, device, wrapping, loaders; and where its options come from."""
@@ -349,41 +387,52 @@ def _several(given: Any) -> list[Any]:
     words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in several]
     if "all" in words:
         objects = [one for one in words if not isinstance(one, str)]
-        return [*objects, *dict.fromkeys([*(w for w in words if isinstance(w, str) and w != "all"), *_EVERYWHERE])]
+        installed = [name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None]
+        named = (word for word in words if isinstance(word, str) and word != "all")
+        return [*objects, *dict.fromkeys([*named, *_EVERYWHERE, *installed])]
     return words
+
+
+def _state(data: Any, call: str) -> PartialState:
+    """This process; in debug mode, once every process makes this call."""
+    state = PartialState()
+    with state._together(data, call):
+        return state
 
 
 def gather(tensor: Any) -> Any:
     """Nested tensors of all processes one after the other, along the first dimension."""
-    return collectives.gather(PartialState().world, tensor)
+    return collectives.gather(_state(tensor, "gather").world, tensor)
 
 
 def gather_object(object: Any) -> list[Any]:
     """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
-    return collectives.gather_object(PartialState().world, object)
+    return collectives.gather_object(_state(None, "gather_object").world, object)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
-    return collectives.reduce(PartialState().world, tensor, reduction, scale)
+    return collectives.reduce(_state(tensor, "reduce").world, tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
     """Nested tensors of one process for everyone."""
-    return collectives.broadcast(PartialState().world, tensor, from_process)
+    return collectives.broadcast(_state(tensor, "broadcast").world, tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Small picklable values of one process for everyone, in place."""
-    return collectives.broadcast_object_list(PartialState().world, object_list, from_process)
+    return collectives.broadcast_object_list(_state(None, "broadcast_object_list").world, object_list, from_process)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
     """Nested tensors made as long along ``dim`` as the longest of all processes."""
-    return collectives.pad_across_processes(PartialState().world, tensor, dim, pad_index, pad_first)
+    return collectives.pad_across_processes(
+        _state(None, "pad_across_processes").world, tensor, dim, pad_index, pad_first
+    )
 
 
 def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
     """Give every process the main process's generators: "torch", "cuda", "python", "numpy", "generator"."""
-    state = PartialState()
+    state = _state(None, "synchronize_rng_states")
     synchronize(state.world, rng_types, generator, state.device)

@@ -672,8 +672,8 @@ def test_what_is_not_here_is_said():
         Accelerator(cpu=True, deepspeed_plugin=object())
     with pytest.raises(TypeError, match="unexpected argument 'mixed'"):
         Accelerator(cpu=True, mixed="fp16")
-    with pytest.raises(TypeError, match="comm_wrapper"):
-        DistributedDataParallelKwargs(comm_hook="powersgd", comm_wrapper="fp16")
+    with pytest.raises(ConfigurationError, match="unknown communication hook\n  found: 'fp8'"):
+        DistributedDataParallelKwargs(comm_hook="fp8")
     with pytest.raises(ConfigurationError, match="accumulation is given twice"):
         Accelerator(
             cpu=True,

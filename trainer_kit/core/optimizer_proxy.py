@@ -52,6 +52,13 @@ class OptimizerProxy(Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch's schedulers put a closure in the place of `step`; torch's optimizers leave it behind, too.
+        return {name: value for name, value in vars(self).items() if name != "step"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)  # torch's own would profile `step` of this class from then on
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Let it step further parameters."""
         self.optimizer.add_param_group(param_group)

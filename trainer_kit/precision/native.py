@@ -301,6 +301,12 @@ class MixedPrecision(Precision):
             step()
         return all(whole)
 
+    def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
+        """Adapt it as soon as a step is over: gradients that have not been stepped still have the old scale."""
+        waiting = any(id(one) not in self._stepped and has_gradients(one) for one in optimizers)
+        if self.scaler is not None and self._is_over and not waiting:
+            self._adapt()
+
     def end_step(self) -> None:
         """Adapt the scale."""
         if self._stepped:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -88,6 +88,12 @@ class Precision(ABC):
         """Run ``step`` unless gradients overflowed; returns whether it ran."""
         step()
         return True
+
+    def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
+        """Called after a step of one of these optimizers: adapt the scale, unless another one has yet to step.
+
+        Nobody else calls `end_step` in a loop of the user's own.
+        """
 
     def end_step(self) -> None:
         """Called after every optimizer of a step has been stepped."""

@@ -6,13 +6,19 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, final
 
 import torch
 
 from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["find_executable_batch_size", "release_memory"]
+
+
+@final
+class _NoBatchSizeError(ConfigurationError, RuntimeError):
+    """`find_executable_batch_size` has tried them all; scripts for Accelerate wait for a RuntimeError."""
+
 
 _FULL = (
     "out of memory",
@@ -60,7 +66,8 @@ def find_executable_batch_size(
             ``starting_batch_size``: training is then the same whatever memory holds.
 
     Raises:
-        ConfigurationError: no batch size is left to try, or the function takes no batch size.
+        RuntimeError: no batch size is left to try.
+        ConfigurationError: the function takes no batch size.
 
     Example:
         >>> @find_executable_batch_size(starting_batch_size=16)
@@ -101,7 +108,7 @@ def find_executable_batch_size(
             size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
             while keep_global_batch and size > 0 and starting_batch_size % size:
                 size -= 1
-        raise ConfigurationError("no batch size fits into memory", found=f"down from {starting_batch_size}")
+        raise _NoBatchSizeError("no executable batch size was found", found=f"down from {starting_batch_size} to 0")
 
     return search
 

@@ -99,8 +99,7 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
             "static_graph",
         ):
             chosen[name] = getattr(wrapper, name)
-        hook = str(getattr(wrapper.comm_hook, "value", wrapper.comm_hook)).lower()
-        chosen["ddp_comm_hook"] = None if hook == "no" else hook.replace("power_sgd", "powersgd")  # Accelerate's word
+        chosen.update(wrapper.exchange())
     if group is not None:
         chosen["process_group_backend"] = group.backend
         if group.timeout is not None:

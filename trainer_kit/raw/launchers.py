@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from trainer_kit.core.environment import available_devices
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, LaunchError
 from trainer_kit.launch import run_forked
 
 __all__ = ["debug_launcher", "notebook_launcher"]
+
+
+_ELASTIC: Final = {
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "rdzv_id",
+    "monitor_interval",
+    "log_line_prefix_template",
+}
 
 
 def notebook_launcher(
@@ -23,6 +34,7 @@ def notebook_launcher(
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
     num_nodes: int = 1,
+    max_restarts: int = 0,
     **elastic: Any,
 ) -> Any:
     """Call ``function(*args)`` on several forked processes of this machine, from a notebook or a REPL.
@@ -36,14 +48,22 @@ def notebook_launcher(
         master_addr: accepted.
         node_rank: accepted.
         num_nodes: only 1: further machines are started by ``torchrun``.
-        elastic: Accelerate's options of restarting and of rendezvous: accepted.
+        max_restarts: how often all processes are started again after one of them failed; one process alone is not.
+        elastic: Accelerate's further options (``rdzv_backend``, ``rdzv_endpoint``, ``rdzv_conf``, ``rdzv_id``,
+            ``monitor_interval``, ``log_line_prefix_template``): accepted.
 
     Returns:
         What the main process returned.
 
     Raises:
-        ConfigurationError: several machines.
+        ConfigurationError: several machines, or a negative number of restarts.
+        TypeError: an unknown option.
     """
+    unknown = elastic.keys() - _ELASTIC
+    if unknown:
+        raise TypeError(f"notebook_launcher got an unexpected argument {min(unknown)!r}")
+    if max_restarts < 0:
+        raise ConfigurationError("processes are started again 0 times or more", found=f"max_restarts={max_restarts}")
     if num_nodes != 1:
         raise ConfigurationError(
             "a notebook starts processes on its own machine only",
@@ -53,7 +73,27 @@ def notebook_launcher(
     wanted = num_processes or available_devices("auto")
     settings = {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
     with _environment(settings):
-        return function(*args) if wanted == 1 else run_forked(lambda rank: function(*args), wanted)
+        if wanted > 1:
+            return _restarted(lambda: run_forked(lambda rank: function(*args), wanted), max_restarts)
+        if max_restarts:
+            warnings.warn(
+                f"max_restarts={max_restarts}: one process runs in the notebook itself, and is not started again",
+                stacklevel=2,
+            )
+        return function(*args)
+
+
+def _restarted(run: Callable[[], Any], restarts: int) -> Any:
+    for restart in range(1, restarts + 1):
+        try:
+            return run()
+        except LaunchError:  # nothing was started
+            raise
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            told = f"{type(error).__name__}: {reason}; starting all processes again (restart {restart} of {restarts})"
+            warnings.warn(told, stacklevel=3)
+    return run()
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
 from itertools import islice
 from typing import Any, final
 
@@ -92,6 +93,19 @@ class PreparedLoader:
         if name == "dataloader":
             raise AttributeError(name)
         return getattr(self.dataloader, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a reading under way holds: a copy continues at its place."""
+        fresh: dict[str, Any] = {
+            "feed": None,
+            "_position": None,
+            "_resume": self._resume or self._position,
+        }
+        return {**vars(self), **fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.feed = self._make_feed(self.even, self.seed)
 
     def __len__(self) -> int:
         length = self.feed.length
@@ -303,6 +317,23 @@ class PreparedLoader:
         each = f"; every process reads all of it and keeps each {self.group.size}th batch"
         return f"{text}{each}" if self._shared else text
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next iteration continues where `state_dict` was taken; each process has the state that it took.
+
+        Raises:
+            CheckpointError: it was taken on another number of processes, or with batches of another size, and a stream
+                does not say where that is.
+        """
+        own = dict(state_dict)
+        if self.feed.stateful and own["samples"] != own["batch"] * self.total_batch_size:
+            raise CheckpointError(
+                "the state of a loader",
+                "samples",
+                f"{own['batch']} batches had {own['samples']} samples, and would have other ones now",
+                fix="resume with as many processes and the same batch size, or by accelerator.load_state",
+            )
+        self.load_states([own] * self.group.size)
+
     def _batches_of(self, samples: int) -> int:
         """How many batches of an epoch have so many samples."""
         size, feed = self.total_batch_size, self.feed
@@ -414,13 +445,9 @@ def prepare_loader(
     dispatch = world.size > 1 and (stream if asked is None else asked)
     rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
 
-    def make_feed(even: bool, seed: int) -> Feed:
-        pad = even and size > 1
-        return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
-
     return PreparedLoader(
         loader,
-        make_feed,
+        partial(_make_feed, loader, rank, size, batch_size),  # which pickles, as a closure does not
         group,
         device,
         window,
@@ -431,3 +458,8 @@ def prepare_loader(
         shard=shard,
         end=end,
     )
+
+
+def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:
+    pad = even and size > 1
+    return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)

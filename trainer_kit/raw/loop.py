@@ -169,7 +169,8 @@ class Loop(Preparing):
 
         Args:
             joinables: prepared models.
-            even_batches: what loaders do meanwhile; False: none of them repeats samples.
+            even_batches: what loaders do meanwhile, those over an ``IterableDataset`` too; False: none of them repeats
+                samples.
 
         Raises:
             ConfigurationError: the strategy needs every process in a step, so that nobody can be left behind.

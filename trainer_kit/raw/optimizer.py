@@ -27,6 +27,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         precision: steps it, or skips a step whose gradients overflowed.
         before_first_step: called once, when gradients are complete for the first time.
         step: how the strategy steps it; None: as it does itself.
+        after_step: called after each step; None: nothing is.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class AcceleratedOptimizer(OptimizerProxy):
         precision: Precision,
         before_first_step: Callable[[Optimizer], None] | None = None,
         step: Callable[..., Any] | None = None,
+        after_step: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(optimizer)
         self._window, self._precision = window, precision
-        self._before_first_step, self._own_step = before_first_step, step
+        self._before_first_step, self._own_step, self._after_step = before_first_step, step, after_step
         self._skipped = False
         self._emptied = 0  # the micro-batch in which `zero_grad` was called ahead of its backward
 
@@ -75,6 +77,8 @@ class AcceleratedOptimizer(OptimizerProxy):
         window.correct(optimizer)
         self._skipped = not self._precision.optimizer_step(optimizer, self._own_step or optimizer.step)
         window.corrected.discard(optimizer)
+        if self._after_step is not None:
+            self._after_step()
         return found
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:

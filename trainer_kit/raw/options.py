@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from enum import Enum
 from numbers import Integral
@@ -17,11 +17,13 @@ from trainer_kit.core.fields import check_fields, check_timeout, positive
 from trainer_kit.core.iterables import as_list
 from trainer_kit.core.origins import variable
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.comm_hooks import check_comm_hook
 from trainer_kit.strategies.fsdp_config import KEYS, from_launcher
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "AutocastKwargs",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DistributedDataParallelKwargs",
     "FullyShardedDataParallelPlugin",
@@ -64,6 +66,38 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
 
+class DDPCommunicationHookType(str, Enum):
+    """Hooks of DDP's gradient exchange by Hugging Face Accelerate's words; plain strings do as well.
+
+    Example:
+        >>> DDPCommunicationHookType.POWER_SGD == "power_sgd"
+        True
+    """
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+_HOOKS: Final = {
+    DDPCommunicationHookType.FP16: "fp16",
+    DDPCommunicationHookType.BF16: "bf16",
+    DDPCommunicationHookType.POWER_SGD: "powersgd",
+}
+
+
+def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
+    text = str(getattr(word, "value", word)).lower().replace("powersgd", "power_sgd")  # Lightning's word
+    try:
+        return DDPCommunicationHookType(text)
+    except ValueError:
+        words = [one.value for one in DDPCommunicationHookType]
+        fix = did_you_mean(text, words)
+        raise ConfigurationError("unknown communication hook", found=repr(word), fix=fix) from None
+
+
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
     """Of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` in MiB.
@@ -71,10 +105,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
     Attributes:
         dim: accepted; each process has a batch of its own, so none is scattered.
         check_reduction: accepted; torch does nothing with it either.
-        comm_hook: "no", "fp16", "bf16" or "powersgd".
+        comm_hook: a `DDPCommunicationHookType`, or its word.
+        comm_wrapper: likewise: "fp16" or "bf16" casts the gradients before ``comm_hook`` sees them.
+        comm_state_option: arguments of torch's ``PowerSGDState``.
 
     Raises:
-        ConfigurationError: a value of another type, or a bucket of no size.
+        ConfigurationError: a value of another type, a bucket of no size, or a word that names no hook.
     """
 
     dim: int = 0
@@ -85,10 +121,27 @@ class DistributedDataParallelKwargs(KwargsHandler):
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
     comm_hook: str | Enum = "no"
+    comm_wrapper: str | Enum = "no"
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive(self, "bucket_cap_mb")
+        self.exchange()
+
+    def exchange(self) -> dict[str, Any]:
+        """How gradients are exchanged, as arguments of `DDPStrategy`."""
+        kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
+        if DDPCommunicationHookType.BATCHED_POWER_SGD in kinds:
+            raise ConfigurationError(
+                "torch's batched PowerSGD fails in its first compressed step: it orthogonalizes what it does not batch",
+                found="batched_power_sgd",
+                fix='comm_hook="power_sgd"',
+            )
+        hook, wrapper = map(_HOOKS.get, kinds)
+        found = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper, "ddp_comm_state": self.comm_state_option or None}
+        check_comm_hook(*(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")))
+        return found
 
 
 @dataclass

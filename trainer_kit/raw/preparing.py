@@ -195,12 +195,16 @@ class Preparing(Gathering):
         if not hasattr(optimizer, "_configured_options"):  # what a state is compared with when it is loaded
             note_configured(optimizer)
         first = None if self._owns_step else self._before_first_step
-        made = AcceleratedOptimizer(optimizer, self.window, self.precision, first, self._bound_step(optimizer))
+        after = self._adapt_scale if self.precision.scales else None
+        made = AcceleratedOptimizer(optimizer, self.window, self.precision, first, self._bound_step(optimizer), after)
         self._optimizers.append(made)
         for scheduler in self._schedulers:  # that was prepared before
             if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
                 scheduler.optimizers = [made]
         return made
+
+    def _adapt_scale(self) -> None:
+        self.precision.adapt_scale([one.optimizer for one in self._optimizers])
 
     def _bound_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         bound = self.strategy.bind_step(optimizer)

@@ -78,6 +78,17 @@ class Processes(ABC):
     def device(self) -> torch.device:
         """Where this process computes."""
 
+    def __repr__(self) -> str:
+        """What Accelerate prints of its state."""
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type!s}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
     @property
     def num_processes(self) -> int:
         """How many processes work together."""

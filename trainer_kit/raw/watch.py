@@ -44,17 +44,28 @@ class Watch:
 
     def model(self, model: nn.Module) -> None:
         """Look at what the model is called with first, and first in training."""
-        calls = iter(range(_LOOKS))
+        look = _Look(self)
+        look.handle = model.register_forward_pre_hook(look, with_kwargs=True)
 
-        def look(called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            self._compare_devices(called, (arguments, options))
-            trains = torch.is_grad_enabled()
-            if trains or self._data.size == 1 or next(calls, None) is None:
-                handle.remove()
-            if trains and self._data.size > 1 and self._sample is None:
-                self._sample = _fingerprint((arguments, options))
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_steps": None}  # a hook of this process
 
-        handle = model.register_forward_pre_hook(look, with_kwargs=True)
+    def forward(self, called: nn.Module, given: Any, more: bool) -> bool:
+        """A prepared model is called, with ``given``.
+
+        Args:
+            called: the model.
+            given: its arguments.
+            more: whether a call without gradients may be followed by another look.
+
+        Returns:
+            Whether to be called at the next one too.
+        """
+        self._compare_devices(called, given)
+        trains = torch.is_grad_enabled()
+        if trains and self._data.size > 1 and self._sample is None:
+            self._sample = _fingerprint(given)
+        return not trains and self._data.size > 1 and more
 
     @staticmethod
     def _compare_devices(model: nn.Module, given: Any) -> None:
@@ -149,6 +160,21 @@ class Watch:
                 found=f"{type(optimizer).__name__} on {self._world.size} processes",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )
+
+
+@final
+class _Look:
+    """The hook of a model, until its first forward in training; an object, because closures do not pickle."""
+
+    handle: RemovableHandle
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch, self.left = watch, _LOOKS
+
+    def __call__(self, called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if not self.watch.forward(called, (arguments, options), self.left > 0):
+            self.handle.remove()
+        self.left -= 1
 
 
 def _remove(handle: RemovableHandle) -> None:

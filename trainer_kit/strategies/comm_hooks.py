@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["register_comm_hook"]
+from trainer_kit.core.errors import StrategyError
+
+__all__ = ["check_comm_hook", "register_comm_hook"]
+
+_HOOKS: Final = ("fp16", "bf16", "powersgd")
 
 
-def register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any) -> None:
+def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
+    """Refuse what cannot exchange gradients.
+
+    Raises:
+        StrategyError: an unknown name, a wrapper without a hook, or arguments for a hook that takes none.
+    """
+    if isinstance(hook, str) and hook not in _HOOKS:
+        raise StrategyError("unknown communication hook", found=repr(hook), fix=f"use {', '.join(map(repr, _HOOKS))}")
+    if isinstance(wrapper, str) and wrapper not in ("fp16", "bf16"):
+        raise StrategyError("unknown wrapper of a communication hook", found=repr(wrapper), fix="use 'fp16', 'bf16'")
+    if wrapper is not None and hook is None:
+        raise StrategyError("a wrapper needs a communication hook", found=f"ddp_comm_wrapper={wrapper!r}")
+    if isinstance(state, Mapping) and hook != "powersgd":
+        raise StrategyError(
+            "only PowerSGD has a state with arguments", found=f"{dict(state)} for {hook!r}", fix='hook "powersgd"'
+        )
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any, wrapper: Any = None
+) -> None:
     """Exchange gradients by this hook.
 
     Args:
-        ddp: the wrapper.
-        hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a function as torch takes it.
-        state: of the hook.
+        ddp: the wrapped module.
+        hook: one of the names, or a function as torch takes it.
+        state: of the hook, or arguments of PowerSGD's.
+        wrapper: ``"fp16"``, ``"bf16"``, or a function of the hook.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     chosen: Callable[..., Any]
-    if hook == "powersgd":
-        state = state or powerSGD_hook.PowerSGDState(None)
+    if hook == "powersgd" and (state is None or isinstance(state, Mapping)):
+        state = powerSGD_hook.PowerSGDState(None, **(state or {}))
     if callable(hook):
         chosen = hook
     else:
@@ -35,6 +60,12 @@ def register_comm_hook(ddp: DistributedDataParallel, hook: str | Callable[..., A
             "powersgd": powerSGD_hook.powerSGD_hook,
         }
         chosen = named[hook]
+    if wrapper is not None:
+        wrappers: dict[Any, Callable[..., Any]] = {
+            "fp16": default_hooks.fp16_compress_wrapper,
+            "bf16": default_hooks.bf16_compress_wrapper,
+        }
+        chosen = wrappers.get(wrapper, wrapper)(chosen)
 
     def unannotated(state, bucket):  # type: ignore[no-untyped-def]
         # torch compares annotations by identity, so those of `from __future__ import annotations` are refused.

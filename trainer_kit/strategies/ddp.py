@@ -18,7 +18,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.comm_hooks import register_comm_hook
+from trainer_kit.strategies.comm_hooks import check_comm_hook, register_comm_hook
 from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
 from trainer_kit.strategies.process_group import (
@@ -49,7 +49,10 @@ class DDPStrategy(Strategy):
         broadcast_buffers: buffers follow rank 0's at each exchange.
         bucket_cap_mb: size of an exchange buffer in MiB; torch's default when None.
         ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook as torch's ``register_comm_hook`` takes.
-        ddp_comm_state: the state of that hook. It is in no checkpoint: PowerSGD begins a resumed run anew, exact first.
+        ddp_comm_state: the state of that hook; a dict: arguments of PowerSGD's. It is in no checkpoint: PowerSGD begins
+            a resumed run anew, exact first.
+        ddp_comm_wrapper: ``"fp16"`` or ``"bf16"``: cast the gradients before the hook sees them; or a function that
+            takes the hook and returns one.
         local_sgd: average weights every so many steps in place of all gradients.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: how long a collective may take.
@@ -70,14 +73,12 @@ class DDPStrategy(Strategy):
         bucket_cap_mb: float | None = None,
         ddp_comm_hook: str | Callable[..., Any] | None = None,
         ddp_comm_state: Any = None,
+        ddp_comm_wrapper: str | Callable[..., Any] | None = None,
         local_sgd: PostLocalSGD | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
-        if isinstance(ddp_comm_hook, str) and ddp_comm_hook not in ("fp16", "bf16", "powersgd"):
-            raise StrategyError(
-                "unknown communication hook", found=repr(ddp_comm_hook), fix='use "fp16", "bf16", "powersgd"'
-            )
+        check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         if local_sgd is not None and static_graph:
             raise StrategyError("a static graph is learned from exchanges, of which local SGD has none", found="both")
         self.device = torch.device(device)
@@ -91,7 +92,7 @@ class DDPStrategy(Strategy):
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.comm_hook, self.comm_state = ddp_comm_hook, ddp_comm_state
+        self.comm_hook, self.comm_state, self.comm_wrapper = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         check_timeout(timeout, "DDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         self._step = _Step(nn.Module())
@@ -178,7 +179,7 @@ class DDPStrategy(Strategy):
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         wrapped = DistributedDataParallel(module, **options)
         if self.comm_hook is not None:
-            register_comm_hook(wrapped, self.comm_hook, self.comm_state)
+            register_comm_hook(wrapped, self.comm_hook, self.comm_state, self.comm_wrapper)
         return wrapped
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
