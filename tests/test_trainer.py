@@ -1288,8 +1288,8 @@ def test_a_wrong_argument_is_refused_before_anything_runs(options, said):
         Trainer(**{"accelerator": "cpu", **OFF, **options})
 
 
-def test_an_unknown_argument_is_python_s_own_error():
-    with pytest.raises(TypeError, match="max_epoch"):
+def test_an_unknown_argument_is_refused_with_the_nearest():
+    with pytest.raises(ConfigurationError, match=r"no argument 'max_epoch'(.|\n)*did you mean 'max_epochs'"):
         Trainer(max_epoch=3)
 
 

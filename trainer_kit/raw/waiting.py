@@ -22,7 +22,11 @@ from trainer_kit.launch.arrival import patience
 __all__ = ["Waiting"]
 
 _HERE: Final = str(Path(__file__).resolve().parents[1])
-_NOT_OURS: Final = (_HERE, *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")), "<frozen")
+_TORCH: Final = str(Path(dist.__file__).resolve().parents[1])  # not always in this environment's own directories
+_NOT_OURS: Final = (
+    *(_HERE, _TORCH, "<frozen"),
+    *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
+)
 _ASKED, _AT = "trainer_kit/asked", "trainer_kit/at"
 _ADVICE: Final = "every process must make this call: is it under `if accelerator.is_main_process`?"
 
