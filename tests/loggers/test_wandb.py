@@ -226,7 +226,8 @@ def test_fit_validate_and_test_are_one_run_and_another_logger_has_its_own(tmp_pa
             trainer.validate(trainer.module, [torch.randn(4, 7)])
         except RuntimeError:
             assert wandb.run is None, "a failure ends the run"
-        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is imported
+        for variables in (os.environ, environment):
+            variables.pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is imported
         """,
     )
     names = {log.run.run_id: [] for log in logs}
