@@ -113,3 +113,14 @@ def test_values_of_an_inner_module_are_means_over_ranks() -> None:
     trainer = tk.Trainer(max_epochs=1, strategy="ddp", devices=2, **QUIET)
     trainer.fit(Ranks(), batches())
     assert trainer.callback_metrics["rank"] == 0.5
+
+
+@pytest.mark.world_size(2)
+def test_a_padding_batch_leaves_what_an_inner_module_keeps_as_it_was() -> None:
+    """Two ranks with three batches under FSDP: the one that has none runs an earlier batch, which nothing may count."""
+    torch.manual_seed(0)
+    module = Outer()
+    trainer = tk.Trainer(max_epochs=1, devices=2, strategy="fsdp", enable_progress_bar=False, **QUIET)
+    trainer.fit(module, [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)])
+    assert trainer.progress.step == 2
+    assert [len(found) for found in trainer.strategy.world.all_gather_object(module.encoder.seen)] == [2, 1]

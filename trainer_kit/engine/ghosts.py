@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from trainer_kit.core.errors import DataError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import MISSING, Feed
@@ -119,11 +120,13 @@ def in_step(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[
 
 @contextmanager
 def unseen(module: Any, device: torch.device) -> Iterator[None]:
-    """What a step does to buffers, metrics, generators, and to numbers and lists that the module keeps, is undone."""
+    """Undo what a step does to buffers, metrics and generators, and to what TrainModules keep in numbers and lists."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     counted = running_states(module)
-    own = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    undo = [_undo(value) for value in own.values()]
+    # Metrics are modules, too: their attributes are states, which `restore_running` puts back.
+    modules = [part for part in module.modules() if part is module or isinstance(part, TrainModule)]
+    kept = [(part, {name: value for name, value in vars(part).items() if name[0] != "_"}) for part in modules]
+    undo = [_undo(value) for _, own in kept for value in own.values()]
     with preserved_rng(device):
         try:
             yield
@@ -136,10 +139,11 @@ def unseen(module: Any, device: torch.device) -> Iterator[None]:
             restore_running(module, counted)
             for put_back in undo:
                 put_back()
-            now = vars(module)
-            for name in [name for name in now if not name.startswith("_") and name not in own]:
-                del now[name]
-            now.update(own)
+            for part, own in kept:
+                now = vars(part)
+                for name in [name for name in now if name[0] != "_" and name not in own]:
+                    del now[name]
+                now.update(own)
 
 
 def _undo(value: Any) -> Callable[[], None]:
