@@ -15,6 +15,7 @@ from trainer_kit.callbacks import (
     LearningRateMonitor,
     ModelCheckpoint,
     ModelSummary,
+    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
 )
@@ -181,6 +182,8 @@ def test_so_it_is_in_other_callbacks(base, make):
         (LearningRateMonitor, "_extract_stats", "trainer.log_metrics"),
         (ModelSummary, "summarize", "on_fit_start"),
         (Timer, "_check_time_remaining", "trainer.stop"),
+        (StochasticWeightAveraging, "avg_fn", "pass avg_fn= to the constructor"),
+        (StochasticWeightAveraging, "reset_batch_norm_and_save_state", "update_bn"),
         (DDPStrategy, "optimizer_step", "bind_step"),
         (DDPStrategy, "setup_environment", "start"),
         (FSDPStrategy, "model_to_device", "prepare_module"),

@@ -307,6 +307,9 @@ def test_two_machines_restart_together() -> None:
     assert other_err.count("ValueError: only at first") == 2
     assert "attempt=1" in out
     assert "attempt=1" in other_out
+    line = "any host that reaches 127.0.0.1 can send commands to this run; set TRAINER_KIT_RUN_TOKEN"
+    assert line in err
+    assert line not in other_err
 
 
 @pytest.mark.slow

@@ -321,6 +321,41 @@ def test_manual_steps_without_a_gradient_are_an_error() -> None:
         train(Manual(make_net()), make_batches(2))
 
 
+class Drops(torch.optim.SGD):
+    """Its step ends without gradients, as that of published SAMs does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("by_closure", [False, True])
+def test_manual_steps_of_an_optimizer_that_drops_gradients_itself_train(by_closure: bool) -> None:
+    class Manual(Classifier):
+        automatic_optimization = False
+
+        def configure_optimizers(self) -> Any:
+            return Drops(self.parameters(), lr=0.1)
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            def closure() -> Any:
+                loss = super(Manual, self).training_step(batch, batch_idx)
+                self.manual_backward(loss)
+                return loss
+
+            if by_closure:
+                self.optimizers().step(closure=closure)
+            else:
+                closure()
+                self.optimizers().step()
+
+    net = make_net()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    train(Manual(net), make_batches(2))
+    assert all(not torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("configure", "said"),
     [

@@ -256,6 +256,21 @@ def test_who_waits_for_long_says_where_everybody_is(monkeypatch):
 
 
 @pytest.mark.world_size(2)
+def test_an_error_in_a_hook_is_not_taken_for_a_process_that_is_missing(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(3, 1))
+    accelerator.save_state(tmp_path / "state")
+
+    def fail(models, directory):
+        raise RuntimeError("other keys")
+
+    accelerator.register_load_state_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="other keys") as caught:
+        accelerator.load_state(tmp_path / "state")
+    assert not any("every process must make this call" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+@pytest.mark.world_size(2)
 def test_debug_mode_says_what_each_process_has():
     accelerator = Accelerator(cpu=True, debug=True, gradient_accumulation_steps=3, mixed_precision="bf16")
     model = nn.Linear(3, 1)

@@ -59,10 +59,10 @@ def test_arguments_stand_above_what_the_script_seeds():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("specific", [set_seed, torch.manual_seed])
-def test_processes_that_seed_themselves_differently_share_an_order(specific):
+@pytest.mark.parametrize("seed_with", ["set_seed", "torch"])
+def test_processes_that_seed_themselves_differently_share_an_order(seed_with):
     accelerator = Accelerator(cpu=True)
-    if specific is set_seed:
+    if seed_with == "set_seed":
         set_seed(7, device_specific=True)
     else:
         torch.manual_seed(7 + accelerator.process_index)

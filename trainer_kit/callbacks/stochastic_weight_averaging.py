@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, ClassVar, Literal, final
 
 import torch
 from torch.optim.swa_utils import SWALR
@@ -44,6 +44,14 @@ class StochasticWeightAveraging(WeightAveraging):
         >>> StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=0.75).n_averaged
         0
     """
+
+    never_called: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(("avg_fn", "update_parameters"), "pass avg_fn= to the constructor"),
+        **dict.fromkeys(
+            ("transfer_weights", "reset_batch_norm_and_save_state", "reset_momenta", "pl_module_contains_batch_norm"),
+            "call torch.optim.swa_utils.update_bn after training for running statistics",
+        ),
+    }
 
     def __init__(
         self,

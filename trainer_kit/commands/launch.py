@@ -154,11 +154,12 @@ def launch(
     """Run SCRIPT with its ARGUMENTS on processes and machines.
 
     Flags count before the configuration file, that before the environment. Under SLURM or MPI no options are needed.
-    Options that few need (--fsdp_..., --megatron_lm_..., ...) are those of a configuration file.
+    Further flags (--tee, --log_dir, --role, --env, ...) are in the guide; so is every key of a configuration file.
     """
     from trainer_kit.core.environment import Environment
     from trainer_kit.launch.plan import plan
     from trainer_kit.launch.resolve import resolve
+    from trainer_kit.launch.signed import RUN_TOKEN, run_token
 
     options = resolve(_flags(given), config_file)
     found = plan(options, Environment.detect())
@@ -176,6 +177,9 @@ def launch(
             click.echo(f"trainer-kit: {options.said(name)}", err=True)
         for name in found.left_out:
             click.echo(f"trainer-kit: has no effect yet: {options.said(name)}", err=True)
+        if found.machines.count > 1 and found.machines.rank == 0 and not run_token():
+            where = f"any host that reaches {found.machines.address} can send commands to this run"
+            click.echo(f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines", err=True)
     _run([*found.through, *words], found, options)
 
 

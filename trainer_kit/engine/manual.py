@@ -50,13 +50,21 @@ class ManualOptimizer(OptimizerProxy):
         self._precision.unscale_gradients(self.optimizer)
         for hook in self._bus.on_before_optimizer_step:
             hook(self.optimizer)
+        if not self.trained:  # looked for before the step, which may drop gradients itself
+            self.trained = has_gradients(self.optimizer)
         if closure is not None:
-            kwargs["closure"] = closure
+            kwargs["closure"] = closure if self.trained else self._watched(closure)
         returned: list[Any] = []
         self._precision.optimizer_step(self.optimizer, lambda: returned.append(self._step(**kwargs)))
-        if not self.trained:
-            self.trained = has_gradients(self.optimizer)
         return returned[0] if returned else None
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            self.trained = self.trained or has_gradients(self.optimizer)
+            return loss
+
+        return run
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this optimizer's gradients."""

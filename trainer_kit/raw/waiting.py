@@ -73,7 +73,7 @@ class Waiting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError):  # so gloo says that somebody has gone
+        if isinstance(error, RuntimeError) and _raised_by_torch(traceback):  # gloo: another process has gone
             add_note(error, f"in {self._call}, with {self.size} processes: {_ADVICE}")
 
     def spot(self) -> Any:
@@ -124,6 +124,13 @@ class Waiting:
         others = "; ".join(f"process {rank} is {place}" for rank, place in enumerate(at) if rank not in waiting)
         who = ", ".join(map(str, waiting))
         self._say(f"waiting for more than {self._patience:g} s {at[self.rank]} (process {who}); {others}; {_ADVICE}")
+
+
+def _raised_by_torch(traceback: TracebackType | None) -> bool:
+    """Whether an error began in a collective, not in code of the user's that is called around one."""
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_TORCH)
 
 
 def _look(of: weakref.ref[Waiting], store: Any, over: threading.Event, every: float) -> None:
