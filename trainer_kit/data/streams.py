@@ -145,7 +145,8 @@ class StreamSource:
         if goes_on:
             self.loader.load_state_dict(state["loader"])
         workers = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
-        alike = self.size > 1 and not workers and not self.once
+        inside = goes_on and start > 0  # of an epoch, whose next batch is read under the generators of the run
+        alike = self.size > 1 and not workers and not self.once and not inside
         iterator = self._alike(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
         if self.once and self.begun:
             iterator = chain(self._first(iterator), iterator)
