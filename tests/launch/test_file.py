@@ -90,7 +90,7 @@ def test_values_are_what_accelerate_means(tmp_path: Path) -> None:
         ("zebra: 1\n", "config.yaml:1: zebra: unknown key, no key of a configuration is like it"),
         (
             "NCCL_DEBUG: INFO\n",
-            "config.yaml:1: NCCL_DEBUG: unknown key, a variable for the script stands under environment:",
+            "config.yaml:1: NCCL_DEBUG: unknown key, a variable for the script belongs under environment:",
         ),
         ("num_processes: two\n", "config.yaml:1: num_processes: is a whole number, not 'two'"),
         ("max_restarts: -1\n", "config.yaml:1: max_restarts: is a whole number, 0 or more, not '-1'"),

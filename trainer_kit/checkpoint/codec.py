@@ -185,7 +185,7 @@ class _Encoder:
         self._tensors, self._at, self._sharded = tensors, at, sharded
         self._copy = copy if callable(copy) else _copied if copy else _as_it_is
         self._open: set[int] = set()
-        # With the tensor, so that its memory is not used again while the key stands for it.
+        # With the tensor, so that its memory is not reused while the key refers to it.
         self._records: dict[tuple[Any, ...], tuple[Tensor, dict[str, Any]]] = {}
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:

@@ -38,7 +38,7 @@ def misplaced(node: Any, key: str, options: Iterable[str], kinds: Mapping[str, t
 
     Args:
         node: of PyYAML.
-        key: where it stands; empty for a whole file.
+        key: the path to it; empty for a whole file.
         options: every option, without ``--``.
         kinds: by key, of which class something is made there.
     """

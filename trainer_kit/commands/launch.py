@@ -174,9 +174,9 @@ def launch(
         if options.file is not None:
             click.echo(f"trainer-kit: configuration from {options.file.path}", err=True)
         for name in options.before_file():
-            click.echo(f"trainer-kit: {options.said(name)}", err=True)
+            click.echo(f"trainer-kit: {options.describe(name)}", err=True)
         for name in found.left_out:
-            click.echo(f"trainer-kit: has no effect yet: {options.said(name)}", err=True)
+            click.echo(f"trainer-kit: has no effect yet: {options.describe(name)}", err=True)
         if found.machines.count > 1 and found.machines.rank == 0 and not run_token():
             where = f"any host that reaches {found.machines.address} can send commands to this run"
             click.echo(f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines", err=True)
@@ -250,7 +250,7 @@ def explain(
         if name != "TRAINER_KIT_ORIGINS":
             click.echo(f"the script is given {name}={mask_secrets(value, name)}")
     for name in found.left_out:
-        click.echo(f"has no effect yet: {options.said(name)}")
+        click.echo(f"has no effect yet: {options.describe(name)}")
     if script is not None:
         words = _words(script, arguments, module, no_python)
         click.echo(f"runs: {' '.join([*found.through, *(words[1:] if no_python else words)])}")

@@ -40,7 +40,7 @@ def trial(
     """Train a small module here, and check the result.
 
     Its weights are compared with those of a plain loop, its checkpoints verified, and a run resumed in new processes.
-    Without options it is done as `trainer-kit config` was told, or on all devices. Leaves with 0 for OK, with 1 after
+    Without options it runs as the saved configuration says, or on all devices. Leaves with 0 for OK, with 1 after
     saying what is wrong, and with 124 if it ran out of time, which says nothing about the result.
     """
     given = {"devices": devices, "accelerator": accelerator, "strategy": strategy, "precision": precision}

@@ -80,7 +80,7 @@ def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
             return node
         clone = copy.copy(node)
         for name, value in changed.items():
-            # Also for frozen ones: the copy is nobody else's yet.
+            # Also for frozen parameters: nothing else refers to the copy yet.
             object.__setattr__(clone, name, value)
         return clone
     return node

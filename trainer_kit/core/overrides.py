@@ -15,7 +15,7 @@ _HOOKS: Final = "override a hook (on_train_batch_end, on_validation_end, ...) or
 def check_overrides(cls: type, root: type) -> None:
     """Refuse a subclass of a shipped class that overrides what is never called, or a private name of that class.
 
-    What is never called stands in ``never_called`` of the shipped class: by name, what to do instead.
+    ``never_called`` of the shipped class maps each name that is never called to what to do instead.
 
     Args:
         cls: the class that is being created.

@@ -69,7 +69,7 @@ class Track:
         state, states = self._source.state, self._states
         for batch in batches:
             at += 1
-            if batch is not MISSING:  # whose loader may have ended: the state ahead of it stands for it
+            if batch is not MISSING:  # its loader may have ended, so the state before it is kept
                 states[at] = state()
             self._at = at
             yield batch

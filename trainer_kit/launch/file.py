@@ -205,7 +205,7 @@ def _take(reading: _Reading, known: Mapping[str, Option], key: _Node, node: _Nod
     option = by_name.get(name)
     if option is None:
         names = sorted({*by_name, *SECTIONS}) if not section else sorted(by_name)
-        variable = "a variable for the script stands under environment:"
+        variable = "a variable for the script belongs under environment:"
         near = variable if name.isupper() else did_you_mean(name[:60], names, "no key of a configuration is like it")
         raise reading.wrong(key.line, f"{section}{name}: unknown key, {near}")
     try:

@@ -98,7 +98,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     if on_devices and not cpu and not accelerated:
         raise ConfigurationError(
             "there is no accelerator on this machine",
-            found=options.said(several),
+            found=options.describe(several),
             fix="add --cpu, or choose another configuration",
         )
     ids = _gpu_ids(options) if accelerated else None
@@ -116,7 +116,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     if around is not None and around != total and here.local_world_size > 1:
         raise ConfigurationError(
             "the launcher around this one starts another number of processes",
-            found=f"{around} ({here.source}), {options.said('num_processes')}",
+            found=f"{around} ({here.source}), {options.describe('num_processes')}",
             fix="start one task on each machine, or as many as --num_processes",
         )
     in_place = around == total
@@ -142,7 +142,7 @@ def _on_xla(options: Resolved) -> Plan:
     several = (options["num_processes"] or 1) > 1
     environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
     no_effect = [*_NO_EFFECT, *_TPU, "rdzv_conf", *(_OF_THE_AGENT if several else ())]
-    # The script runs as it stands, its guarded main part too; Accelerate imports it and calls this function.
+    # The whole script runs, with its guarded main part; Accelerate imports it and calls this function.
     no_effect += ["main_training_function"] if options["main_training_function"] != "main" else []
     return Plan(
         processes=1,
@@ -159,7 +159,7 @@ def _on_xla(options: Resolved) -> Plan:
 def _pod(options: Resolved, name: str) -> ConfigurationError:
     return ConfigurationError(
         "the machines of a TPU pod are not started from here, and do not train together yet",
-        found=options.said(name),
+        found=options.describe(name),
         fix="tpu_use_cluster: false and num_machines: 1, on one machine",
     )
 
@@ -174,7 +174,7 @@ def _machines(options: Resolved, here: Environment) -> Machines:
     if not 0 <= rank < count:
         raise ConfigurationError(
             "this machine is none of them",
-            found=f"{options.said('machine_rank')}, {options.said('num_machines')}",
+            found=f"{options.describe('machine_rank')}, {options.describe('num_machines')}",
             fix="machines count from 0",
         )
     if count == 1:
@@ -193,7 +193,7 @@ def _patience(options: Resolved) -> float:
         if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(r"\d{1,9}(\.\d+)?", seconds.strip()):
             raise ConfigurationError(
                 "machines meet in a store of this launcher, not by torch's rendezvous",
-                found=options.said("rdzv_conf"),
+                found=options.describe("rdzv_conf"),
                 fix="timeout=SECONDS, for which a machine waits for the others",
             )
     return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
@@ -205,7 +205,7 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     if total == -1 and options.file is not None:
         raise ConfigurationError(
             "this configuration leaves the number of processes open",
-            found=options.said("num_processes"),
+            found=options.describe("num_processes"),
             fix="add --num_processes",
         )
     single = options["distributed_type"] == "NO"
@@ -216,13 +216,13 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     elif single and total > 1 and not options.origin("num_processes").startswith("flag"):
         raise ConfigurationError(
             "one process is not several",
-            found=f"{options.said('distributed_type')}, {options.said('num_processes')}",
+            found=f"{options.describe('distributed_type')}, {options.describe('num_processes')}",
             fix="say MULTI_CPU or MULTI_GPU, or num_processes: 1",
         )
     if total < 1 or total % num_machines:
         raise ConfigurationError(
             "every machine starts equally many processes",
-            found=f"{options.said('num_processes')}, num_machines={num_machines}",
+            found=f"{options.describe('num_processes')}, num_machines={num_machines}",
             fix="num_processes counts those of all machines together",
         )
     if total == 1 and options["multi_gpu"] and options.origin("multi_gpu").startswith("flag"):
@@ -243,7 +243,7 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
         return None
     ids = [part.strip() for part in text.split(",") if part.strip()]
     if not ids or len(set(ids)) < len(ids):
-        raise ConfigurationError("gpu_ids are different devices, such as 0,1", found=options.said("gpu_ids"))
+        raise ConfigurationError("gpu_ids are different devices, such as 0,1", found=options.describe("gpu_ids"))
     return ids
 
 
@@ -278,7 +278,7 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
         if found.get(visible, ",".join(gpu_ids)) != ",".join(gpu_ids):
             raise ConfigurationError(
                 "the devices of this machine are given twice",
-                found=f"{options.said('gpu_ids')}, {visible}={found[visible]} ({options.origin('environment')})",
+                found=f"{options.describe('gpu_ids')}, {visible}={found[visible]} ({options.origin('environment')})",
             )
         found[visible] = ",".join(gpu_ids)
     if options.given("num_cpu_threads_per_process"):
@@ -294,7 +294,9 @@ def _variables(options: Resolved) -> dict[str, str]:
     """
     given, found = options["environment"] or {}, {}
     if not isinstance(given, Mapping):
-        raise ConfigurationError("environment: is a mapping of variables to texts", found=options.said("environment"))
+        raise ConfigurationError(
+            "environment: is a mapping of variables to texts", found=options.describe("environment")
+        )
     pairs = [("environment", name, value) for name, value in given.items()]
     for pair in options["tpu_env"] or ():
         name, equals, value = pair.partition("=")
@@ -329,13 +331,13 @@ def _refuse(options: Resolved) -> None:
         if what is not None:
             raise ConfigurationError(
                 f"{what} is not here yet",
-                found=options.said(name),
+                found=options.describe(name),
                 fix="train data parallel (--multi_gpu, --cpu), or say it in the script: Trainer(strategy=...)",
             )
     if parallel and options["distributed_type"] in ("DEEPSPEED", "MEGATRON_LM"):
         raise ConfigurationError(
             "an engine of its own cannot divide a mesh",
-            found=f"{options.said('distributed_type')}, {options.said(parallel[0])}",
+            found=f"{options.describe('distributed_type')}, {options.describe(parallel[0])}",
             fix="leave parallelism_config out, or say FSDP, MULTI_GPU or MULTI_CPU",
         )
     on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith("flag")
@@ -344,12 +346,12 @@ def _refuse(options: Resolved) -> None:
     divided = [name for name in parallel if name != "parallelism_config_dp_replicate_size"]
     if options["use_ddp"] and divided:
         raise ConfigurationError(
-            "one kind of run at a time", found=f"{options.said('use_ddp')}, {options.said(divided[0])}"
+            "one kind of run at a time", found=f"{options.describe('use_ddp')}, {options.describe(divided[0])}"
         )
     wants_mesh = options["use_parallelism_config"]
     if wants_mesh is not None and wants_mesh != bool(parallel):
         raise ConfigurationError(
             "a parallelism_config is one with an axis above 1",
-            found=", ".join(options.said(name) for name in ["use_parallelism_config", *parallel]),
+            found=", ".join(options.describe(name) for name in ["use_parallelism_config", *parallel]),
             fix="--parallelism_config_tp_size 2, or another _size; or leave use_parallelism_config out",
         )

@@ -100,7 +100,7 @@ class Resolved:
         """The options that the environment decides although the file has them, with their defaults."""
         return [name for name, chosen in self.chosen.items() if _BEFORE in chosen.origin]
 
-    def said(self, name: str) -> str:
+    def describe(self, name: str) -> str:
         """``name=value (origin)``, for messages."""
         return f"{name}={self[name]} ({self.origin(name)})"
 
@@ -139,8 +139,8 @@ def _counting(file: ConfigurationFile, around: dict[str, Chosen]) -> dict[str, C
     for name, value in file.values.items():
         explicit = name in around and around[name].origin.startswith("environment ")
         if explicit and value == _SAYS_NOTHING.get(name):
-            said = around[name]
-            around[name] = Chosen(said.value, f"{said.origin}{_BEFORE}{file.where(name)}")
+            chosen = around[name]
+            around[name] = Chosen(chosen.value, f"{chosen.origin}{_BEFORE}{file.where(name)}")
         else:
             counting[name] = Chosen(value, file.where(name))
     return counting

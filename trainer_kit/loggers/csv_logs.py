@@ -154,7 +154,7 @@ class _Table:
     def merge(self, rows: dict[int, dict[str, Any]], own_row: int | None) -> None:
         """Write ``rows``, each merged with what the file has for its step.
 
-        The row of step ``own_row`` stands alone if it would overwrite values.
+        Values of step ``own_row`` get a row of their own if they would overwrite others.
         """
         last = self.last_step
         cells = _cells(self._last)

@@ -49,10 +49,10 @@ class DummyScheduler:
 
     Args:
         optimizer: whose learning rates it moves; a `DummyOptim` too.
-        total_num_steps: of the run: what ``"auto"`` stands for there. As under Accelerate it is divided by the number
+        total_num_steps: of the run, for ``"auto"`` in the JSON. As under Accelerate it is divided by the number
             of processes, unless ``split_batches=True`` or ``scheduler_steps_per_process=False``: the engine's schedule
             advances once an optimizer step.
-        warmup_num_steps: what ``"auto"`` stands for there, in optimizer steps.
+        warmup_num_steps: for ``"auto"`` in the JSON, in optimizer steps.
         lr_scheduler_callable: refused: the JSON says which scheduler it is.
         kwargs: further options likewise.
     """

@@ -137,7 +137,7 @@ class PreparedLoader:
             begun, state = self._position is not None, self.state_dict()
             self.even = even
             self.feed = self._make_feed(even, self.seed)
-            if not begun:  # where its own generators are, and which batch a loaded state goes on with
+            if not begun:  # keep the positions of its own generators, and the batch that a loaded state continues with
                 self._load_tracks([state["track"]] * self.group.size)
 
     def set_epoch(self, epoch: int) -> None:

@@ -49,8 +49,8 @@ class DDPStrategy(Strategy):
         broadcast_buffers: buffers follow rank 0's at each exchange.
         bucket_cap_mb: size of an exchange buffer in MiB; torch's default when None.
         ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook as torch's ``register_comm_hook`` takes.
-        ddp_comm_state: the state of that hook; a dict: arguments of PowerSGD's. It is in no checkpoint: PowerSGD begins
-            a resumed run anew, exact first.
+        ddp_comm_state: the state of that hook; a dict: arguments of PowerSGD's. It is in no checkpoint: a resumed
+            run starts PowerSGD from its exact first steps.
         ddp_comm_wrapper: ``"fp16"`` or ``"bf16"``: cast the gradients before the hook sees them; or a function that
             takes the hook and returns one.
         local_sgd: average weights every so many steps in place of all gradients.
