@@ -349,13 +349,9 @@ def mpi(rank: int) -> dict[str, str]:
 
 
 def all_out(tasks: list[subprocess.Popen[str]]) -> list[str]:
-    lines: list[str] = []
-    for task in tasks:
-        with task:
-            out, err = task.communicate(timeout=100)
-        assert (task.returncode, err) == (0, "")
-        lines += out.splitlines()
-    return sorted(lines)
+    outputs = [task.communicate(timeout=100) for task in tasks]
+    assert [(task.returncode, err) for task, (_, err) in zip(tasks, outputs, strict=True)] == [(0, "")] * len(tasks)
+    return sorted(line for out, _ in outputs for line in out.splitlines())
 
 
 @pytest.mark.slow
@@ -370,7 +366,8 @@ def test_one_task_of_slurm_for_each_process_needs_no_options() -> None:
 @pytest.mark.slow
 def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
     words = ("--cpu", "--num_processes", "4", "raw.py")
-    said = all_out([start(*words, **slurm(rank, nodes=2)) for rank in range(2)])
+    one = {"TRAINER_KIT_RUN_TOKEN": "one for both nodes"}
+    said = all_out([start(*words, **slurm(rank, nodes=2), **one) for rank in range(2)])
     assert said == [
         f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []" for rank in range(4)
     ]
