@@ -11,8 +11,8 @@ from torch import nn
 import trainer_kit as tk
 from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint, Timer
 from trainer_kit.commands.main import main
+from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.errors import ConfigurationError, DurationError
-from trainer_kit.engine.former_arguments import FORMER_ARGUMENTS
 from trainer_kit.loggers import CSVLogger, JSONLLogger, WandbLogger
 from trainer_kit.testing import TinyModule
 

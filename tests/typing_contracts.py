@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.protocols import Group, Logger, MicroSteps, ModuleLike, TrainerLike
-    from trainer_kit.engine.micro import Micro
     from trainer_kit.loggers import CSVLogger, DummyLogger, JSONLLogger, TensorBoardLogger, WandbLogger
     from trainer_kit.precision import (
         BitsandbytesPrecision,
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
         TruePrecision,
     )
     from trainer_kit.precision.precision import Precision
+    from trainer_kit.step.micro_batch import Micro
     from trainer_kit.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
     from trainer_kit.strategies.process_group import ProcessGroup
     from trainer_kit.strategies.single import Alone
-    from trainer_kit.strategies.xla_group import XLAGroup
+    from trainer_kit.strategies.xla.group import XLAGroup
     from trainer_kit.trainer import Trainer
 
     def strategies(

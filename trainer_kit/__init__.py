@@ -18,9 +18,39 @@ if TYPE_CHECKING:
         reduce,
         synchronize_rng_states,
     )
+    from trainer_kit.accelerator.batch_size import find_executable_batch_size, release_memory
+    from trainer_kit.accelerator.generators import set_seed
+    from trainer_kit.accelerator.launchers import debug_launcher, notebook_launcher
+    from trainer_kit.accelerator.loader import skip_first_batches
+    from trainer_kit.accelerator.local_sgd import LocalSGD
+    from trainer_kit.accelerator.logs import get_logger
+    from trainer_kit.accelerator.process import DistributedType
+    from trainer_kit.accelerator.trackers import GeneralTracker, LoggerType, on_main_process, register_tracker_class
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
     from trainer_kit.commands.cli import cli
+    from trainer_kit.compat.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+    from trainer_kit.compat.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+    from trainer_kit.compat.megatron import MegatronLMPlugin
+    from trainer_kit.compat.options import (
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DDPCommunicationHookType,
+        DistributedDataParallelKwargs,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TorchDynamoPlugin,
+    )
+    from trainer_kit.compat.parallelism import (
+        ParallelismConfig,
+        TorchContextParallelConfig,
+        TorchTensorParallelConfig,
+        TorchTensorParallelPlugin,
+    )
     from trainer_kit.core.datamodule import DataModule
     from trainer_kit.core.datamodule import DataModule as LightningDataModule
     from trainer_kit.core.duration import Duration
@@ -56,36 +86,6 @@ if TYPE_CHECKING:
     from trainer_kit.inference.quantization import BnbQuantizationConfig, load_and_quantize_model
     from trainer_kit.inference.sizes import compute_module_sizes
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
-    from trainer_kit.raw.batch_size import find_executable_batch_size, release_memory
-    from trainer_kit.raw.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-    from trainer_kit.raw.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
-    from trainer_kit.raw.generators import set_seed
-    from trainer_kit.raw.launchers import debug_launcher, notebook_launcher
-    from trainer_kit.raw.loader import skip_first_batches
-    from trainer_kit.raw.local_sgd import LocalSGD
-    from trainer_kit.raw.logs import get_logger
-    from trainer_kit.raw.megatron import MegatronLMPlugin
-    from trainer_kit.raw.options import (
-        AutocastKwargs,
-        DataLoaderConfiguration,
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        FullyShardedDataParallelPlugin,
-        GradientAccumulationPlugin,
-        GradScalerKwargs,
-        InitProcessGroupKwargs,
-        ProfileKwargs,
-        ProjectConfiguration,
-        TorchDynamoPlugin,
-    )
-    from trainer_kit.raw.parallelism import (
-        ParallelismConfig,
-        TorchContextParallelConfig,
-        TorchTensorParallelConfig,
-        TorchTensorParallelPlugin,
-    )
-    from trainer_kit.raw.process import DistributedType
-    from trainer_kit.raw.trackers import GeneralTracker, LoggerType, on_main_process, register_tracker_class
     from trainer_kit.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -188,9 +188,9 @@ __all__ = [
 ]
 
 _HOME = {
-    "AORecipeKwargs": "raw.fp8:AORecipeKwargs",
+    "AORecipeKwargs": "compat.fp8:AORecipeKwargs",
     "Accelerator": "accelerator:Accelerator",
-    "AutocastKwargs": "raw.options:AutocastKwargs",
+    "AutocastKwargs": "compat.options:AutocastKwargs",
     "BnbQuantizationConfig": "inference.quantization:BnbQuantizationConfig",
     "Callback": "core.hooks:Callback",
     "CheckpointError": "core.errors:CheckpointError",
@@ -198,47 +198,47 @@ _HOME = {
     "ConfigurationError": "core.errors:ConfigurationError",
     "ContextPlan": "core.parallel:ContextPlan",
     "DataError": "core.errors:DataError",
-    "DataLoaderConfiguration": "raw.options:DataLoaderConfiguration",
+    "DataLoaderConfiguration": "compat.options:DataLoaderConfiguration",
     "DataModule": "core.datamodule:DataModule",
-    "DeepSpeedPlugin": "raw.deepspeed:DeepSpeedPlugin",
-    "DDPCommunicationHookType": "raw.options:DDPCommunicationHookType",
-    "DistributedDataParallelKwargs": "raw.options:DistributedDataParallelKwargs",
-    "DistributedType": "raw.process:DistributedType",
-    "DummyOptim": "raw.deepspeed:DummyOptim",
-    "DummyScheduler": "raw.deepspeed:DummyScheduler",
+    "DeepSpeedPlugin": "compat.deepspeed:DeepSpeedPlugin",
+    "DDPCommunicationHookType": "compat.options:DDPCommunicationHookType",
+    "DistributedDataParallelKwargs": "compat.options:DistributedDataParallelKwargs",
+    "DistributedType": "accelerator.process:DistributedType",
+    "DummyOptim": "compat.deepspeed:DummyOptim",
+    "DummyScheduler": "compat.deepspeed:DummyScheduler",
     "Duration": "core.duration:Duration",
     "DurationError": "core.errors:DurationError",
-    "FullyShardedDataParallelPlugin": "raw.options:FullyShardedDataParallelPlugin",
-    "GeneralTracker": "raw.trackers:GeneralTracker",
-    "GradScalerKwargs": "raw.options:GradScalerKwargs",
-    "GradientAccumulationPlugin": "raw.options:GradientAccumulationPlugin",
+    "FullyShardedDataParallelPlugin": "compat.options:FullyShardedDataParallelPlugin",
+    "GeneralTracker": "accelerator.trackers:GeneralTracker",
+    "GradScalerKwargs": "compat.options:GradScalerKwargs",
+    "GradientAccumulationPlugin": "compat.options:GradientAccumulationPlugin",
     "HookError": "core.errors:HookError",
-    "InitProcessGroupKwargs": "raw.options:InitProcessGroupKwargs",
+    "InitProcessGroupKwargs": "compat.options:InitProcessGroupKwargs",
     "LaunchError": "core.errors:LaunchError",
     "LightningDataModule": "core.datamodule:DataModule",
     "LightningModule": "core.module:TrainModule",
-    "LocalSGD": "raw.local_sgd:LocalSGD",
+    "LocalSGD": "accelerator.local_sgd:LocalSGD",
     "LogError": "core.errors:LogError",
-    "LoggerType": "raw.trackers:LoggerType",
-    "MSAMPRecipeKwargs": "raw.fp8:MSAMPRecipeKwargs",
-    "MegatronLMPlugin": "raw.megatron:MegatronLMPlugin",
+    "LoggerType": "accelerator.trackers:LoggerType",
+    "MSAMPRecipeKwargs": "compat.fp8:MSAMPRecipeKwargs",
+    "MegatronLMPlugin": "compat.megatron:MegatronLMPlugin",
     "NonFiniteError": "core.errors:NonFiniteError",
     "ParallelPlan": "core.parallel:ParallelPlan",
-    "ParallelismConfig": "raw.parallelism:ParallelismConfig",
+    "ParallelismConfig": "compat.parallelism:ParallelismConfig",
     "PartialState": "accelerator:PartialState",
     "PipelinePlan": "core.parallel:PipelinePlan",
     "PrecisionError": "core.errors:PrecisionError",
-    "ProfileKwargs": "raw.options:ProfileKwargs",
+    "ProfileKwargs": "compat.options:ProfileKwargs",
     "Progress": "core.progress:Progress",
-    "ProjectConfiguration": "raw.options:ProjectConfiguration",
+    "ProjectConfiguration": "compat.options:ProjectConfiguration",
     "RankError": "core.errors:RankError",
     "RegistryError": "core.errors:RegistryError",
     "StrategyError": "core.errors:StrategyError",
-    "TERecipeKwargs": "raw.fp8:TERecipeKwargs",
-    "TorchContextParallelConfig": "raw.parallelism:TorchContextParallelConfig",
-    "TorchDynamoPlugin": "raw.options:TorchDynamoPlugin",
-    "TorchTensorParallelConfig": "raw.parallelism:TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin": "raw.parallelism:TorchTensorParallelPlugin",
+    "TERecipeKwargs": "compat.fp8:TERecipeKwargs",
+    "TorchContextParallelConfig": "compat.parallelism:TorchContextParallelConfig",
+    "TorchDynamoPlugin": "compat.options:TorchDynamoPlugin",
+    "TorchTensorParallelConfig": "compat.parallelism:TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin": "compat.parallelism:TorchTensorParallelPlugin",
     "TrainModule": "core.module:TrainModule",
     "Trainer": "trainer:Trainer",
     "TrainerKitError": "core.errors:TrainerKitError",
@@ -249,14 +249,14 @@ _HOME = {
     "compute_module_sizes": "inference.sizes:compute_module_sizes",
     "cpu_offload": "inference.dispatch:cpu_offload",
     "cpu_offload_with_hook": "inference.dispatch:cpu_offload_with_hook",
-    "debug_launcher": "raw.launchers:debug_launcher",
+    "debug_launcher": "accelerator.launchers:debug_launcher",
     "disk_offload": "inference.dispatch:disk_offload",
     "dispatch_model": "inference.dispatch:dispatch_model",
-    "find_executable_batch_size": "raw.batch_size:find_executable_batch_size",
+    "find_executable_batch_size": "accelerator.batch_size:find_executable_batch_size",
     "gather": "accelerator:gather",
     "gather_object": "accelerator:gather_object",
     "get_balanced_memory": "inference.device_map:get_balanced_memory",
-    "get_logger": "raw.logs:get_logger",
+    "get_logger": "accelerator.logs:get_logger",
     "get_max_memory": "inference.budget:get_max_memory",
     "infer_auto_device_map": "inference.device_map:infer_auto_device_map",
     "init_empty_weights": "inference.empty:init_empty_weights",
@@ -264,18 +264,18 @@ _HOME = {
     "load_and_quantize_model": "inference.quantization:load_and_quantize_model",
     "load_checkpoint_and_dispatch": "inference.loading:load_checkpoint_and_dispatch",
     "load_checkpoint_in_model": "inference.loading:load_checkpoint_in_model",
-    "notebook_launcher": "raw.launchers:notebook_launcher",
-    "on_main_process": "raw.trackers:on_main_process",
+    "notebook_launcher": "accelerator.launchers:notebook_launcher",
+    "on_main_process": "accelerator.trackers:on_main_process",
     "optimizer": "precision.optimizers:make_optimizer",
     "pad_across_processes": "accelerator:pad_across_processes",
     "prepare_pippy": "inference.pipeline:prepare_pippy",
     "reduce": "accelerator:reduce",
-    "register_tracker_class": "raw.trackers:register_tracker_class",
-    "release_memory": "raw.batch_size:release_memory",
+    "register_tracker_class": "accelerator.trackers:register_tracker_class",
+    "release_memory": "accelerator.batch_size:release_memory",
     "seed_everything": "core.seed:seed_everything",
     "send_to_device": "core.move:move_to_device",
-    "set_seed": "raw.generators:set_seed",
-    "skip_first_batches": "raw.loader:skip_first_batches",
+    "set_seed": "accelerator.generators:set_seed",
+    "skip_first_batches": "accelerator.loader:skip_first_batches",
     "synchronize_rng_states": "accelerator:synchronize_rng_states",
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }

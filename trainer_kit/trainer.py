@@ -6,6 +6,15 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from trainer_kit.build import (
+    added_callbacks,
+    choose_loggers,
+    choose_precision,
+    choose_strategy,
+    roomier_strategy,
+    with_launchers,
+)
+from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
@@ -16,26 +25,17 @@ from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS
 from trainer_kit.core.signatures import known_arguments
 from trainer_kit.core.text import Text
-from trainer_kit.engine.about import plain_arguments
-from trainer_kit.engine.evaluate import evaluate, predict
-from trainer_kit.engine.explain import explain, show_results
-from trainer_kit.engine.fit import fit
-from trainer_kit.engine.former_arguments import FORMER_ARGUMENTS
-from trainer_kit.engine.processes import run_on_processes
-from trainer_kit.engine.requests import listening
-from trainer_kit.engine.session import Session
-from trainer_kit.engine.settings import check_switches, make_settings
-from trainer_kit.engine.verb import Verb
-from trainer_kit.parts import (
-    added_callbacks,
-    choose_loggers,
-    choose_precision,
-    choose_strategy,
-    roomier_strategy,
-    with_launchers,
-)
 from trainer_kit.precision.precision import Precision
+from trainer_kit.step.evaluate import evaluate, predict
+from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.training.entry_points import Verb
+from trainer_kit.training.explain import explain, show_results
+from trainer_kit.training.fit import fit
+from trainer_kit.training.processes import run_on_processes
+from trainer_kit.training.run_metadata import plain_arguments
+from trainer_kit.training.session import Session
+from trainer_kit.training.settings import check_switches, make_settings
 
 __all__ = ["Trainer"]
 

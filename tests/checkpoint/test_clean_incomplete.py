@@ -13,7 +13,7 @@ from trainer_kit.checkpoint.commit import (
     clean_incomplete,
 )
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
-from trainer_kit.core.hidden import Hidden, hidden_path
+from trainer_kit.core.atomic_files import Hidden, hidden_path
 
 KILLED = """
 import os, signal, sys

@@ -15,8 +15,8 @@ from trainer_kit.checkpoint import lock as module
 from trainer_kit.checkpoint.commit import clean_incomplete, write_checkpoint
 from trainer_kit.checkpoint.lock import LOCK, DirectoryLock, owner_of
 from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.core.atomic_files import Process
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import Process
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 HOLDS = """

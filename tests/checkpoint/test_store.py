@@ -12,8 +12,8 @@ from trainer_kit.checkpoint import store
 from trainer_kit.checkpoint.commit import remove_checkpoint, write_checkpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup, mark
+from trainer_kit.core.atomic_files import hidden_path
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import hidden_path
 
 
 @pytest.fixture

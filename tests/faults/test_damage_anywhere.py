@@ -18,8 +18,8 @@ import trainer_kit as tk
 from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.checkpoint.mend import newest_verified, repair
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
+from trainer_kit.checkpoint.repairs import newest_verified, repair
 from trainer_kit.checkpoint.store import lookup, mark, read_index
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule

@@ -18,8 +18,8 @@ import pytest
 
 from tests.faults.supervised import Server
 from tests.faults.test_kills import assert_same, said
-from trainer_kit.engine.records import read_records
 from trainer_kit.loggers.journal import read_journal
+from trainer_kit.state.records import read_records
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted by prctl")
 

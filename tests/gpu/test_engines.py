@@ -23,9 +23,9 @@ from tests.gpu.devices import (
     on_each_device,
     one_rank,
 )
-from trainer_kit.engine import room
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy
 from trainer_kit.testing import run_distributed
+from trainer_kit.training import auto_strategy as room
 
 
 class Seen(tk.Callback):

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_kit as tk
 from tests.gpu.devices import Net, assert_same, batches, by_hand, deterministic, device_of, fit, on_each_device
 from trainer_kit.core.seed import rng_state
-from trainer_kit.engine import loaders
+from trainer_kit.training import loaders
 
 
 @on_each_device

@@ -13,7 +13,7 @@ import pytest
 
 from tests.ports import free_port
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.launch.arrival import patience
+from trainer_kit.launch.startup_timeout import patience
 
 SCRIPT = """
 import os, signal, sys

@@ -11,15 +11,15 @@ import pytest
 
 import trainer_kit as tk
 from tests.launch.configurations import SAMPLES
+from trainer_kit.build import choose_strategy
+from trainer_kit.compat.fp8 import launched_recipe
+from trainer_kit.core.configuration_sources import ORIGINS, Chosen, choose, variable
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError
-from trainer_kit.core.origins import ORIGINS, Chosen, choose, variable
 from trainer_kit.launch.plan import plan
 from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
-from trainer_kit.parts import choose_strategy
-from trainer_kit.raw.fp8 import launched_recipe
 from trainer_kit.strategies import MeshStrategy
-from trainer_kit.strategies.megatron_config import from_launcher
+from trainer_kit.strategies.megatron.config import from_launcher
 
 ALONE = Environment()
 

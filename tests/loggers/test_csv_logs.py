@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from trainer_kit import Trainer
+from trainer_kit.core.atomic_files import hidden_path
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.core.hidden import hidden_path
 from trainer_kit.loggers import CSVLogger
 from trainer_kit.testing import TinyModule
 
@@ -143,7 +143,7 @@ def test_what_a_killed_process_left_is_removed_by_who_goes_on(tmp_path, programs
     half = "; ".join(f"hidden_path(Path({name!r}), 'tmp').touch()" for name in ("metrics.csv", "hparams.json"))
     died = programs.run_code(
         f"import os; from pathlib import Path; os.chdir({str(directory)!r});"
-        f"from trainer_kit.core.hidden import hidden_path; {half}"
+        f"from trainer_kit.core.atomic_files import hidden_path; {half}"
     )
     assert died.returncode == 0
     assert len(files()) == 2

@@ -18,8 +18,8 @@ import torch
 
 import trainer_kit
 from trainer_kit import loggers
+from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.core.hidden import replace_file
 from trainer_kit.core.protocols import Logger
 from trainer_kit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
 from trainer_kit.loggers.params import flatten, numbers, params_dict, plain

@@ -19,7 +19,7 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.precision.words import make_precision
+from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies import DDPStrategy, PostLocalSGD
 from trainer_kit.testing.conformance import run_checks
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision import where
+from trainer_kit.precision import support_matrix as where
 
 
 class Engine:

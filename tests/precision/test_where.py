@@ -13,8 +13,8 @@ from trainer_kit import Accelerator, Trainer, strategies  # they register the na
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.precision import MixedPrecision, TruePrecision
-from trainer_kit.precision.where import DEVICES, ENGINES, RUNS, TESTED, UNTESTED, check_runs
-from trainer_kit.precision.words import WORDS, make_precision
+from trainer_kit.precision.aliases import WORDS, make_precision
+from trainer_kit.precision.support_matrix import DEVICES, ENGINES, RUNS, TESTED, UNTESTED, check_runs
 from trainer_kit.strategies.single import Alone, SingleDeviceStrategy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "precision.md"

@@ -14,12 +14,12 @@ from torch import nn
 
 import trainer_kit as tk
 from trainer_kit.core.memory import device_memory
-from trainer_kit.engine.room import training_bytes
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from trainer_kit.testing import run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
+from trainer_kit.training.auto_strategy import training_bytes
 
-MEMORY = "trainer_kit.engine.room.device_memory"
+MEMORY = "trainer_kit.training.auto_strategy.device_memory"
 
 
 class Built(tk.TrainModule):

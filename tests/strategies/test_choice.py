@@ -12,9 +12,9 @@ import torch.distributed as dist
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError, RegistryError, StrategyError
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.engine.verb import _sync_batchnorm
 from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
+from trainer_kit.training.entry_points import _sync_batchnorm
 
 DATA = [torch.randn(4, 32, generator=torch.Generator().manual_seed(i)) for i in range(4)]
 

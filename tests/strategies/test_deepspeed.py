@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, plain_loop, sgd
+from trainer_kit.build import choose_strategy
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
-from trainer_kit.parts import choose_strategy
 from trainer_kit.strategies import DeepSpeedStrategy
-from trainer_kit.strategies.deepspeed_config import RunFacts, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed.config import RunFacts, filled, read_config, with_arguments
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 

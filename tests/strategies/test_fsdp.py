@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, sgd, train
+from trainer_kit.build import choose_strategy
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.parts import choose_strategy
 from trainer_kit.strategies import FSDPStrategy
 from trainer_kit.strategies.fsdp_config import from_launcher
 from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow, total_norm
-from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.transforms.units import units
+from trainer_kit.strategies.weight_broadcast import InitialWeights
 from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
 

@@ -13,7 +13,6 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.precision import make_precision
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, process_group
 from trainer_kit.strategies.gradients import clip_gradients
-from trainer_kit.strategies.initial import InitialWeights
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
@@ -22,6 +21,7 @@ from trainer_kit.strategies.process_group import (
     join_world,
 )
 from trainer_kit.strategies.single import Alone
+from trainer_kit.strategies.weight_broadcast import InitialWeights
 from trainer_kit.testing import run_distributed
 
 CPU = torch.device("cpu")

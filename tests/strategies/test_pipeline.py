@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import trainer_kit as tk
-from tests.engine.test_closures import SAM
 from tests.parity.plain import case
 from tests.strategies.pipelines import Words, Writer, stages, texts
+from tests.training.test_closures import SAM
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.transforms.split import Turn, make_stages

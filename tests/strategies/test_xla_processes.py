@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
+from trainer_kit.build import choose_strategy
 from trainer_kit.core.errors import ConfigurationError, LaunchError, StrategyError
 from trainer_kit.launch import each_device
-from trainer_kit.parts import choose_strategy
 from trainer_kit.precision import make_precision
-from trainer_kit.strategies.xla import XLAStrategy
-from trainer_kit.strategies.xla_group import XLAGroup
+from trainer_kit.strategies.xla.group import XLAGroup
+from trainer_kit.strategies.xla.strategy import XLAStrategy
 
 
 @pytest.fixture

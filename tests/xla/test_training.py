@@ -19,7 +19,7 @@ torch_xla = pytest.importorskip("torch_xla", reason="torch_xla has an environmen
 
 from torch_xla.debug import metrics  # noqa: E402
 
-from trainer_kit.strategies.xla import XLAStrategy  # noqa: E402
+from trainer_kit.strategies.xla.strategy import XLAStrategy  # noqa: E402
 
 DEVICES = int(os.environ.get("CPU_NUM_DEVICES", "1"))
 PARTS = [False] if DEVICES == 1 else [False, True]

@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
+from trainer_kit.callbacks.checkpoint_files import Shelf
 from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
 from trainer_kit.callbacks.retention import Retention
 from trainer_kit.callbacks.schedule import following, in_run, the_only
-from trainer_kit.callbacks.shelf import Shelf
 from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.finite import are_finite

@@ -155,7 +155,7 @@ class WeightAveraging(Callback):
             self._take_out()
 
     def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        from trainer_kit.engine.state import without_own_buffers  # it reads checkpoints: nobody needs that to begin
+        from trainer_kit.state.collect import without_own_buffers  # it reads checkpoints: nobody needs that to begin
 
         averages = self._averages
         if averages is None or averages.count == 0:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from trainer_kit.checkpoint.commit import write_checkpoint
     from trainer_kit.checkpoint.compare import Difference, diff
     from trainer_kit.checkpoint.convert import export
-    from trainer_kit.checkpoint.mend import Repair, repair
     from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
+    from trainer_kit.checkpoint.repairs import Repair, repair
     from trainer_kit.checkpoint.reshard import read_divided, read_sharded
     from trainer_kit.checkpoint.sharded import (
         ShardedSnapshot,
@@ -48,7 +48,7 @@ _HOME = {
     "CheckpointRecord": "store",
     "Difference": "compare",
     "HostBuffers": "background",
-    "Repair": "mend",
+    "Repair": "repairs",
     "ShardedSnapshot": "sharded",
     "checkpoints": "store",
     "diff": "compare",
@@ -57,7 +57,7 @@ _HOME = {
     "read_divided": "reshard",
     "read_sharded": "reshard",
     "read_weights": "weights",
-    "repair": "mend",
+    "repair": "repairs",
     "take_sharded_snapshot": "sharded",
     "verify_checkpoint": "read",
     "write_checkpoint": "commit",

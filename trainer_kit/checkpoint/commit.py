@@ -40,8 +40,8 @@ from trainer_kit.checkpoint.staging import (
     holds_only_a_save,
     staged_files,
 )
+from trainer_kit.core.atomic_files import Hidden, hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import Hidden, hidden_path, sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 from trainer_kit.core.memory import in_units
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.files import TENSOR_DTYPES, in_bytes, safetensors_bytes, tied_names, write_file
 from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
-from trainer_kit.core.hidden import hidden_path, sync_directory
 from trainer_kit.core.location import RemotePath, absolute
 
 __all__ = ["ExportFormat", "export"]

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import IO, Any, Final, final
 
 from trainer_kit.checkpoint.files import read_file, write_file
+from trainer_kit.core.atomic_files import Process, hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import Process, hidden_path, sync_directory
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]

@@ -1,7 +1,7 @@
 """Checkpoints at a URL: a storage without rename and fsync, where the manifest alone makes a checkpoint.
 
 It is uploaded last and deleted first. Beside a checkpoint that is being uploaded or deleted stands a small file under a
-hidden name (see `trainer_kit.core.hidden`), so that what a dead process left can be told from work that goes on.
+hidden name (see `trainer_kit.core.atomic_files`), so that what a dead process left can be told from work that goes on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from trainer_kit.checkpoint.lock import LOCK, owner_of
 from trainer_kit.checkpoint.manifest import AGAIN, MANIFEST, check_files, dump_manifest, may_be_ours, read_manifest
+from trainer_kit.core.atomic_files import Hidden, Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import Hidden, Process, hidden_path
 from trainer_kit.core.location import Location, RemotePath
 
 __all__ = ["clean_uploads", "delete", "fetched", "is_vacant", "move", "upload_directory"]

@@ -36,8 +36,8 @@ from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover, dtyp
 from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, SHARD, dump_manifest, new_manifest
 from trainer_kit.checkpoint.staging import staged_files
 from trainer_kit.checkpoint.trees import merge
+from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import sync_directory
 from trainer_kit.core.location import Location, absolute, locate
 
 if TYPE_CHECKING:

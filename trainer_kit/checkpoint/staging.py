@@ -15,8 +15,8 @@ from typing import Any, Final
 
 from trainer_kit.checkpoint.files import checksum
 from trainer_kit.checkpoint.manifest import DOCUMENT, LAYOUT, MANIFEST, may_be_ours, read_manifest
+from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import sync_directory
 
 __all__ = ["STAGED", "carry_over", "check_staged", "delete_directory", "holds_only_a_save", "staged_files"]
 

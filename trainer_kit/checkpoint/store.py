@@ -14,8 +14,8 @@ from typing import Any, Final, final
 from trainer_kit.checkpoint.files import read_file
 from trainer_kit.checkpoint.manifest import DAMAGED, MANIFEST, digest, load_json
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of
+from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.hidden import replace_file
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = ["CheckpointRecord", "checkpoints", "entries", "lookup", "mark", "read_index"]

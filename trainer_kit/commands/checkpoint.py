@@ -65,8 +65,8 @@ def _ls(directory: Location) -> None:
 def _verify(paths: tuple[Location, ...]) -> None:
     """Read every byte of the checkpoints at PATHS, or in the directories at PATHS. Exit code 1: one is damaged."""
     from trainer_kit.checkpoint.manifest import was_checkpoint
-    from trainer_kit.checkpoint.mend import candidates
     from trainer_kit.checkpoint.read import verify_checkpoint
+    from trainer_kit.checkpoint.repairs import candidates
 
     damaged = 0
     for path in paths:
@@ -118,7 +118,7 @@ def _export(source: Location, target: Path, format: str | None, max_shard_size: 
 @click.argument("directory", type=_DIRECTORY)
 def _repair(directory: Location) -> None:
     """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, write the index anew."""
-    from trainer_kit.checkpoint.mend import repair
+    from trainer_kit.checkpoint.repairs import repair
 
     done = repair(directory)
     for path, problem in done.damaged:

@@ -2,7 +2,7 @@
 
 `Callback` is what people subclass; `ModuleHooks` and `DataHooks` hold the same moments as seen by a module and by a
 datamodule. Bodies are empty but for modes: the bus calls only what somebody overrode. The order is DESIGN's loop, and
-``tests/engine/test_hook_order.py`` holds it.
+``tests/training/test_hook_order.py`` holds it.
 """
 
 from __future__ import annotations

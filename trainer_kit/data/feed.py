@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.combined import CombinedLoader, read_together
+from trainer_kit.data.loader_state import Track
 from trainer_kit.data.place import Place, Source, kind_of
 from trainer_kit.data.several import CombinedSource
 from trainer_kit.data.sources import IndexedSource, ListSource
 from trainer_kit.data.streams import StreamSource
-from trainer_kit.data.track import Track
 
 __all__ = ["Feed"]
 

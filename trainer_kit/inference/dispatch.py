@@ -14,9 +14,9 @@ from trainer_kit.core.errors import CheckpointError, StrategyError
 from trainer_kit.core.move import move_to_device
 from trainer_kit.inference.budget import Device, name_of, resolve_device
 from trainer_kit.inference.checkpoints import OnDisk, open_weights
-from trainer_kit.inference.places import Places, check_device_map, find_tied
+from trainer_kit.inference.offload_hooks import is_meta
+from trainer_kit.inference.placement import Places, check_device_map, find_tied
 from trainer_kit.inference.spread import Source, sources_of, spread
-from trainer_kit.inference.visits import is_meta
 
 __all__ = ["UserCpuOffloadHook", "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model"]
 

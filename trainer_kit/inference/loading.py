@@ -16,10 +16,10 @@ from trainer_kit.inference.budget import Device, resolve_device
 from trainer_kit.inference.checkpoints import Lazy, OnDisk, open_weights, same_bits, write_weights
 from trainer_kit.inference.device_map import resolve_device_map
 from trainer_kit.inference.dispatch import dispatch_model
-from trainer_kit.inference.places import Places, Tied, check_device_map, find_tied, first_names
+from trainer_kit.inference.offload_hooks import is_meta, put
+from trainer_kit.inference.placement import Places, Tied, check_device_map, find_tied, first_names
 from trainer_kit.inference.sizes import resolve_dtype
 from trainer_kit.inference.spread import like, note_sources
-from trainer_kit.inference.visits import is_meta, put
 
 __all__ = [
     "DtypeOf",

@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.origins import choose, is_true
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
-from trainer_kit.precision.words import make_precision
-from trainer_kit.strategies.initial import InitialWeights
+from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.process_group import join_world
 from trainer_kit.strategies.transforms.pipeline import Pipeline
 from trainer_kit.strategies.transforms.stages import lay_out
+from trainer_kit.strategies.weight_broadcast import InitialWeights
 
 __all__ = ["prepare_pippy"]
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.inference.budget import resolve_device
 from trainer_kit.inference.checkpoints import OnDisk, write_weights
-from trainer_kit.inference.places import Places, Slot, Tied, find_tied, first_names
-from trainer_kit.inference.visits import Call, Lock, OffloadedTensor, Root, Visit, is_meta, put
+from trainer_kit.inference.offload_hooks import Call, Lock, OffloadedTensor, Root, Visit, is_meta, put
+from trainer_kit.inference.placement import Places, Slot, Tied, find_tied, first_names
 
 __all__ = ["Source", "Spread", "join", "like", "note_sources", "sources_of", "spread"]
 

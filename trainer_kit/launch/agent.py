@@ -20,7 +20,7 @@ from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.command import rerun_command
 from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
 from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
-from trainer_kit.launch.watch import Watch
+from trainer_kit.launch.process_monitor import Watch
 
 if TYPE_CHECKING:
     from trainer_kit.launch.output import Output

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import LaunchError
-from trainer_kit.core.origins import variable
 
 __all__ = ["main"]
 

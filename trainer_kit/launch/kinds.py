@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from trainer_kit.core.configuration_sources import Chosen
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.origins import Chosen
 from trainer_kit.launch.options import ENGINE_WORDS
 
 __all__ = ["with_kind"]

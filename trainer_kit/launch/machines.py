@@ -18,9 +18,9 @@ from typing import Any, ClassVar, Final, final
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError
-from trainer_kit.launch.arrival import wait_for_master
 from trainer_kit.launch.failure import RankFailure
 from trainer_kit.launch.signed import Signed, run_token
+from trainer_kit.launch.startup_timeout import wait_for_master
 
 __all__ = ["Machines", "PeerFailed", "interface_of", "meet_without_agent"]
 

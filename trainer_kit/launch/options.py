@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from trainer_kit.core.origins import is_true
+from trainer_kit.core.configuration_sources import is_true
 
 __all__ = ["ENGINES", "ENGINE_WORDS", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on"]
 

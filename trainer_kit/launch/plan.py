@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, final
 
+from trainer_kit.core.configuration_sources import ORIGINS
 from trainer_kit.core.environment import Environment, available_devices
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.origins import ORIGINS
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.options import ENGINES, SECTIONS
 from trainer_kit.launch.resolve import Resolved

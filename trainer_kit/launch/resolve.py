@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
 
+from trainer_kit.core.configuration_sources import Chosen, variable
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.origins import Chosen, variable
 from trainer_kit.launch.file import ConfigurationFile, read_configuration
 from trainer_kit.launch.kinds import with_kind
 from trainer_kit.launch.options import SECTIONS, Option, all_options

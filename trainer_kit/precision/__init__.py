@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trainer_kit.core.lazy import lazy_names
+from trainer_kit.precision.aliases import make_precision
 from trainer_kit.precision.exceptions import Exceptions, ModulePrecision
 from trainer_kit.precision.native import MixedPrecision, TruePrecision
-from trainer_kit.precision.words import make_precision
 
 if TYPE_CHECKING:
     from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision

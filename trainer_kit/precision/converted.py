@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError
+from trainer_kit.precision.conversion_markers import note_layers, refuse_layers
 from trainer_kit.precision.exceptions import Exceptions, ModulePrecision, call_layers, except_modules, excepted
-from trainer_kit.precision.lasting import note_layers, refuse_layers
 from trainer_kit.precision.native import MixedPrecision, TruePrecision, native_precision
 from trainer_kit.precision.precision import Precision
-from trainer_kit.precision.where import check_runs
+from trainer_kit.precision.support_matrix import check_runs
 
 __all__ = ["ConvertedPrecision", "refuse_shared"]
 

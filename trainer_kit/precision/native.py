@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.precision.conversion_markers import note_cast, refuse_cast, refuse_layers
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
@@ -23,7 +24,6 @@ from trainer_kit.precision.exceptions import (
     is_excepted,
     refuse_ties,
 )
-from trainer_kit.precision.lasting import note_cast, refuse_cast, refuse_layers
 from trainer_kit.precision.overflow import (
     EngineSteps,
     SeenOptimizer,
@@ -33,7 +33,7 @@ from trainer_kit.precision.overflow import (
     state_of_next,
 )
 from trainer_kit.precision.precision import Precision
-from trainer_kit.precision.where import check_runs
+from trainer_kit.precision.support_matrix import check_runs
 
 __all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
 

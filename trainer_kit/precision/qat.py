@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from trainer_kit.core.errors import PrecisionError
+from trainer_kit.precision.conversion_markers import forget
 from trainer_kit.precision.converted import ConvertedPrecision
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
-from trainer_kit.precision.lasting import forget
 from trainer_kit.precision.native import MixedPrecision, TruePrecision
 
 __all__ = ["QATPrecision"]

@@ -13,12 +13,12 @@ if __name__ != "trainer_kit.strategies":  # imported through the link at the top
 
 if TYPE_CHECKING:
     from trainer_kit.strategies.ddp import DDPStrategy
-    from trainer_kit.strategies.deepspeed import DeepSpeedStrategy
+    from trainer_kit.strategies.deepspeed.strategy import DeepSpeedStrategy
     from trainer_kit.strategies.fsdp import FSDPStrategy
     from trainer_kit.strategies.local_sgd import PostLocalSGD
-    from trainer_kit.strategies.megatron import MegatronStrategy
+    from trainer_kit.strategies.megatron.strategy import MegatronStrategy
     from trainer_kit.strategies.mesh import MeshStrategy
-    from trainer_kit.strategies.xla import XLAStrategy
+    from trainer_kit.strategies.xla.strategy import XLAStrategy
 
 __all__ = [
     "DDPStrategy",
@@ -34,11 +34,11 @@ __all__ = [
 
 _HOME = {
     "DDPStrategy": "ddp",
-    "DeepSpeedStrategy": "deepspeed",
+    "DeepSpeedStrategy": "deepspeed.strategy",
     "FSDPStrategy": "fsdp",
-    "MegatronStrategy": "megatron",
+    "MegatronStrategy": "megatron.strategy",
     "MeshStrategy": "mesh",
     "PostLocalSGD": "local_sgd",
-    "XLAStrategy": "xla",
+    "XLAStrategy": "xla.strategy",
 }  # torch.distributed is only needed by those who use it
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -21,7 +21,6 @@ from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.exchanging_backward import ExchangingBackward
 from trainer_kit.strategies.gradients import clip_sharded_gradients
-from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     borrowed_buffers,
@@ -41,6 +40,7 @@ from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
 from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
 from trainer_kit.strategies.transforms.units import Policy, outer_modules
+from trainer_kit.strategies.weight_broadcast import InitialWeights, built_once
 
 __all__ = ["FSDPStrategy"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from trainer_kit.core.configuration_sources import is_true
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.origins import is_true
 
 __all__ = ["KEYS", "from_launcher"]
 

@@ -24,11 +24,10 @@ from trainer_kit.strategies.axes import check_options, check_sizes, places, refu
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local
 from trainer_kit.strategies.holding import mesh_in_words
-from trainer_kit.strategies.initial import InitialWeights, built_once
 from trainer_kit.strategies.mesh_costs import mesh_costs
 from trainer_kit.strategies.mesh_groups import mesh_groups
-from trainer_kit.strategies.noise import agree_on_noise, drawing_alike
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
+from trainer_kit.strategies.rng_sync import agree_on_noise, drawing_alike
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.staged import Staged
 from trainer_kit.strategies.state import (
@@ -50,6 +49,7 @@ from trainer_kit.strategies.transforms.tensor import (
     return_copies,
 )
 from trainer_kit.strategies.transforms.units import Policy
+from trainer_kit.strategies.weight_broadcast import InitialWeights, built_once
 
 __all__ = ["MeshStrategy"]
 

@@ -52,7 +52,7 @@ class Strategy(ABC):
     name: str
     """For messages and the run's records; nothing is decided by it."""
     engine: str = ""
-    """Its row in the table of precisions (`trainer_kit.precision.where.ENGINES`); empty: it is not in that table."""
+    """Its row in the table of precisions (`trainer_kit.precision.support_matrix.ENGINES`); empty: none."""
     sharded: bool = False
     """Whether a rank's state is only a part of the whole: all ranks then write a checkpoint together."""
     lockstep: bool = False

@@ -22,9 +22,9 @@ from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.state import load_module_parts
-from trainer_kit.strategies.transforms.called import Calls
-from trainer_kit.strategies.transforms.rehearsal import copied, drawing, shapes_of, untouched
-from trainer_kit.strategies.transforms.relay import Relay
+from trainer_kit.strategies.transforms.activation_exchange import Relay
+from trainer_kit.strategies.transforms.dry_run import copied, drawing, shapes_of, untouched
+from trainer_kit.strategies.transforms.manual_pipeline import Calls
 from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
 from trainer_kit.strategies.transforms.split import Stage, StandIn, Turn, make_stages
 from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model

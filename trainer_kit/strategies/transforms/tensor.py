@@ -30,7 +30,8 @@ class TensorParallel:
 
     A module that is split already stays as it is. Parameters that the plan does not name stay whole, the same on every
     rank. What is split has no storage afterwards, so that no rank ever holds the parts of the others: values come by
-    `trainer_kit.strategies.initial.InitialWeights`. Parameters that several layers share are shared afterwards too.
+    `trainer_kit.strategies.weight_broadcast.InitialWeights`. Parameters that several layers share are shared afterwards
+    too.
 
     Args:
         plan: of the module, or the user's.

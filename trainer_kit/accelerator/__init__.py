@@ -1,0 +1,34 @@
+"""The `Accelerator`: everything the Trainer has, for loops that users write themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_kit.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trainer_kit.accelerator.accelerator import (
+        Accelerator,
+        PartialState,
+        broadcast,
+        broadcast_object_list,
+        gather,
+        gather_object,
+        pad_across_processes,
+        reduce,
+        synchronize_rng_states,
+    )
+
+__all__ = [
+    "Accelerator",
+    "PartialState",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "synchronize_rng_states",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "accelerator"))

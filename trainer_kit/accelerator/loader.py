@@ -1,0 +1,465 @@
+"""A loader as a loop of the user's own reads it: divided, on the device, and with a position that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from functools import partial
+from itertools import islice
+from typing import Any, final
+
+import torch
+from torch.utils.data import default_collate
+
+from trainer_kit.accelerator.accumulation_window import Window
+from trainer_kit.accelerator.turns import Turn, evened
+from trainer_kit.compat.options import DataLoaderConfiguration
+from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.move import move_to_device
+from trainer_kit.core.protocols import Group
+from trainer_kit.data import EMPTY, MISSING, Feed
+
+__all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
+
+_END: Any = object()
+_NOT_READ: Any = object()
+
+
+@final
+class PreparedLoader:
+    """Iterating it gives this process's batches, epoch after epoch, each in its own order.
+
+    Attributes of the user's loader (``dataset``, ``batch_size``, …) are found here too.
+
+    Args:
+        loader: the user's; it is not changed.
+        make_feed: makes the feed of this process, filled up or not, for a seed.
+        group: the processes among which data are divided.
+        device: where batches go; None leaves them where they are.
+        window: of the accelerator: is told which loader is being read.
+        seed: of the order, the same on every process.
+        even: fill the last batch up from the start of the data, so that every process gets equally many.
+        dispatch: the processes to which the first of them hands what it alone reads; None: each of them reads.
+        non_blocking: copies to an accelerator do not wait.
+        shard: what this process computes of a batch; None: all of it.
+        end: called when the loop is done with a batch, where no window is under way.
+
+    Attributes:
+        iteration: epochs begun so far; it decides the order of the next one.
+        size: samples of the current batch on this process.
+        weight: what the current batch weighs on this process.
+        total: what it weighs over all processes; None when only asking would tell.
+        nominal: what a whole batch weighs on a process, the same on every one.
+        asked: whether `ask_for_sizes` was called.
+        counts: samples of the current batch on each process that are not there twice; None when all of them are.
+        end_of_dataloader: whether the current batch is the last.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        make_feed: Callable[[bool, int], Feed],
+        group: Group,
+        device: torch.device | None,
+        window: Window,
+        *,
+        seed: int,
+        even: bool,
+        dispatch: Group | None = None,
+        non_blocking: bool = False,
+        shard: Callable[[Any], Any] | None = None,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self.dataloader, self.group, self.device, self.window = loader, group, device, window
+        self.seed, self.even, self.dispatch, self.non_blocking = seed, even, dispatch, non_blocking
+        self._shard, self._end = shard, end
+        self._make_feed, self.feed = make_feed, make_feed(even, seed)
+        self.iteration = 0
+        self.size = 1
+        self.weight = self.nominal = 1.0
+        self.total: float | None = None
+        self.counts: list[int] | None = None
+        self.asked = False
+        self.end_of_dataloader = False
+        self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
+        self._resume: tuple[int, int] | None = None
+        self._read = 0  # batches handed out in all epochs
+        # Each process knows the batches of all: the main process reads for all, or each reads the whole stream.
+        self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
+        self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
+        self._drop_last = bool(getattr(loader, "drop_last", False))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataloader":
+            raise AttributeError(name)
+        return getattr(self.dataloader, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what a reading under way holds: a copy continues at its place."""
+        fresh: dict[str, Any] = {
+            "feed": None,
+            "_position": None,
+            "_resume": self._resume or self._position,
+        }
+        return {**vars(self), **fresh}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.feed = self._make_feed(self.even, self.seed)
+
+    def __len__(self) -> int:
+        length = self.feed.length
+        if length is None:
+            raise TypeError(f"object of type {type(self.dataloader).__name__!r} has no len()")
+        if not self._shared:
+            return length
+        return length // self.group.size if self._drop_last else -(-length // self.group.size)
+
+    @property
+    def total_batch_size(self) -> int:
+        """Samples of a batch over all processes."""
+        return (self.feed.per_rank_batch_size or 1) * self.group.size
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples of the data set."""
+        return len(self.dataloader.dataset)
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the last batch over all processes, without those that fill it up; 0: it is full; -1: a stream."""
+        sized = isinstance(self.dataloader.dataset, Sized)
+        return self.total_dataset_length % self.total_batch_size if sized else -1
+
+    def set_even(self, even: bool) -> None:
+        """Whether the next epochs fill the last batch up."""
+        if even != self.even:
+            begun, state = self._position is not None, self.state_dict()
+            self.even = even
+            self.feed = self._make_feed(even, self.seed)
+            if not begun:  # keep the positions of its own generators, and the batch that a loaded state continues with
+                self._load_tracks([state["track"]] * self.group.size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is epoch ``epoch``; by default it is one more than the last."""
+        self.iteration = epoch
+        if self._resume is not None and self._resume[0] != epoch:
+            self._resume = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._iterate(None)
+
+    def skip(self, batches: int) -> _Skipped:
+        """A view whose iterations begin ``batches`` later; the batches before are not read."""
+        return _Skipped(self, batches)
+
+    def begin(self, batches: int) -> Iterator[Any]:
+        """The next epoch from batch ``batches`` on; after `load_states` that is the epoch that was broken off."""
+        return self._iterate(batches)
+
+    def _iterate(self, begin: int | None) -> Iterator[Any]:
+        """One epoch. Leaving it early ends it.
+
+        What does not tell its length is read one batch ahead: only so the last batch is known as such.
+        """
+        epoch, start = (self.iteration, 0) if self._resume is None else self._resume
+        start, self._resume = start if begin is None else begin, None
+        window = self.window
+        if self._position is not None:
+            # A feed reads one epoch at a time: a reading while another is under way, or was given up, has its own.
+            self.feed = self._make_feed(self.even, self.seed)
+        feed = self.feed
+        source: Iterator[Any]
+        source = self._in_turns(feed, epoch, start) if self._shared else feed.sized_epoch(epoch, start)
+        self.iteration, self.end_of_dataloader = epoch + 1, False
+        self._position = (epoch, start)
+        window.reading.append(self)
+        window.batches = self
+        known = len(self) if feed.indexed and feed.length is not None else None
+        ahead = known is None and not self._shared
+        at, after = start, _NOT_READ
+        device = self.device
+        if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
+            device = None  # there is no other place where a batch could be
+        self.nominal = float(self.feed.per_rank_batch_size or 1)
+        try:
+            while (pair := next(source, _END) if after is _NOT_READ else after) is not _END:
+                if ahead:
+                    after = next(source, _END)
+                if missing := pair is MISSING and self.even:
+                    pair = self._first(epoch)
+                batch, size = pair
+                if batch is EMPTY:
+                    break  # this process has no part of the last batch
+                self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
+                at += 1
+                self._read += 1
+                self._position = (epoch, at)
+                if feed.stateful:
+                    feed.track.forget(at * self.group.size if self._shared else at)
+                window.batches = self
+                if device is not None:
+                    batch = move_to_device(batch, device, self.non_blocking)
+                yield batch if self._shard is None else self._shard(batch)
+                if self._end is not None and window.sync:
+                    self._end()
+        finally:
+            self._position = None
+            window.left(self)
+
+    def _first(self, epoch: int) -> Any:
+        return next(iter(self.feed.sized_epoch(epoch, 0)), MISSING)
+
+    def _note(self, feed: Feed, at: int, mine: int, missing: bool, last: bool) -> None:
+        """Record how many samples a batch has before its turn; ``missing``: this is a padding batch."""
+        size = self.group.size
+        self.size, self.end_of_dataloader, self.counts = mine, last, None
+        self.weight = self.total = mine
+        if size == 1 and not self._shared:
+            return
+        if self._shared:
+            self.total, self.counts, self.end_of_dataloader = self._turn
+            return
+        total, each = feed.samples(at), feed.per_rank_batch_size
+        self.total = total
+        if total is None or each is None:
+            self._ask(missing, last)
+        elif total < each * size:
+            if self.even:  # filled up: the samples that are not there twice come first, in the order of the processes
+                self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
+                self.total = each * size
+            else:
+                share, more = divmod(total, size)
+                self.counts = [share + (rank < more) for rank in range(size)]
+
+    def ask_for_sizes(self) -> None:
+        """Warn if the numbers of samples that weigh batches are not certain."""
+        self.asked = True
+        self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
+
+    def _ask(self, missing: bool, last: bool) -> None:
+        if not self.even:  # processes may have left: nobody is asked, and batches weigh the same
+            self.weight, self.total = 1.0, float(self.group.size)
+            self.nominal = 1.0
+        elif last:
+            rows = self.group.agree([self.size, 0 if missing else self.size])
+            self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
+
+    def _in_turns(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
+        """This process's batches of a stream: as many batches as there are processes are read at a time.
+
+        Where the main process reads for all, an error of its reader is an error on every process.
+        """
+        rank, processes = self.group.rank, self.group.size
+        reads = self.dispatch is None or self.dispatch.rank == 0
+        source = feed.sized_epoch(epoch, start * processes) if reads else iter(())
+
+        def read() -> Turn:
+            turn = list(islice(source, processes))
+            return [] if self._drop_last and len(turn) < processes else turn
+
+        after = self._turn_of(read)
+        while turn := after:
+            after = self._turn_of(read)
+            counts: list[int] | None = [size for _, size in turn] + [0] * (processes - len(turn))
+            if len(set(counts or ())) == 1:
+                counts = None
+            elif self.even and (not after or feed.per_rank_batch_size is not None):  # workers have a last batch each
+                turn, counts = evened(turn, processes, getattr(self.dataloader, "collate_fn", None) is default_collate)
+            self._turn = sum(size for _, size in turn), counts, not after
+            yield turn[rank] if rank < len(turn) else MISSING
+
+    def _turn_of(self, read: Callable[[], Turn]) -> Turn:
+        return read() if self.dispatch is None else on_rank_zero(self.dispatch, read)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is: epoch, batches handed out, the seed, and what the loader itself needs to go on."""
+        epoch, batch = self._resume or self._position or (self.iteration, 0)
+        inside = self._position is not None or self._resume is not None
+        each = self.group.size if self._shared else 1
+        feed = self.feed
+        state = feed.track.state_dict(epoch if inside or feed.once else None, batch * each, self._read * each)
+        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self._read}
+        return {**place, "seed": self.seed, "track": state}
+
+    def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """The next iteration goes on where `state_dict` was taken, in the same order.
+
+        Args:
+            states: of every process then; there may be another number of them now, and batches of another size.
+
+        Raises:
+            CheckpointError: batches of another size do not end where it was taken.
+        """
+        epoch, batch, samples = (int(states[0][key]) for key in ("epoch", "batch", "samples"))
+        if samples != batch * self.total_batch_size:
+            batch = self._batches_of(samples)
+        self.iteration, self._position = epoch, None
+        self._resume = (epoch, batch) if batch else None
+        self.seed, self._read = int(states[0]["seed"]), int(states[0]["read"])
+        self.feed = self._make_feed(self.even, self.seed)
+        self._load_tracks([state["track"] for state in states])
+
+    def _load_tracks(self, tracks: Sequence[Any]) -> None:
+        """What `state_dict` kept of each reader; the main process has read all of a stream, in either way."""
+        rank, size = self.group.rank, self.group.size
+        if not self._shared and self.feed.indexed:
+            self.feed.track.load_state_dict(tracks, rank)
+            return
+        own = tracks[rank] if len(tracks) == size and self.dispatch is None else None
+        self.feed.track.load_state_dict([tracks[0] if own is None else own], 0)
+
+    def describe(self) -> str:
+        """One line: what is read, in which order, and how it is divided."""
+        text = self.feed.describe()
+        if self.dispatch is not None:
+            return f"{text}; the main process reads, and hands every {self.group.size} batches round"
+        each = f"; every process reads all of it and keeps each {self.group.size}th batch"
+        return f"{text}{each}" if self._shared else text
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The next iteration continues where `state_dict` was taken; each process has the state that it took.
+
+        Raises:
+            CheckpointError: it was taken on another number of processes, or with batches of another size, and a stream
+                does not say where that is.
+        """
+        own = dict(state_dict)
+        if self.feed.stateful and own["samples"] != own["batch"] * self.total_batch_size:
+            raise CheckpointError(
+                "the state of a loader",
+                "samples",
+                f"{own['batch']} batches had {own['samples']} samples, and would have other ones now",
+                fix="resume with as many processes and the same batch size, or by accelerator.load_state",
+            )
+        self.load_states([own] * self.group.size)
+
+    def _batches_of(self, samples: int) -> int:
+        """How many batches of an epoch have so many samples."""
+        size, feed = self.total_batch_size, self.feed
+        if feed.indexed and feed.length is not None:
+            last = None if self._shared else feed.samples(len(self) - 1)
+            if samples >= (len(self) - 1) * size + (last or size):
+                return len(self)
+        batches, rest = divmod(samples, size)
+        if rest:
+            raise CheckpointError(
+                "loaders",
+                "samples",
+                f"{samples} samples are no whole number of batches of {size}",
+                fix="resume with as many processes and batches of the same size, or with a size that divides them",
+            )
+        return batches
+
+
+@final
+class _Skipped:
+    """A view of a prepared loader that begins later."""
+
+    def __init__(self, loader: PreparedLoader, batches: int) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "batches"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.loader.begin(self.batches)
+
+
+def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+    """A loader whose iterations begin with batch ``num_batches``; of a prepared one nothing before it is read.
+
+    Example:
+        >>> list(skip_first_batches([1, 2, 3], 2))
+        [3]
+    """
+    if isinstance(dataloader, PreparedLoader):
+        return dataloader.skip(num_batches)
+    return _Later(dataloader, num_batches)
+
+
+@final
+class _Later:
+    """An unprepared loader that begins later."""
+
+    def __init__(self, loader: Any, batches: int) -> None:
+        self.loader, self.batches = loader, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.loader), self.batches, None)
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self.batches)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "batches"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def prepare_loader(
+    loader: Any,
+    group: Group,
+    world: Group,
+    device: torch.device | None,
+    window: Window,
+    config: DataLoaderConfiguration,
+    seed: int,
+    shard: Callable[[Any], Any] | None = None,
+    end: Callable[[], None] | None = None,
+) -> PreparedLoader:
+    """Divide a loader among processes.
+
+    Args:
+        loader: a DataLoader or any iterable of batches.
+        group: the processes among which data are divided.
+        world: all processes: those that read the same batches get them from the same reader.
+        device: where batches go; None leaves them where they are.
+        window: is told which loader is being read.
+        config: how it is divided.
+        seed: of the order, the same on every process.
+        shard: what a process computes of a batch; None: all of it.
+        end: called when the loop is done with a batch, where no window is under way.
+
+    Raises:
+        ConfigurationError: ``split_batches`` with a batch size that the processes cannot share.
+    """
+    batch_size = None
+    if config.split_batches:
+        whole = getattr(loader, "batch_size", None)
+        if whole is None or whole % group.size:
+            raise ConfigurationError(
+                "split_batches needs a batch size that can be divided by the number of processes",
+                found=f"batch_size={whole} over {group.size} processes",
+                fix=f"use a multiple of {group.size}, or leave split_batches out",
+            )
+        batch_size = whole // group.size
+    stream = not Feed(loader, seed=seed).indexed
+    asked = config.dispatch_batches
+    # A stream that is shuffled as it is read has another order on each process, unless one process reads for all.
+    dispatch = world.size > 1 and (stream if asked is None else asked)
+    rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
+
+    return PreparedLoader(
+        loader,
+        partial(_make_feed, loader, rank, size, batch_size),  # which pickles, as a closure does not
+        group,
+        device,
+        window,
+        seed=seed,
+        even=config.even_batches,
+        dispatch=world if dispatch else None,
+        non_blocking=config.non_blocking,
+        shard=shard,
+        end=end,
+    )
+
+
+def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:
+    pad = even and size > 1
+    return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)

@@ -1,0 +1,187 @@
+"""Optimizers and schedulers as a loop of the user's own calls them: they step where gradients are complete."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch.optim import Optimizer
+
+from trainer_kit.accelerator.accumulation_window import Window
+from trainer_kit.core.optimizer_proxy import OptimizerProxy
+from trainer_kit.precision.precision import Precision
+from trainer_kit.step.closures import calls_once, refusal_of_scaling
+
+__all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]
+
+
+@final
+class AcceleratedOptimizer(OptimizerProxy):
+    """An optimizer whose ``step`` and ``zero_grad`` do nothing until its window's gradients are complete.
+
+    Everything else (groups, state, defaults) is that of ``optimizer``.
+
+    Args:
+        optimizer: the user's.
+        window: says when gradients are complete, and makes them right.
+        precision: steps it, or skips a step whose gradients overflowed.
+        before_first_step: called once, when gradients are complete for the first time.
+        step: how the strategy steps it; None: as it does itself.
+        after_step: called after each step; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        window: Window,
+        precision: Precision,
+        before_first_step: Callable[[Optimizer], None] | None = None,
+        step: Callable[..., Any] | None = None,
+        after_step: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(optimizer)
+        self._window, self._precision = window, precision
+        self._before_first_step, self._own_step, self._after_step = before_first_step, step, after_step
+        self._skipped = False
+        self._emptied = 0  # the micro-batch in which `zero_grad` was called ahead of its backward
+
+    def rebind(self, step: Callable[..., Any] | None) -> None:
+        """From now on the strategy steps it this way."""
+        self._own_step = step
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last ``step`` was left out because gradients overflowed."""
+        return self._skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it.
+
+        Raises:
+            ConfigurationError: the optimizer may compute the loss again, and gradients are scaled.
+        """
+        window, optimizer = self._window, self.optimizer
+        if not window.sync:
+            return None
+        if self._before_first_step is not None:
+            self._before_first_step(optimizer)
+            self._before_first_step = None
+        found = None
+        if closure is not None:
+            if not self._precision.scales:
+                return self._step_with(closure)
+            if not calls_once(optimizer):
+                raise refusal_of_scaling(optimizer)
+            found = closure()  # gradients are unscaled, and looked at, before they are stepped
+            window.corrected.discard(optimizer)
+        window.correct(optimizer)
+        self._skipped = not self._precision.optimizer_step(optimizer, self._own_step or optimizer.step)
+        window.corrected.discard(optimizer)
+        if self._after_step is not None:
+            self._after_step()
+        return found
+
+    def _step_with(self, closure: Callable[[], Any]) -> Any:
+        """The closure makes the gradients, maybe several times: they are made right behind each of them."""
+        window, optimizer, found = self._window, self.optimizer, None
+
+        def right() -> Any:
+            loss = closure()
+            window.corrected.discard(optimizer)
+            window.correct(optimizer)
+            return loss
+
+        def step() -> None:
+            nonlocal found
+            found = (self._own_step or optimizer.step)(right)
+
+        self._skipped = not self._precision.optimizer_step(optimizer, step)
+        window.corrected.discard(optimizer)
+        return found
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, unless a window is under way."""
+        window = self._window
+        drops = window.sync
+        if window.ahead:
+            drops, self._emptied = window.empties(self._emptied), window.turn
+        if drops:
+            window.corrected.discard(self.optimizer)
+            self.optimizer.zero_grad(set_to_none)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+
+@final
+class AcceleratedScheduler:
+    """A scheduler that advances where optimizers step, ``times`` times in each optimizer step.
+
+    Args:
+        scheduler: the user's.
+        optimizers: whose steps count; where one was skipped, the scheduler waits too.
+        window: says when optimizers step.
+        with_optimizer: False: each call of ``step`` advances it once.
+        times: how often an optimizer step advances it.
+        adjust: count the calls inside a window, as schedulers that warn about a wrong order do.
+
+    Attributes:
+        times: likewise.
+        before_first_step: called once, before it advances for the first time.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[AcceleratedOptimizer],
+        window: Window,
+        *,
+        with_optimizer: bool = True,
+        times: int = 1,
+        adjust: bool = False,
+    ) -> None:
+        self.scheduler, self.optimizers, self._window = scheduler, list(optimizers), window
+        self._with_optimizer, self.times, self._adjust = with_optimizer, times, adjust
+        self.before_first_step: Callable[[], None] | None = None
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        pace = "once an optimizer step"
+        if not self._with_optimizer:
+            pace = "at each call of step()"
+        elif self.times > 1:
+            pace = f"{self.times} times an optimizer step, once for each process"
+        return f"{type(self.scheduler).__name__} advances {pace}"
+
+    def step(self, *arguments: Any, **options: Any) -> None:
+        """Advance, where the optimizers have just stepped."""
+        if not self._with_optimizer:
+            self.scheduler.step(*arguments, **options)
+            return
+        if not self._window.sync:
+            if self._adjust:
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        if self.before_first_step is not None:
+            self.before_first_step()
+            self.before_first_step = None
+        for _ in range(self.times):
+            total = getattr(self.scheduler, "total_steps", None)
+            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR ends, and refuses to go on
+                self.scheduler.step(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """That of the scheduler."""
+        found: dict[str, Any] = self.scheduler.state_dict()
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Into the scheduler."""
+        self.scheduler.load_state_dict(dict(state_dict))

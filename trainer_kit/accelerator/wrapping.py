@@ -1,0 +1,124 @@
+"""A model as a loop of the user's own calls it: its forward in the precision, wrapped by the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.accelerator.collectives import each_tensor
+from trainer_kit.compat.options import TorchDynamoPlugin
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.engine_module import EngineModule
+
+__all__ = [
+    "apply_precision",
+    "compile_options",
+    "compiled",
+    "remove_precision",
+    "uncompiled",
+    "unwrap",
+    "without_exchange",
+]
+
+
+@final
+class _Forward:
+    """A forward under autocast that hands out float32, as losses want it."""
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
+        self.forward, self.precision = forward, precision
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        context = self.precision.forward_context()
+        assert context is not None
+        if self.precision.converts_batch:
+            arguments, options = self.precision.convert_batch(arguments), self.precision.convert_batch(options)
+        with context:
+            outputs = self.forward(*arguments, **options)
+        return each_tensor(outputs, _to_float32)
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def apply_precision(model: nn.Module, precision: Precision) -> None:
+    """Make ``model(...)`` compute in the precision; done twice, it is there once."""
+    if precision.forward_context() is None or isinstance(model.__dict__.get("forward"), _Forward):
+        return
+    # On the instance: the class, and other models of it, are left alone.
+    model.__dict__["forward"] = _Forward(model.forward, precision)
+
+
+def remove_precision(model: nn.Module) -> None:
+    """The model's own forward again."""
+    if isinstance(model.__dict__.get("forward"), _Forward):
+        del model.__dict__["forward"]
+
+
+def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
+    """The user's model behind what `prepare` and ``torch.compile`` made of it.
+
+    Args:
+        model: prepared or not.
+        keep_fp32_wrapper: leave its forward in the precision that it was prepared for.
+    """
+    while True:
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule)):
+            model = model.module
+        elif (inner := uncompiled(model)) is not model:
+            model = inner
+        else:
+            break
+    if not keep_fp32_wrapper:
+        remove_precision(model)
+    return model
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """What ``torch.compile`` made the model of, with its wrapper; the model itself where nothing is compiled."""
+    inner = getattr(model, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+@contextmanager
+def without_exchange(*models: nn.Module) -> Iterator[None]:
+    """Gradients of backwards inside stay on their process, until the next one outside."""
+    with ExitStack() as stack:
+        for model in map(uncompiled, models):
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                stack.enter_context(model.no_sync())
+            elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+                divided: Any = model
+                divided.set_requires_gradient_sync(False)
+                stack.callback(divided.set_requires_gradient_sync, True)
+        yield
+
+
+def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+    """The model, compiled as the plugin says."""
+    options = compile_options(plugin)
+    try:
+        made: Any = torch.compile(model, **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            "torch.compile refuses these options", found=f"{options}: {error}", fix='dynamo_backend="inductor"'
+        ) from error
+    return made  # type: ignore[no-any-return]
+
+
+def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any]:
+    """The options of ``torch.compile`` that the plugin stands for."""
+    return {
+        "backend": plugin.backend.lower(),
+        "mode": plugin.mode,
+        "fullgraph": plugin.fullgraph,
+        "dynamic": plugin.dynamic,
+        "options": None if plugin.options is None else dict(plugin.options),
+        "disable": plugin.disable,
+    }

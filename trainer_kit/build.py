@@ -1,0 +1,340 @@
+"""The words for the parts of a run and what they stand for, shared by the two composition roots."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from trainer_kit.compat.fp8 import launched_recipe
+from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
+from trainer_kit.core.environment import Environment, count_devices, pick_device
+from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
+from trainer_kit.core.iterables import as_list
+from trainer_kit.core.location import is_url
+from trainer_kit.core.protocols import Logger
+from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES
+from trainer_kit.precision.aliases import WORDS, make_precision
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = [
+    "added_callbacks",
+    "choose_loggers",
+    "choose_precision",
+    "choose_strategy",
+    "launched_on_xla",
+    "roomier_strategy",
+    "with_launchers",
+]
+
+_DDP, _FSDP = "trainer_kit.strategies.ddp:DDPStrategy", "trainer_kit.strategies.fsdp:FSDPStrategy"
+_DEEPSPEED = "trainer_kit.strategies.deepspeed.strategy:DeepSpeedStrategy"
+_MESH = "trainer_kit.strategies.mesh:MeshStrategy"
+_OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
+    "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
+    "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "ddp_find_unused_parameters_true": {"find_unused_parameters": True},
+    "ddp_find_unused_parameters_false": {"find_unused_parameters": False},
+    "ddp_static_graph": {"static_graph": True},
+    "hsdp": {"sharding_strategy": "HYBRID_SHARD"},
+    "fsdp_shard_grad_op": {"sharding_strategy": "SHARD_GRAD_OP"},
+    "fsdp_cpu_offload": {"cpu_offload": True},
+    "tp": {"dp_shard": 1, "tp": -1},
+    "tensor_parallel": {"dp_shard": 1, "tp": -1},
+    "pp": {"dp_shard": 1, "pp": -1},
+    "pipeline_parallel": {"dp_shard": 1, "pp": -1},
+    "cp": {"dp_shard": 1, "cp": -1},
+    "context_parallel": {"dp_shard": 1, "cp": -1},
+}
+"""What a word says beyond its class."""
+_CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
+for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
+    STRATEGIES.supply(_word, _CLASSES.get(_word.split("_")[0], _MESH))
+_XLA = ("xla", "tpu", "xla_fsdp")
+for _word in _XLA:
+    STRATEGIES.supply(_word, "trainer_kit.strategies.xla.strategy:XLAStrategy")
+STRATEGIES.supply("mesh", _MESH)
+STRATEGIES.supply("megatron", "trainer_kit.strategies.megatron.strategy:MegatronStrategy")
+STRATEGIES.supply("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
+for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
+    LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
+LOGGERS.supply("jsonl", "trainer_kit.loggers:JSONLLogger")
+LOGGERS.supply("dummy", "trainer_kit.loggers:DummyLogger")
+for _word, _name in (
+    ("accumulation", "GradientAccumulation"),
+    ("checkpoint", "ModelCheckpoint"),
+    ("progress_bar", "TQDMProgressBar"),
+    ("summary", "ModelSummary"),
+    ("timer", "Timer"),
+    ("function", "FunctionCallback"),
+):
+    CALLBACKS.supply(_word, f"trainer_kit.callbacks:{_name}")
+
+_DEEPSPEED_KEYS = (
+    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
+    "deepspeed_moe_layer_cls_names",
+)  # fmt: skip
+_FORKED = ("ddp_notebook", "ddp_fork")
+
+
+def with_launchers(
+    accelerator: str, precision: Any, accumulation: Any, callbacks: Sequence[Any]
+) -> tuple[str, Any, Any, dict[str, Chosen]]:
+    """Three arguments of the Trainer, filled in with what the launcher or the environment says, and their origins.
+
+    Args:
+        accelerator: ``"auto"`` where it was not given.
+        precision: None where it was not given.
+        accumulation: None where it was not given.
+        callbacks: a callback for accumulation is an argument for it.
+    """
+    own = next((callback for callback in callbacks if hasattr(callback, "get_accumulate_grad_batches")), None)
+    on_cpu = choose("use_cpu", None, False)
+    origins = {
+        "accelerator": Chosen("cpu", on_cpu.origin) if is_true(on_cpu.value) else Chosen("auto", "default"),
+        "precision": choose("mixed_precision", precision, None),
+        "accumulate_grad_batches": choose(
+            "gradient_accumulation_steps", own if accumulation is None else accumulation, 1
+        ),
+    }
+    if accelerator != "auto":
+        origins["accelerator"] = Chosen(accelerator, "argument")
+    steps = origins["accumulate_grad_batches"]
+    if steps.origin != "argument":
+        accumulation = steps_of(steps)
+    elif accumulation is None:
+        accumulation = 1
+    return str(origins["accelerator"].value), origins["precision"].value, accumulation, origins
+
+
+def choose_strategy(
+    strategy: Any, accelerator: str, devices: Any, num_nodes: int, environment: Environment
+) -> tuple[Strategy, int, str | None]:
+    """The strategy, how many processes it runs on here, and how they are to be started.
+
+    Args:
+        strategy: a registered word, a strategy object, or ``"auto"``: data parallel where there are several processes.
+        accelerator: ``"auto"``, ``"cpu"``, or what torch calls the device.
+        devices: how many on each node, or which.
+        num_nodes: how many machines.
+        environment: where this process stands.
+
+    Returns:
+        The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
+    """
+    found = _finds_devices(strategy, accelerator)
+    if found is not None:
+        return found, 1, None
+    wanted = count_devices(devices, accelerator)
+    explicit = devices not in ("auto", -1, "-1")
+    local = environment.launched and explicit and wanted == 1 and environment.local_world_size > 1
+    world = environment.world_size if environment.launched and not local else wanted * num_nodes
+    if environment.launched and not local and explicit and wanted * num_nodes != environment.world_size:
+        raise StrategyError(
+            "the processes that were launched are not the ones that were asked for",
+            found=f"{environment.world_size} ({environment.source}), devices={devices!r}, num_nodes={num_nodes}",
+            fix=f"pass devices={environment.world_size // max(1, num_nodes)}, or leave devices out",
+        )
+    if not environment.launched and num_nodes > 1:
+        raise StrategyError(
+            "several machines need a launcher on each",
+            found=f"num_nodes={num_nodes} in a process without a rank",
+            fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
+        )
+    if isinstance(strategy, Strategy):
+        strategy.places(world)  # refuses sizes that do not fit before any process is started
+    word = strategy if isinstance(strategy, str) else ""
+    if (word == "single_device" or isinstance(strategy, SingleDeviceStrategy)) and world > 1:
+        raise StrategyError(
+            "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
+        )
+    device = pick_device(accelerator, environment.local_rank, devices)
+    made: Any = strategy
+    if strategy == "auto":
+        engine = variable("distributed_type")
+        made = _launchers_engine("" if engine is None else str(engine.value), world, device)
+        made = made or _make_strategy("ddp" if world > 1 else "single_device", device)
+    elif isinstance(strategy, str):
+        made = _make_strategy(strategy, device)
+    if not isinstance(made, Strategy):
+        raise StrategyError(
+            "this is not a strategy",
+            found=f"strategy={strategy!r}",
+            fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
+        )
+    if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
+        made = _make_strategy("single_device", device)  # there is no other process to exchange anything with
+    made.device = device
+    start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
+    return made, wanted, start
+
+
+def roomier_strategy(asked: Any, made: Strategy) -> Strategy | None:
+    """What takes the place of a strategy that ``"auto"`` stands for where a model does not fit; None: nothing does."""
+    return _make_strategy("fsdp", made.device) if asked == "auto" and made.engine == "ddp" else None
+
+
+def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
+    """A strategy whose devices torch does not show as an accelerator: it finds them itself, in one process."""
+    made: Strategy | None = None
+    if strategy == "auto" and accelerator == "auto" and launched_on_xla():
+        accelerator = "tpu"
+    if isinstance(strategy, str) and strategy in _XLA:
+        made = STRATEGIES.get(strategy)(shard_parameters=strategy == "xla_fsdp")
+    elif strategy == "auto" and accelerator.lower() in _XLA:
+        made = STRATEGIES.get("xla")()
+    elif isinstance(strategy, Strategy) and strategy.finds_devices:
+        made = strategy
+    drives = torch.accelerator.current_accelerator()
+    if accelerator == "tpu" and strategy == "auto" and drives is not None and drives.type == "tpu":
+        return None  # torch shows this one itself
+    if made is not None and importlib.util.find_spec("torch_xla") is None:
+        raise StrategyError(
+            "torch_xla is not installed",
+            found=f"strategy={strategy!r}, accelerator={accelerator!r}",
+            fix="pip install torch_xla, in the version that goes with this torch",
+        )
+    return made
+
+
+def launched_on_xla() -> bool:
+    """Whether the launcher says so, or torch_xla started this process."""
+    told = variable("distributed_type")
+    said = told is not None and str(told.value).lower() in _XLA
+    return said or "PJRT_LOCAL_PROCESS_RANK" in os.environ
+
+
+def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
+    """The strategy of an engine that the launcher names, with what it says of it."""
+    from trainer_kit.strategies import fsdp_config, mesh_config
+
+    made: Strategy | None = None
+    fsdp = fsdp_config.from_launcher(_told(fsdp_config.KEYS)) if engine == "FSDP" else None
+    mesh = mesh_config.from_launcher(_told(mesh_config.KEYS), fsdp)
+    if engine == "DEEPSPEED":
+        from trainer_kit.strategies.deepspeed import config as deepspeed_config
+
+        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_told(_DEEPSPEED_KEYS)))
+    if mesh:
+        made = STRATEGIES.get("mesh")(device, **mesh)
+    elif fsdp is not None and world > 1:
+        made = STRATEGIES.get("fsdp")(device, **fsdp)
+    if engine == "MEGATRON_LM":
+        from trainer_kit.strategies.megatron import config as megatron_config
+
+        made = STRATEGIES.get("megatron")(device, **megatron_config.from_launcher(_told(megatron_config.KEYS)))
+    return made
+
+
+def _told(names: Iterable[str]) -> dict[str, str]:
+    """What the launcher says about these options."""
+    return {name: str(found.value) for name in names if (found := variable(name)) is not None}
+
+
+def _make_strategy(word: str, device: Any) -> Strategy:
+    made: Strategy = STRATEGIES.get(word)(device, **_OPTIONS.get(word, {}))
+    return made
+
+
+def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precision:
+    """The precision behind a word of Lightning's or Accelerate's, a registered name, or an object.
+
+    Args:
+        precision: one of those, or None for float32.
+        plugins: one object, or several, in place of it.
+        strategy: what it is to run on.
+
+    Raises:
+        PrecisionError: for an unknown word, or where it cannot run.
+    """
+    for plugin in as_list(plugins):
+        if not isinstance(plugin, Precision):
+            raise ConfigurationError(
+                "this plugin is not a precision",
+                found=type(plugin).__name__,
+                fix="plugins= takes precision objects; everything else has its own argument",
+            )
+        if precision is not None:
+            raise ConfigurationError("precision is given twice", found=f"precision={precision!r} and plugins=...")
+        precision = plugin
+    made = _make_precision("32-true" if precision is None else precision, strategy.device.type)
+    made.check(strategy.device, strategy.engine)
+    return made
+
+
+def _make_precision(precision: Any, device_type: str) -> Precision:
+    made: Precision
+    if not isinstance(precision, (str, int)):
+        if not isinstance(precision, Precision):
+            raise PrecisionError(
+                "this is not a precision",
+                found=f"precision={precision!r}",
+                fix='pass a word such as "bf16-mixed", or an object such as TruePrecision(torch.bfloat16)',
+            )
+        made = precision
+    elif str(precision).lower() not in WORDS and precision in PRECISIONS.names():
+        made = PRECISIONS.get(str(precision))()
+    else:
+        recipe = launched_recipe() if str(precision).lower() == "fp8" else None
+        made = make_precision(precision, device_type) if recipe is None else recipe.make_precision()
+    return made
+
+
+def choose_loggers(logger: Any, root: str) -> list[Any]:
+    """The loggers behind True, False, None, words and objects.
+
+    Args:
+        logger: None or True for TensorBoard, False for none, or one or several words or objects.
+        root: the directory for loggers made here.
+    """
+    if logger is False:
+        return []
+    if is_url(root) and (logger in (None, True) or isinstance(logger, str)):
+        raise ConfigurationError(
+            "loggers write to a directory of this machine",
+            found=f"default_root_dir={root!r}",
+            fix='pass logger=TensorBoardLogger("logs") or logger=False; checkpoints go to the URL all the same',
+        )
+    if logger in (None, True):
+        return [LOGGERS.get("tensorboard")(root)]
+    made = [LOGGERS.get(one)(root) if isinstance(one, str) else one for one in as_list(logger, Logger)]
+    for one in made:
+        if isinstance(one, type) or not isinstance(one, Logger):
+            fix = (
+                "pass a logger, not its class"
+                if isinstance(one, type)
+                else "give it a method log_metrics(metrics, step)"
+            )
+            raise ConfigurationError("this is no logger", found=getattr(one, "__name__", type(one).__name__), fix=fix)
+    return made
+
+
+def added_callbacks(
+    given: list[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool
+) -> list[Any]:
+    """The callbacks that arguments stand for, where none of their kind was given."""
+
+    def has(word: str) -> bool:
+        return any(isinstance(callback, CALLBACKS.get(word)) for callback in given)
+
+    added: list[Any] = []
+    if accumulation != 1:
+        if has("accumulation"):
+            raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
+        added.append(CALLBACKS.get("accumulation")(accumulation))
+    if time is not None:
+        # Both limits hold; their states need two names.
+        added.append(CALLBACKS.get("timer")(time, state_key="Timer(max_time)" if has("timer") else "Timer"))
+    if bar and not has("progress_bar"):
+        added.append(CALLBACKS.get("progress_bar")())
+    if summary and not has("summary"):
+        added.append(CALLBACKS.get("summary")())
+    if checkpoints and not has("checkpoint"):
+        added.append(CALLBACKS.get("checkpoint")())
+    return added

@@ -1,0 +1,301 @@
+"""DeepSpeed under an `Accelerator`, with Hugging Face Accelerate's names."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass, field, fields
+from typing import Any, Final, final
+
+from torch.optim import Optimizer
+
+from trainer_kit.compat.options import micro_batches
+from trainer_kit.core.configuration_sources import is_true, variable
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.deepspeed.config import from_launcher, read_config, with_arguments
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "made_optimizer", "made_scheduler", "named_plugins"]
+
+_VARIABLES: Final = {
+    "hf_ds_config": "deepspeed_config_file",
+    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
+}
+_NO_ENGINES: Final = ("parallelism_config", "torch_tp_plugin")  # that they do not go with it is said elsewhere
+_HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
+
+
+@final
+class DummyOptim:
+    """Stands for the optimizer that DeepSpeed's JSON names, until `prepare` makes it.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: what ``"auto"`` stands for there.
+        weight_decay: likewise.
+        kwargs: further options likewise.
+    """
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
+
+
+@final
+class DummyScheduler:
+    """Stands for the scheduler that DeepSpeed's JSON names, until `prepare` makes it.
+
+    Args:
+        optimizer: whose learning rates it moves; a `DummyOptim` too.
+        total_num_steps: of the run, for ``"auto"`` in the JSON. As under Accelerate it is divided by the number
+            of processes, unless ``split_batches=True`` or ``scheduler_steps_per_process=False``: the engine's schedule
+            advances once an optimizer step.
+        warmup_num_steps: for ``"auto"`` in the JSON, in optimizer steps.
+        lr_scheduler_callable: refused: the JSON says which scheduler it is.
+        kwargs: further options likewise.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        if lr_scheduler_callable is not None:
+            raise ConfigurationError("a scheduler that is made by a function is prepared as it is", fix="call it")
+        self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
+        self.kwargs = kwargs
+
+
+def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimizer:
+    """The optimizer itself, or the one that the JSON of a strategy names; never both."""
+    sections = strategy.sections
+    if not isinstance(given, DummyOptim):
+        if sections is not None:
+            sections.refuse_both("optimizer", given)
+        return given
+    if sections is None or sections.optimizer is None:
+        raise _nothing_named("optimizer", "DummyOptim")
+    return sections.make_optimizer(  # type: ignore[no-any-return]
+        given.params, lr=given.lr, weight_decay=given.weight_decay, **given.kwargs
+    )
+
+
+def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 1) -> Any:
+    """As `made_optimizer`.
+
+    Args:
+        strategy: likewise.
+        given: likewise.
+        optimizer: the last one that was prepared.
+        times: how often other schedulers advance in an optimizer step; one that is made here advances once.
+    """
+    sections = strategy.sections
+    if not isinstance(given, DummyScheduler):
+        if sections is not None:
+            sections.refuse_both("scheduler", given)
+        return given
+    if sections is None or sections.scheduler is None or optimizer is None:
+        raise _nothing_named("scheduler", "DummyScheduler")
+    said = {
+        "total_num_steps": None if given.total_num_steps is None else math.ceil(given.total_num_steps / times),
+        "warmup_num_steps": max(1, given.warmup_num_steps),
+        **given.kwargs,
+    }
+    return sections.make_scheduler(optimizer, strategy.device, **said)
+
+
+def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{stand_in} stands for the {what} of DeepSpeed's JSON, and there is none",
+        fix=f"make the {what} in the script, or name it in the JSON",
+    )
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Of DeepSpeed, for ``Accelerator(deepspeed_plugin=...)``; what is not given is what the launcher says.
+
+    Attributes:
+        hf_ds_config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` stands for what the other arguments, the
+            Accelerator and the loaders say.
+        gradient_accumulation_steps: micro-batches of an optimizer step, in place of the Accelerator's.
+        gradient_clipping: of every step, by norm; ``clip_grad_norm_`` says another value for its own.
+        zero_stage: 0 to 3; the JSON's by default, or 2.
+        is_train_batch_min: of several loaders the smallest batch size is the one that DeepSpeed is told; else the
+            largest.
+        offload_optimizer_device: "none" or "cpu".
+        offload_param_device: "none" or "cpu"; stage 3 only.
+        offload_optimizer_nvme_path: refused with "nvme".
+        offload_param_nvme_path: refused with "nvme".
+        zero3_init_flag: models of transformers are divided as they are made.
+        zero3_save_16bit_model: accepted; whole weights are handed out in full precision, under every stage.
+        transformer_moe_cls_names: classes of expert layers, with commas, each gathered as one.
+        deepspeed_config: the JSON with all of this in it; changes ahead of ``prepare`` are heard.
+        selected: whether it is in use, of several.
+
+    Raises:
+        StrategyError: the JSON and the arguments contradict each other.
+
+    Example:
+        >>> plugin = DeepSpeedPlugin({"gradient_accumulation_steps": "auto"}, zero_stage=3)
+        >>> plugin.deepspeed_config["zero_optimization"], plugin.is_auto("gradient_accumulation_steps")
+        ({'stage': 3}, True)
+    """
+
+    hf_ds_config: Any = None
+    _: KW_ONLY
+    gradient_accumulation_steps: Any = None
+    gradient_clipping: Any = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
+    deepspeed_config: dict[str, Any] = field(init=False, repr=False)
+    selected: bool = field(init=False, repr=False, default=False)
+
+    serves_alone = True
+
+    def __post_init__(self) -> None:
+        if self.enable_msamp:
+            raise ConfigurationError("MS-AMP is not supported", fix='mixed_precision="fp8" without DeepSpeed, or bf16')
+        for one in fields(self):
+            found = variable(_VARIABLES.get(one.name, one.name)) if one.init else None
+            if found is not None and getattr(self, one.name) is None:
+                setattr(self, one.name, found.value)
+        config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
+        told = {
+            name: str(value)
+            for name in ("zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device")
+            if (value := getattr(self, name)) is not None and value != "auto"
+        }
+        if self.transformer_moe_cls_names is not None:
+            if not isinstance(self.transformer_moe_cls_names, str):
+                raise ConfigurationError(
+                    "classes of expert layers are named in one text, with commas",
+                    found=f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}",
+                )
+            told["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
+        said = from_launcher(told, read_config(config))
+        self.deepspeed_config = with_arguments(
+            said["config"], said["stage"], said["offload_optimizer"], said["offload_parameters"]
+        )
+        self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
+        self._accumulate()
+        self.zero3_init_flag = bool(is_true(self.zero3_init_flag))
+        self._known_to_transformers: Any = None
+        if self.is_zero3_init_enabled():
+            self._tell_transformers()
+
+    def _accumulate(self) -> None:
+        written = self.deepspeed_config.setdefault("gradient_accumulation_steps", "auto")
+        given = self.gradient_accumulation_steps
+        if given in (None, "auto"):
+            self.gradient_accumulation_steps = written
+            return
+        try:
+            self.gradient_accumulation_steps = int(given)
+        except (TypeError, ValueError):
+            self.gradient_accumulation_steps = micro_batches(given, "DeepSpeedPlugin(gradient_accumulation_steps=...)")
+        if written not in ("auto", self.gradient_accumulation_steps):
+            raise ConfigurationError(
+                "DeepSpeed's JSON and the plugin contradict each other",
+                found=f"gradient_accumulation_steps: {written}, and {given}",
+                fix='write "auto" in the JSON',
+            )
+        self.deepspeed_config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+
+    def _tell_transformers(self) -> None:
+        """Its ``from_pretrained`` divides weights as long as such an object lives."""
+        try:
+            integrations: Any = importlib.import_module("transformers.integrations")
+        except ImportError as error:
+            raise ConfigurationError("zero3_init_flag is for models of transformers, which is not installed") from error
+        told = {key: value for key, value in self.deepspeed_config.items() if value != "auto"}
+        told.setdefault("train_micro_batch_size_per_gpu", 1)
+        self._known_to_transformers = integrations.HfDeepSpeedConfig(told)
+
+    def is_zero3_init_enabled(self) -> bool:
+        """Whether models are divided as they are made."""
+        return bool(self.zero3_init_flag) and self.zero_stage == 3
+
+    def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
+        """Accepted: whether models are divided as they are made is decided once, by ``zero3_init_flag``."""
+        return nullcontext()
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """What the JSON says, by a key such as ``"zero_optimization.stage"``."""
+        found: Any = self.deepspeed_config
+        for part in ds_key_long.split("."):
+            if not isinstance(found, Mapping) or part not in found:
+                return default
+            found = found[part]
+        return found
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the JSON says ``"auto"``."""
+        return bool(self.get_value(ds_key_long) == "auto")
+
+    def said(self) -> dict[str, Any]:
+        """Arguments of the Accelerator that stand in the JSON."""
+        found: dict[str, Any] = {}
+        if self.gradient_accumulation_steps != "auto":
+            found["gradient_accumulation_steps"] = self.gradient_accumulation_steps
+        for key, word in _HALF.items():
+            if self.get_value(f"{key}.enabled") is True:
+                found["mixed_precision"] = word
+        return found
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Refused: which of several is used is said to the Accelerator.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "which of several DeepSpeed plugins is used is said to the Accelerator",
+            fix="accelerator.state.select_deepspeed_plugin(name)",
+        )
+
+    def batch_size(self, sizes: Sequence[int]) -> int | None:
+        """Of those of the loaders, what DeepSpeed is told."""
+        written = self.deepspeed_config.get("train_micro_batch_size_per_gpu", "auto")
+        if not sizes or written in sizes:
+            return written if isinstance(written, int) else None
+        return min(sizes) if self.is_train_batch_min else max(sizes)
+
+    def make_strategy(self, **options: Any) -> Strategy:
+        """The strategy that this asks for; ``options`` are further arguments of it."""
+        made: Any = STRATEGIES.get("deepspeed")(config=self.deepspeed_config, **options)
+        self.deepspeed_config, self.selected = made.config, True
+        return made  # type: ignore[no-any-return]
+
+
+def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
+    """The DeepSpeed plugins among an Accelerator's arguments, by name; one alone, or the launcher's, is "default"."""
+    one, several = given.get("deepspeed_plugin"), given.get("deepspeed_plugins")
+    if one is not None and several is not None:
+        raise ConfigurationError("DeepSpeed's plugins are given twice", found="deepspeed_plugin and deepspeed_plugins")
+    chosen = several if one is None else one
+    told = variable("distributed_type")
+    if chosen is None and told is not None and told.value == "DEEPSPEED":
+        others = any(value is not None for name, value in given.items() if name not in _NO_ENGINES)
+        chosen = None if others else DeepSpeedPlugin()
+    if chosen is None:
+        return {}
+    found = dict(chosen) if isinstance(chosen, Mapping) else {"default": chosen}
+    for name, plugin in found.items():
+        if not isinstance(plugin, DeepSpeedPlugin):
+            raise ConfigurationError("this is no DeepSpeedPlugin", found=f"{name}: {type(plugin).__name__}")
+    return found

@@ -1,0 +1,159 @@
+"""Accelerate's options for fp8."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from trainer_kit.compat.options import KwargsHandler
+from trainer_kit.core.configuration_sources import is_true, variable
+from trainer_kit.core.errors import ConfigurationError, PrecisionError
+from trainer_kit.launch.options import SECTIONS
+from trainer_kit.precision.precision import Precision
+
+__all__ = ["AORecipeKwargs", "FP8Recipe", "MSAMPRecipeKwargs", "TERecipeKwargs", "launched_recipe"]
+
+
+class FP8Recipe(KwargsHandler, ABC):
+    """Which library computes in fp8, and how."""
+
+    @abstractmethod
+    def make_precision(self) -> Precision:
+        """The precision that it stands for."""
+
+
+@dataclass
+class AORecipeKwargs(FP8Recipe):
+    """fp8 by torchao.
+
+    Attributes:
+        config: a ``torchao.float8.Float8LinearConfig``; by default one scale for a tensor.
+        module_filter_func: called with a linear layer and its name, says whether it is exchanged; by default all but
+            the first and the last.
+        pad_inner_dim: pad batches whose number of rows is no multiple of 16; sizes of weights are to be multiples.
+        enable_fsdp_float8_all_gather: True is refused: weights would be other objects, which are not saved.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[..., bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def make_precision(self) -> Precision:
+        """Under autocast to bfloat16."""
+        from trainer_kit.precision.float8 import Float8Precision
+
+        made = Float8Precision(
+            config=self.config, module_filter=self.module_filter_func, ends=self.module_filter_func is not None
+        )
+        names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given:
+            made.config = replace(made.config, **given)
+        return made
+
+
+@dataclass
+class TERecipeKwargs(FP8Recipe):
+    """fp8 by Transformer Engine, with its ``DelayedScaling``.
+
+    Attributes:
+        use_autocast_during_eval: compute in fp8 in evaluation mode too.
+        margin: of scales, in powers of two.
+        interval: accepted; Transformer Engine finds new scales in each step.
+        fp8_format: ``"HYBRID"`` or ``"E4M3"``.
+        amax_history_len: steps of which maxima are kept.
+        amax_compute_algo: ``"max"`` or ``"most_recent"``.
+        override_linear_precision: accepted where all are False.
+        use_mxfp8_block_scaling: ``MXFP8BlockScaling`` in place of delayed scaling.
+    """
+
+    use_autocast_during_eval: bool = False
+    margin: int = 0
+    interval: int = 1
+    fp8_format: Literal["HYBRID", "E4M3"] = "HYBRID"
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
+    override_linear_precision: tuple[bool, bool, bool] = (False, False, False)
+    use_mxfp8_block_scaling: bool = False
+
+    def make_precision(self) -> Precision:
+        """Under autocast to bfloat16."""
+        from trainer_kit.precision.transformer_engine import TransformerEnginePrecision
+
+        if any(self.override_linear_precision):
+            raise PrecisionError(
+                "Transformer Engine has no products in higher precision any more",
+                found=f"override_linear_precision={self.override_linear_precision}",
+                fix="leave it out",
+            )
+        recipe: Any = {
+            "margin": self.margin,
+            "fp8_format": self.fp8_format,
+            "amax_history_len": self.amax_history_len,
+            "amax_compute_algo": self.amax_compute_algo,
+        }
+        if self.use_mxfp8_block_scaling:
+            from transformer_engine.common.recipe import MXFP8BlockScaling
+
+            recipe = MXFP8BlockScaling()
+        return TransformerEnginePrecision("bf16-mixed", recipe, evaluate=self.use_autocast_during_eval)
+
+
+@dataclass
+class MSAMPRecipeKwargs(FP8Recipe):
+    """fp8 by MS-AMP, which is refused: nobody maintains it, and it is in no package registry.
+
+    Attributes:
+        opt_level: ``"O1"`` or ``"O2"``.
+    """
+
+    opt_level: Literal["O1", "O2"] = "O2"
+
+    def make_precision(self) -> Precision:
+        """Refuse.
+
+        Raises:
+            PrecisionError: always.
+        """
+        raise PrecisionError(
+            "MS-AMP is not maintained any more, and needs releases of CUDA and torch that are gone",
+            found=f"MSAMPRecipeKwargs(opt_level={self.opt_level!r})",
+            fix="AORecipeKwargs() or TERecipeKwargs(); for its 8-bit optimizer states tk.optimizer('adamw8bit', ...)",
+        )
+
+
+_BACKENDS: Mapping[str, type[FP8Recipe]] = {"TE": TERecipeKwargs, "AO": AORecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
+
+
+def launched_recipe() -> FP8Recipe | None:
+    """The recipe that a ``fp8_config`` or the environment gives; None without one.
+
+    Raises:
+        ConfigurationError: a value that its option does not take.
+
+    Example:
+        >>> print(launched_recipe())
+        None
+    """
+    given: dict[str, Any] = {}
+    for name, option in SECTIONS["fp8_config"].items():
+        found = variable(name)
+        if found is None:
+            continue
+        try:
+            value = option.value(str(found.value))
+        except ValueError as error:
+            raise ConfigurationError(f"{found.origin}: {name} {error}", found=repr(found.value)) from None
+        given["fp8_format" if name == "fp8_format" else name.removeprefix("fp8_")] = value
+    if not given:
+        return None
+    if "override_linear_precision" in given:
+        words = re.findall(r"\w+", given["override_linear_precision"])
+        given["override_linear_precision"] = tuple(is_true(word) for word in words)
+    kind = _BACKENDS[given.pop("backend", "AO")]
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in given.items() if name in known})

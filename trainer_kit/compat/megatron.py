@@ -1,0 +1,115 @@
+"""Megatron's options with Hugging Face Accelerate's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, final
+
+from trainer_kit.core.configuration_sources import variable
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["MegatronLMPlugin"]
+
+_MODEL: Final = "build the model as it is to be: GPTModel(TransformerConfig(...), ...)"
+_SCHEDULE: Final = "prepare a scheduler of torch.optim.lr_scheduler"
+_DATA: Final = "prepare a DataLoader"
+_LOOP: Final = "say it in the loop: it is yours"
+_ELSEWHERE: Final = {
+    **dict.fromkeys(
+        ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_split_rank", "other_megatron_args",
+         "custom_model_provider_function", "custom_prepare_model_function", "return_logits"), _MODEL),
+    **dict.fromkeys(
+        ("train_iters", "train_samples", "weight_decay_incr_style", "start_weight_decay", "end_weight_decay",
+         "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
+         "lr_warmup_fraction", "min_lr", "lr_mult", "no_wd_decay_cond", "scale_lr_cond"), _SCHEDULE),
+    **dict.fromkeys(
+        ("consumed_samples", "megatron_dataset_flag", "seq_length", "encoder_seq_length", "decoder_seq_length",
+         "is_train_batch_min", "custom_get_batch_function", "custom_megatron_datasets_provider_function"), _DATA),
+    **dict.fromkeys(
+        ("eval_iters", "eval_interval", "custom_train_step_class", "custom_train_step_kwargs",
+         "custom_loss_function"), _LOOP),
+    **dict.fromkeys(("tensorboard_dir", "set_all_logging_options"), 'Accelerator(log_with="tensorboard")'),
+}  # fmt: skip
+"""What Accelerate hands to Megatron-LM's own training script, and where it is said instead."""
+
+
+@final
+@dataclass(init=False)
+class MegatronLMPlugin:
+    """Of Megatron, for ``Accelerator(megatron_lm_plugin=...)``: what is not given is what the launcher says.
+
+    The model is one of megatron-core's layers, built after the Accelerator (which makes Megatron's groups), and what it
+    is called with it is prepared with; `MegatronStrategy` says what works.
+
+    Args:
+        tp_degree: ranks that compute each layer together.
+        sequence_parallelism: norms and dropout are divided along the sequence among them.
+        gradient_clipping: the largest norm of all gradients together; 0: nothing is clipped. By default 1.
+        pp_degree: 1; `MeshStrategy` has pipelines.
+        use_distributed_optimizer: a data rank has a part of the optimizer.
+        num_micro_batches: 1; ``gradient_accumulation_steps`` and ``accumulate`` say it.
+        others: keys of ``megatron_lm_config`` and of Accelerate's plugin, which are refused by name with where they
+            are said here.
+
+    Raises:
+        ConfigurationError: for what is said elsewhere, or is not here.
+        TypeError: for a name that Accelerate's plugin does not have.
+
+    Example:
+        >>> MegatronLMPlugin(pp_degree=2)
+        Traceback (most recent call last):
+        trainer_kit.core.errors.ConfigurationError: megatron_lm_pp_degree is said elsewhere here
+          found: megatron_lm_pp_degree: 2
+          fix:   use MeshStrategy(pp=)
+    """
+
+    serves_alone: ClassVar[bool] = True
+    options: dict[str, Any]
+    """Of `MegatronStrategy`."""
+
+    def __init__(
+        self,
+        tp_degree: int | None = None,
+        pp_degree: int | None = None,
+        num_micro_batches: int | None = None,
+        gradient_clipping: float | None = None,
+        sequence_parallelism: bool | None = None,
+        recompute_activations: bool | None = None,
+        use_distributed_optimizer: bool | None = None,
+        **others: Any,
+    ) -> None:
+        from trainer_kit.strategies.megatron.config import KEYS, from_launcher
+
+        own = {
+            "tp_degree": tp_degree,
+            "pp_degree": pp_degree,
+            "num_micro_batches": num_micro_batches,
+            "gradient_clipping": gradient_clipping,
+            "sequence_parallelism": sequence_parallelism,
+            "recompute_activations": recompute_activations,
+            "use_distributed_optimizer": use_distributed_optimizer,
+        }
+        told = {key: str(found.value) for key in KEYS if (found := variable(key)) is not None}
+        for name, value in {**own, **others}.items():
+            key = f"megatron_lm_{name}"
+            if key not in KEYS and name not in _ELSEWHERE:
+                raise TypeError(f"MegatronLMPlugin got an unexpected argument {name!r}")
+            if value is None:
+                continue
+            if key not in KEYS:
+                raise ConfigurationError(
+                    f"{name} belongs to Megatron-LM's own training script, which is not what runs here",
+                    found=f"{name}={value!r}",
+                    fix=_ELSEWHERE[name],
+                )
+            told[key] = str(value)
+        self.options = from_launcher(told)
+
+    def make_strategy(self, process_group_backend: str | None = None, **options: Any) -> Strategy:
+        """The strategy that this asks for; ``options`` are further arguments of it."""
+        if process_group_backend is not None:
+            raise ConfigurationError("Megatron makes its groups by itself", found=f"backend={process_group_backend!r}")
+        made: Strategy = STRATEGIES.get("megatron")(**self.options, **options)
+        return made

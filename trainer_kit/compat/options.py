@@ -1,0 +1,502 @@
+"""Options with Hugging Face Accelerate's names: plain records, read where the parts are made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from enum import Enum
+from numbers import Integral
+from typing import Any, Final
+
+from torch.profiler import ProfilerActivity, schedule
+
+from trainer_kit.core.configuration_sources import variable
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.fields import check_fields, check_timeout, positive
+from trainer_kit.core.iterables import as_list
+from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.comm_hooks import check_comm_hook
+from trainer_kit.strategies.fsdp_config import KEYS, from_launcher
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = [
+    "AutocastKwargs",
+    "DDPCommunicationHookType",
+    "DataLoaderConfiguration",
+    "DistributedDataParallelKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "TorchDynamoPlugin",
+    "by_kind",
+    "check_arguments",
+    "check_kind",
+    "micro_batches",
+]
+
+
+@dataclass
+class KwargsHandler:
+    """Options of one part, for ``Accelerator(kwargs_handlers=[...])``.
+
+    Raises:
+        ConfigurationError: a value of another type than its annotation.
+    """
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Those that differ from the defaults."""
+        default = asdict(type(self)())
+        return {name: value for name, value in asdict(self).items() if value != default[name]}
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Of the autocast context: ``enabled=False`` turns it off inside ``accelerator.autocast``."""
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+class DDPCommunicationHookType(str, Enum):
+    """Hooks of DDP's gradient exchange by Hugging Face Accelerate's words; plain strings do as well.
+
+    Example:
+        >>> DDPCommunicationHookType.POWER_SGD == "power_sgd"
+        True
+    """
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+_HOOKS: Final = {
+    DDPCommunicationHookType.FP16: "fp16",
+    DDPCommunicationHookType.BF16: "bf16",
+    DDPCommunicationHookType.POWER_SGD: "powersgd",
+}
+
+
+def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
+    text = str(getattr(word, "value", word)).lower().replace("powersgd", "power_sgd")  # Lightning's word
+    try:
+        return DDPCommunicationHookType(text)
+    except ValueError:
+        words = [one.value for one in DDPCommunicationHookType]
+        fix = did_you_mean(text, words)
+        raise ConfigurationError("unknown communication hook", found=repr(word), fix=fix) from None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` in MiB.
+
+    Attributes:
+        dim: accepted; each process has a batch of its own, so none is scattered.
+        check_reduction: accepted; torch does nothing with it either.
+        comm_hook: a `DDPCommunicationHookType`, or its word.
+        comm_wrapper: likewise: "fp16" or "bf16" casts the gradients before ``comm_hook`` sees them.
+        comm_state_option: arguments of torch's ``PowerSGDState``.
+
+    Raises:
+        ConfigurationError: a value of another type, a bucket of no size, or a word that names no hook.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = True
+    static_graph: bool = False
+    comm_hook: str | Enum = "no"
+    comm_wrapper: str | Enum = "no"
+    comm_state_option: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "bucket_cap_mb")
+        self.exchange()
+
+    def exchange(self) -> dict[str, Any]:
+        """How gradients are exchanged, as arguments of `DDPStrategy`."""
+        kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
+        if DDPCommunicationHookType.BATCHED_POWER_SGD in kinds:
+            raise ConfigurationError(
+                "torch's batched PowerSGD fails in its first compressed step: it orthogonalizes what it does not batch",
+                found="batched_power_sgd",
+                fix='comm_hook="power_sgd"',
+            )
+        hook, wrapper = map(_HOOKS.get, kinds)
+        found = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper, "ddp_comm_state": self.comm_state_option or None}
+        check_comm_hook(*(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")))
+        return found
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """Of ``torch.amp.GradScaler``, for fp16."""
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive(self, "init_scale", "growth_interval", "backoff_factor")
+        if not self.growth_factor > 1 or not self.backoff_factor < 1:
+            raise ConfigurationError(
+                "a gradient scaler grows by a factor above 1 and backs off by one below 1",
+                found=f"growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}",
+                fix="growth_factor=2.0, backoff_factor=0.5",
+            )
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """Of ``torch.distributed.init_process_group``.
+
+    Attributes:
+        backend: by default torch's own choice for the device.
+        init_method: "env://": processes meet where their launcher says.
+        timeout: how long a collective may take.
+
+    Raises:
+        ConfigurationError: another way to meet, or a timeout that is not a positive timedelta.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.timeout is not None:
+            check_timeout(self.timeout, "InitProcessGroupKwargs")
+        if self.init_method not in (None, "env://"):
+            raise ConfigurationError(
+                "processes meet where their launcher says",
+                found=f"init_method={self.init_method!r}",
+                fix="leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
+            )
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Of ``torch.profiler.profile``; with ``output_trace_dir`` each process writes a Chrome trace there.
+
+    Attributes:
+        activities: "cpu", "cuda", "xpu", …; by default all that this machine has.
+        schedule_option: arguments of ``torch.profiler.schedule``.
+
+    Raises:
+        ConfigurationError: a value of another type, an unknown activity, or a schedule that torch refuses.
+    """
+
+    activities: list[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.torch_activities()
+        self.torch_schedule()
+
+    def torch_activities(self) -> list[Any] | None:
+        """The activities as torch's profiler takes them; None for all that this machine has."""
+        known = {name.lower(): value for name, value in ProfilerActivity.__members__.items()}
+        for name in self.activities or ():
+            if name.lower() not in known:
+                raise ConfigurationError(
+                    "torch's profiler has no such activity",
+                    found=f"activities={self.activities!r}",
+                    fix=f"{did_you_mean(name.lower(), known)}; known: {', '.join(known)}",
+                )
+        return [known[name.lower()] for name in self.activities or ()] or None
+
+    def torch_schedule(self) -> Any:
+        """What says in which steps the profiler records; None for all."""
+        if not self.schedule_option:
+            return None
+        try:
+            return schedule(**self.schedule_option)
+        except (TypeError, AssertionError) as error:
+            raise ConfigurationError(
+                "torch's profiler refuses this schedule",
+                found=f"schedule_option={dict(self.schedule_option)}: {error}",
+                fix='{"wait": 1, "warmup": 1, "active": 3}, and "repeat" and "skip_first" where wanted',
+            ) from error
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are divided among processes.
+
+    Attributes:
+        split_batches: the loader's batch size is that of all processes together, instead of each one's.
+        dispatch_batches: the main process reads, and hands their parts to the others. By default so for data that can
+            only be read in order (an ``IterableDataset``); False: every process reads all of them.
+        even_batches: every process gets equally many samples: the last batch is filled up from the start of the data.
+        use_seedable_sampler: accepted; the order is always a function of seed and epoch.
+        data_seed: of the order; by default what ``set_seed`` or ``torch.manual_seed`` was last given on the main
+            process when a loader is prepared.
+        non_blocking: copies to an accelerator do not wait.
+        use_stateful_dataloader: accepted; positions are always part of a saved state.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+@dataclass
+class ProjectConfiguration:
+    """Where a project writes.
+
+    Attributes:
+        project_dir: the directory.
+        logging_dir: that of trackers; by default ``project_dir``.
+        automatic_checkpoint_naming: `save_state` without a path writes ``checkpoints/checkpoint_<iteration>``.
+        total_limit: how many of those to keep.
+        iteration: the number of the next one.
+        save_on_each_node: accepted; the storage is one for all machines.
+    """
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        positive(self, "total_limit")
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Write to ``project_dir``."""
+        self.project_dir = project_dir
+        if self.logging_dir is None:
+            self.logging_dir = project_dir
+
+
+@dataclass(kw_only=True)
+class FullyShardedDataParallelPlugin:
+    """Of FSDP, for ``Accelerator(fsdp_plugin=...)``; what is not given is what the launcher says.
+
+    What only FSDP1 needed is accepted, and FSDP2 does it by itself.
+
+    Attributes:
+        sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2".
+        reshard_after_forward: as torch's ``fully_shard`` takes it; the word of a strategy, as version 1 has it.
+        mixed_precision_policy: torch's ``MixedPrecisionPolicy``.
+        auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or a callable.
+        cpu_offload: parts, gradients and optimizer states live in host memory.
+        ignored_modules: stay whole: modules, or a regular expression of names.
+        transformer_cls_names_to_wrap: classes of the units.
+        min_num_params: of a unit, for "size_based_wrap".
+        activation_checkpointing: units compute their activations again in backward.
+    """
+
+    fsdp_version: int | None = None
+    sharding_strategy: Any = None
+    reshard_after_forward: Any = None
+    backward_prefetch: Any = None
+    mixed_precision_policy: Any = None
+    auto_wrap_policy: Any = None
+    cpu_offload: Any = None
+    ignored_modules: Any = None
+    state_dict_type: Any = None
+    state_dict_config: Any = None
+    optim_state_dict_config: Any = None
+    limit_all_gathers: bool | None = None
+    use_orig_params: bool | None = None
+    param_init_fn: Any = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool | None = None
+    activation_checkpointing: bool | None = None
+    cpu_ram_efficient_loading: bool | None = None
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+    def make_strategy(self, **options: Any) -> Strategy:
+        """The strategy that this asks for; ``options`` are further arguments of it."""
+        made: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
+        return made
+
+    def arguments(self) -> dict[str, Any]:
+        """What this says, as arguments of `FSDPStrategy`."""
+        engine = variable("distributed_type")
+        launched = engine is not None and engine.value == "FSDP"
+        told = {name: str(chosen.value) for name in KEYS if (chosen := variable(name)) is not None} if launched else {}
+        found: dict[str, Any] = from_launcher(told)
+        if self.cpu_offload is not None:
+            found["cpu_offload"] = bool(self.cpu_offload)
+        word = self.sharding_strategy
+        if not isinstance(self.reshard_after_forward, (bool, int, type(None))):
+            word = self.reshard_after_forward
+        elif self.reshard_after_forward is not None:
+            found["reshard_after_forward"] = self.reshard_after_forward
+        if word is not None:
+            found["sharding_strategy"] = str(getattr(word, "name", word))
+        if self.activation_checkpointing is not None:
+            found["activation_checkpointing_policy"] = bool(self.activation_checkpointing)
+        if self.mixed_precision_policy is not None:
+            found["mixed_precision"] = self.mixed_precision_policy
+        if self.ignored_modules is not None:
+            found["ignored_modules"] = self.ignored_modules
+        policy = self.auto_wrap_policy
+        if callable(policy):
+            found["auto_wrap_policy"] = policy
+        elif policy is not None and str(policy).lower() == "no_wrap":
+            found["auto_wrap_policy"] = []
+        elif policy is not None and str(policy).lower() == "size_based_wrap":
+            found["auto_wrap_policy"] = self.min_num_params or 100_000_000
+        elif self.transformer_cls_names_to_wrap:
+            found["auto_wrap_policy"] = list(self.transformer_cls_names_to_wrap)
+        return found
+
+
+@dataclass
+class GradientAccumulationPlugin(KwargsHandler):
+    """How gradients accumulate.
+
+    Attributes:
+        num_steps: micro-batches of an optimizer step.
+        adjust_scheduler: let schedulers count the calls inside a window.
+        sync_with_dataloader: the last batch of a loader ends a window.
+        sync_each_batch: exchange gradients at each batch: more traffic, less memory.
+    """
+
+    num_steps: int = 1
+    adjust_scheduler: bool = True
+    sync_with_dataloader: bool = True
+    sync_each_batch: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        micro_batches(self.num_steps, "GradientAccumulationPlugin(num_steps=...)")
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Of ``torch.compile``; ``backend="no"`` does not compile."""
+
+    backend: str = "no"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+
+def micro_batches(steps: Any, owner: str) -> int:
+    """A number of micro-batches of an optimizer step, as an argument or a setter was given it.
+
+    Raises:
+        ConfigurationError: for anything but a whole number from 1.
+    """
+    if not isinstance(steps, Integral) or steps < 1:
+        raise ConfigurationError(
+            "a step takes at least one batch", found=f"{steps!r} for {owner}", fix="pass a whole number from 1"
+        )
+    return int(steps)
+
+
+def check_kind(name: str, value: Any, kind: type) -> None:
+    """Refuse what is no option record of this class.
+
+    Args:
+        name: of the argument.
+        value: as the user gave it.
+        kind: the class that it takes.
+    """
+    if not isinstance(value, kind):
+        raise ConfigurationError(
+            f"{name} takes a {kind.__name__}", found=f"{name}={value!r}", fix=f"pass {kind.__name__}(...)"
+        )
+
+
+def check_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of an `Accelerator` that are of another type than they are to be; None passes.
+
+    Args:
+        given: its arguments, by name.
+    """
+    for name, kind in _RECORDS.items():
+        if (value := given[name]) is not None:
+            check_kind(name, value, kind)
+            check_fields(value)  # one may have been set since it was made
+    for name in _SWITCHES:
+        if (value := given[name]) is not None and value not in (True, False):
+            raise ConfigurationError(f"{name} is True or False", found=f"{name}={value!r}")
+    if not isinstance(given["seed"], Integral | None):
+        raise ConfigurationError("seed is a whole number", found=f"seed={given['seed']!r}")
+
+
+_RECORDS: Final = {
+    "dataloader_config": DataLoaderConfiguration,
+    "project_config": ProjectConfiguration,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "dynamo_plugin": TorchDynamoPlugin,
+}
+_SWITCHES: Final = (
+    "device_placement",
+    "split_batches",
+    "cpu",
+    "step_scheduler_with_optimizer",
+    "scheduler_steps_per_process",
+    "debug",
+)
+
+
+def by_kind(handlers: Any) -> dict[type, Any]:
+    """The handlers of a list, by class.
+
+    Raises:
+        ConfigurationError: one is no handler, or a kind is given twice.
+    """
+    found: dict[type, Any] = {}
+    for handler in as_list(handlers, KwargsHandler):
+        if not isinstance(handler, KwargsHandler):
+            raise ConfigurationError(
+                "this is no kwargs handler",
+                found=repr(handler) if isinstance(handler, type) else type(handler).__name__,
+                fix="pass DistributedDataParallelKwargs(...)",
+            )
+        handler.__post_init__()  # a field may have been set since
+        if type(handler) in found:
+            raise ConfigurationError("a kwargs handler is given twice", found=type(handler).__name__)
+        found[type(handler)] = handler
+    return found

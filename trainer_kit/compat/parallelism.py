@@ -1,0 +1,241 @@
+"""How many processes divide what, under Hugging Face Accelerate's names: plain records that make a mesh."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from trainer_kit.compat.options import FullyShardedDataParallelPlugin
+from trainer_kit.core.configuration_sources import variable
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.fields import check_fields
+from trainer_kit.core.parallel import ParallelPlan
+from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.strategies.axes import AXES
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = [
+    "ParallelismConfig",
+    "TorchContextParallelConfig",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
+]
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """Of tensor parallel: accepted; products and exchanges do not overlap."""
+
+    enable_async_tp: bool = False
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """Of context parallel.
+
+    Attributes:
+        cp_comm_strategy: "allgather" or "alltoall"; accepted: tokens are exchanged for heads where the axis divides
+            the heads, else keys and values are gathered.
+    """
+
+    cp_comm_strategy: str | None = None
+
+    def __post_init__(self) -> None:
+        told = self.cp_comm_strategy or _told("cp_comm_strategy") or "allgather"
+        if told not in ("allgather", "alltoall"):
+            raise ConfigurationError(
+                "unknown way to exchange sequences", found=f"cp_comm_strategy={told!r}", fix='"allgather" or "alltoall"'
+            )
+        self.cp_comm_strategy = told
+
+
+@dataclass
+class ParallelismConfig:
+    """How many processes divide what, for ``Accelerator(parallelism_config=...)``; together as many as there are.
+
+    What is not given is what the launcher says, else 1; one size may be -1: what the others leave.
+
+    Attributes:
+        dp_replicate_size: copies of everything below; their gradients are averaged.
+        dp_shard_size: among how many parameters, gradients and optimizer states are divided (FSDP).
+        tp_size: among how many each layer is divided.
+        cp_size: among how many each sequence is divided, inside of `Accelerator.maybe_context_parallel`.
+        pp_size: among how many the model's blocks are divided, as stages of a pipeline (not Accelerate's).
+        cp_backend: "torch".
+        sp_size: DeepSpeed's way to divide sequences: refused, ``cp_size`` does it.
+        sp_backend: "deepspeed".
+        tp_handler: accepted.
+        cp_handler: accepted.
+        sp_handler: accepted.
+        plan: how the model may be split, in place of what its ``configure_parallel``, or a Hugging Face model's own
+            plan, says.
+
+    Example:
+        >>> ParallelismConfig(dp_shard_size=2, tp_size=2).total_size
+        4
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: str | None = None
+    sp_size: int | None = None
+    sp_backend: str | None = None
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: Any = None
+    plan: ParallelPlan | None = None
+    pp_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for axis in (*AXES, "sp"):
+            setattr(self, f"{axis}_size", _size(f"{axis}_size", getattr(self, f"{axis}_size")))
+        check_fields(self)
+        if self.sp_size != 1:
+            raise ConfigurationError(
+                "sequences are not divided by DeepSpeed", found=f"sp_size={self.sp_size}", fix="use cp_size"
+            )
+        self.cp_backend = self.cp_backend or _told("cp_backend") or "torch"
+        if self.cp_backend != "torch":
+            raise ConfigurationError("unknown cp_backend", found=repr(self.cp_backend), fix='cp_backend="torch"')
+        if self.tp_size != 1 and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_size != 1 and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By axis."""
+        return {axis: getattr(self, f"{axis}_size") for axis in AXES}
+
+    @property
+    def total_size(self) -> int:
+        """Processes of all axes together; -1 counts as 1."""
+        return abs(math.prod(self.sizes.values()))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Processes among which data are divided."""
+        return abs(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """Processes that get the same batches."""
+        return abs(self.sizes["tp"] * self.sizes["cp"] * self.sizes["pp"])
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        """Whether there are copies."""
+        return self.dp_replicate_size != 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        """Whether parameters are divided."""
+        return self.dp_shard_size != 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        """Whether layers are divided."""
+        return self.tp_size != 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        """Whether sequences are divided."""
+        return self.cp_size != 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        """Never."""
+        return False
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """Axes with more than one place."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """Those along which data are divided."""
+        return self._active("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """Those along which batches are the same."""
+        return self._active("tp", "cp", "pp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """Those along which parameters are divided by FSDP."""
+        return self._active("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """Those over which losses are averaged."""
+        return self._active("dp_replicate", "dp_shard", "cp")
+
+    def _active(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self.sizes[axis] != 1]
+
+    def make_strategy(self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: Any) -> Strategy:
+        """The mesh that this asks for.
+
+        Args:
+            fsdp: more about how the data and context axes divide parameters.
+            options: further arguments of the strategy.
+        """
+        more = {} if fsdp is None else fsdp.arguments()
+        recomputes = more.pop("activation_checkpointing_policy", False)
+        divides = any(self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp"))
+        made: Strategy = STRATEGIES.get("mesh")(
+            **self.sizes,
+            plan=self.plan,
+            activation_checkpointing_policy=recomputes,
+            fsdp=more if divides else None,
+            **options,
+        )
+        return made
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Of tensor parallel alone, for ``Accelerator(torch_tp_plugin=...)``; what is left of the processes has copies.
+
+    Attributes:
+        tp_size: among how many processes each layer is divided.
+        torch_device_mesh: refused: the mesh is made here.
+        plan: as `ParallelismConfig`'s.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: Any = None
+    plan: ParallelPlan | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.torch_device_mesh is not None:
+            raise ConfigurationError(
+                "a mesh is made by the Accelerator", found="torch_device_mesh=...", fix="say tp_size alone"
+            )
+
+    def as_config(self) -> ParallelismConfig:
+        """The same, as Accelerate says it by now."""
+        return ParallelismConfig(-1, 1, self.tp_size, 1, plan=self.plan)
+
+
+def _told(name: str) -> str | None:
+    found = variable(f"parallelism_config_{name}")
+    return None if found is None else str(found.value)
+
+
+def _size(name: str, given: int | None) -> int:
+    text: Any = given if given is not None else _told(name) or 1
+    try:
+        size = int(text) if isinstance(text, (Integral, str)) else 0
+    except ValueError:
+        size = 0
+    if size < 1 and size != -1:
+        raise ConfigurationError("so many processes cannot divide anything", found=f"{name}={text!r}", fix="1 or more")
+    return size

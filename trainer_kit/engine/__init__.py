@@ -1,1 +1,0 @@
-"""The loops: fit, evaluate, predict, and what happens between two optimizer steps."""

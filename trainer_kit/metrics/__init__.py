@@ -1,0 +1,1 @@
+"""What `self.log` does: entries, their reduction over batches and ranks, metric objects."""

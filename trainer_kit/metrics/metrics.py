@@ -1,0 +1,403 @@
+"""Logged values: kept on the device as they come, reduced when somebody looks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.core.errors import LogError, printable
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Group
+from trainer_kit.data import Feed
+from trainer_kit.metrics.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
+from trainer_kit.metrics.objects import place_of, restore_running, running_states
+from trainer_kit.metrics.reduction import agreed, reduced
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["Metrics"]
+
+_FOLD: Final = 256
+
+
+@final
+class Metrics:
+    """What `TrainModule.log` writes into.
+
+    Args:
+        progress: tells whether a value belongs to the step being finished.
+
+    Attributes:
+        hook: the hook being called; a value belongs to it.
+        loader: the evaluation loader, where there are several.
+        absent: of several loaders those that this rank has no batch of.
+        weight: what the current batch weighs in a mean; None until a value asks ``weigh``.
+        weigh: what a batch weighs where the user's ``loss_weight`` says so, asked only by values without a batch size.
+        feed: gives the batches whose sizes weigh values, until a value depends on them; None: nothing to ask it.
+        module: whose metric objects are logged.
+        by_batch: whether values of single batches were asked for in this evaluation.
+        counts: whether this rank's values do; else they are those of the rank that reports for it.
+        shares_all: whether no rank has a whole value of its own.
+    """
+
+    __slots__ = (
+        "_flushed",
+        "_homeless",
+        "_settled",
+        "_shown",
+        "_staged",
+        "_tables",
+        "absent",
+        "by_batch",
+        "callback",
+        "counts",
+        "feed",
+        "group",
+        "hook",
+        "loader",
+        "logged",
+        "module",
+        "progress",
+        "progress_bar",
+        "shares_all",
+        "table",
+        "weigh",
+        "weight",
+    )
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.hook = ""
+        self.loader: int | None = None
+        self.absent: set[int | None] = set()
+        self.weight: float | None = 1.0
+        self.weigh: Callable[[], float] = _one
+        self.feed: Feed | None = None
+        self.by_batch = False
+        self._flushed = -1
+        self.group: Group | None = None
+        self.counts, self.shares_all, self._staged = True, False, False
+        self.module: Any = None
+        self._tables: dict[str, dict[tuple[str, str, int | None], Entry]] = {"train": {}}
+        self.table = self._tables["train"]
+        self._shown: dict[str, Tensor] = {}
+        self._homeless: set[int] = set()
+        self._settled: dict[str, int] = {}  # name of a value of an evaluation or a finished epoch -> its step
+        self.callback: dict[str, float] = {}
+        self.logged: dict[str, float] = {}
+        self.progress_bar: dict[str, float] = {}
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool,
+        logger: bool | None,
+        on_step: bool | None,
+        on_epoch: bool | None,
+        reduce_fx: Any,
+        sync_dist: bool,
+        add_dataloader_idx: bool,
+        batch_size: int | None,
+        rank_zero_only: bool,
+    ) -> None:
+        """Record one value; see `TrainModule.log`."""
+        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+        entry = self.table.get((self.hook, name, self.loader))
+        if entry is None:
+            entry = self._new(name, options)
+        elif entry.options != options:
+            entry = self._adopt(entry, name, options)
+        if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
+            value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
+        if value.__class__ is Tensor or isinstance(value, Tensor):
+            # What no operation just made (a parameter, a buffer) may change in place before anybody looks.
+            owned = value.grad_fn is not None and not value._is_view()
+            value = value.detach() if owned else value.detach().clone()
+            if value.dim():
+                if value.numel() != 1:
+                    raise LogError(
+                        f"{name!r} is not a single number", found=f"shape {tuple(value.shape)}", fix="log its .mean()"
+                    )
+                value = value.reshape(())
+        elif not isinstance(value, (int, float)):
+            if hasattr(value, "compute"):
+                entry.metric = value
+                entry.turn = self.progress.step
+                return
+            value = _host_number(name, value)
+        if batch_size is None:
+            weight = self.weight
+            if weight is None:
+                weight = self.weight = self.weigh()
+            if entry.averages and self.feed is not None:
+                self._ask()
+        else:
+            weight = batch_size
+        entry.last, entry.last_weight, entry.turn = value, weight, self.progress.step
+        entry.values.append(value)
+        entry.weights.append(weight)
+        if len(entry.values) >= _FOLD:
+            entry.fold()
+
+    def _ask(self) -> None:
+        assert self.feed is not None
+        self.feed.ask_for_sizes("pass batch_size= to self.log, or define loss_weight(self, batch) on the module")
+        self.feed = None
+
+    def _new(self, name: str, options: tuple[Any, ...]) -> Entry:
+        if self.hook in CLOSED_HOOKS:
+            raise LogError(
+                f"{name!r} cannot be logged {'in ' + self.hook if self.hook else 'outside a hook'}",
+                fix="log it in a step or epoch hook, or hand it to trainer.log_metrics(...)",
+            )
+        if not isinstance(name, str):
+            raise LogError("a metric's name is a string", found=repr(name))
+        entry = Entry(self.hook, name, self.loader, options)
+        if self.loader is not None and not entry.place:
+            others = [
+                e for e in self.table.values() if (e.hook, e.name) == (self.hook, name) and e.loader != self.loader
+            ]
+            if others:
+                raise LogError(
+                    f"{name!r} comes from several loaders",
+                    found=f"add_dataloader_idx=False for loaders {others[0].loader} and {self.loader}",
+                    fix="leave add_dataloader_idx out, or use another name for each loader",
+                )
+        self.table[(self.hook, name, self.loader)] = entry
+        self.by_batch = self.by_batch or entry.on_step
+        return entry
+
+    def heard_on(self, strategy: Strategy, module: Any) -> None:
+        """From here on values are those of this module, on the ranks of this strategy."""
+        self.group, self.module = strategy.reports, module
+        self.counts = strategy.reporter == strategy.world.rank
+        self.shares_all = strategy.reports.size > strategy.data.size
+        self._staged = self.shares_all and any(row[0] for row in strategy.world.agree([not self.counts]))
+
+    def enter(self, stage: str) -> None:
+        """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
+        self._tables[stage] = self.table = {}
+        self.loader, self.by_batch = None, False
+        self.leave_batch()
+
+    def leave_batch(self) -> None:
+        """What is logged from here on is of no batch: in a mean over the ranks each of them counts once."""
+        self.weight = 1.0
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether values belong to an evaluation."""
+        return self.table is not self._tables["train"]
+
+    def leave(self) -> None:
+        """Back to training."""
+        self.table = self._tables["train"]
+        self.loader = None
+        self.absent.clear()
+
+    @contextmanager
+    def unheard(self) -> Iterator[None]:
+        """What is logged inside of training is forgotten."""
+        before = self.table
+        self._tables["train"] = self.table = {key: entry.copy() for key, entry in before.items()}
+        try:
+            yield
+        finally:
+            self._tables["train"] = self.table = before
+
+    def forget(self) -> None:
+        """A new run: nothing recorded, nothing reduced."""
+        self._tables = {"train": {}}
+        self.table = self._tables["train"]
+        self.hook, self.feed = "", None
+        self.leave_batch()
+        self._shown = {}
+        self._settled.clear()
+        for kept in (self.callback, self.logged, self.progress_bar):
+            kept.clear()
+
+    def flush_step(self, ran: bool = True) -> Reduced:
+        """The values of the step that was just finished, over all ranks. One sync point."""
+        latest, self._flushed = self.progress.step - 1, self.progress.step
+        entries = [e for e in self.table.values() if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS]
+        return self._publish(entries, step=True, ran=ran)
+
+    def flush_evaluation_step(self) -> Reduced:
+        """The values of one evaluation batch that asked for ``on_step``, of this rank."""
+        result = Reduced()
+        for entry in self.table.values():
+            if entry.on_step and entry.turn >= 0:
+                entry.turn = -1  # delivered
+                for value in entry.now().values():
+                    self._deliver(result, entry, float(value), step=True)  # sync point: every batch was asked for
+        self._keep(result, step=True)
+        return result
+
+    def flush_epoch(self, ran: bool = True) -> Reduced:
+        """The values that were logged for the epoch since the last flush of one, over all ranks. One sync point."""
+        entries = [e for e in self.table.values() if e.recorded]
+        if not self.evaluating and self._flushed != self.progress.step:
+            # Between the steps that are logged there are values too, and whoever monitors them looks now.
+            self._publish([e for e in entries if e.on_step], step=True, ran=ran, log=False)
+        result = self._publish([e for e in entries if e.on_epoch], step=False, ran=ran)
+        for entry in entries:
+            entry.clear()
+        return result
+
+    def _publish(self, entries: list[Entry], step: bool, ran: bool, log: bool = True) -> Reduced:
+        group = self.group
+        alone = group is None or group.size == 1
+        shared = [e for e in entries if self.shares_all or (not e.rank_zero and (e.sync or alone))]
+        if not alone and group is not None:
+            shared = sorted(shared, key=_by_name) if self.counts else []
+            shared = agreed(shared, group, ran and self.counts, self.absent, self.module)
+        result = Reduced()
+        for entry, value in zip(shared, reduced(shared, step, group), strict=True):
+            self._deliver(result, entry, value, step)
+        own = [] if alone or self.shares_all else [e for e in entries if e.rank_zero or not e.sync]
+        for entry, value in zip(own, reduced(own, step, None), strict=True):
+            self._deliver(result, entry, value, step)
+        self._keep(result, step, log)
+        return result
+
+    def _keep(self, result: Reduced, step: bool, log: bool = True) -> None:
+        self.callback.update(result)
+        if step and not self.evaluating:
+            for name in result:
+                self._settled.pop(name, None)
+        else:
+            self._settled.update(dict.fromkeys(result, self.progress.step))
+        if log:
+            self.logged.update(result.logger)
+        self.progress_bar.update(result.progress_bar)
+
+    def _deliver(self, result: Reduced, entry: Entry, value: float, step: bool) -> None:
+        forked = entry.forked("step" if step else "epoch")
+        result[entry.name] = result[forked] = value
+        if entry.to_logger:
+            result.logger[forked] = value
+        if entry.prog_bar:
+            result.progress_bar[forked] = value
+        result.by_loader.setdefault(entry.loader, {})[forked] = value
+
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest of everything: reduced values, on top what this rank logged since, and what others put in.
+
+        The same dict for the length of a run: a callback may add to it what it did not log.
+        """
+        values = self._shown
+        values.update((name, torch.tensor(value)) for name, value in self.callback.items())
+        values.update(self._running())
+        return values
+
+    def _running(self) -> dict[str, Tensor]:
+        """Values that were logged since the last flush that cleared them."""
+        tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
+        if self._staged:  # what one stage alone knows by now would let the ranks decide differently
+            tables = []
+        found: dict[str, Tensor] = {}
+        for entry in chain.from_iterable(table.values() for table in tables):
+            if entry.recorded:
+                found.update(entry.now())
+        return found
+
+    def logged_at(self, name: str) -> int:
+        """The step whose weights the latest value of ``name`` describes.
+
+        That is an earlier step for a value of its validation, or of an epoch that ended there. A value that is logged
+        in training steps counts as the present step's, as does one that a callback put into `callback_metrics`.
+        """
+        present = self.progress.step
+        return present if name in self._running() else self._settled.get(name, present)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Partial sums of the running epoch, the latest values, and what was reduced last."""
+        recorded = [entry for entry in self._tables["train"].values() if entry.recorded]
+        names = {*self.callback, *chain.from_iterable(entry.now() for entry in recorded)}
+        return {
+            "running": [entry.state(self._place(entry)) for entry in recorded],
+            "objects": {} if self.module is None else running_states(self.module),
+            "callback": dict(self.callback),
+            "logged": dict(self.logged),
+            "progress_bar": dict(self.progress_bar),
+            "others": {
+                name: value  # put in by a callback
+                for name, value in self._shown.items()
+                if name not in names and isinstance(value, (Tensor, int, float))
+            },
+            "flushed": self._flushed,
+            "settled": dict(self._settled),
+        }
+
+    def _place(self, entry: Entry) -> str | None:
+        if entry.metric is None:
+            return None
+        place = place_of(entry.metric, self.module)
+        if place is None and id(entry.metric) not in self._homeless:
+            self._homeless.add(id(entry.metric))
+            warnings.warn(
+                f"what {entry.name!r} has counted is in no checkpoint taken inside an epoch: keep its"
+                f" {type(entry.metric).__name__} as an attribute of the module",
+                stacklevel=2,
+            )
+        return place
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` returned; options may change with the next `log` of that name."""
+        self.callback.update(state.get("callback", {}))
+        self.logged.update(state.get("logged", {}))
+        self.progress_bar.update(state.get("progress_bar", {}))
+        self._shown.update(state.get("others", {}))
+        self._flushed = state.get("flushed", -1)
+        self._settled.update(state.get("settled", {}))
+        modules = {}
+        if self.module is not None:
+            restore_running(self.module, state.get("objects", {}))
+            modules = dict(self.module.named_modules())
+        for saved in state.get("running", []) if self.counts else ():
+            entry = Entry.of_state(saved, modules)
+            if entry.recorded:
+                self._tables["train"][(entry.hook, entry.base, entry.loader)] = entry
+
+    def _adopt(self, restored: Entry, name: str, options: tuple[Any, ...]) -> Entry:
+        if not restored.restored:
+            raise LogError(
+                f"{name!r} is logged twice in {self.hook} with different options",
+                found=f"{restored.options} and {options}",
+                fix="use the same options, or another name",
+            )
+        entry = self._new(name, options)
+        entry.adopt(restored)
+        return entry
+
+
+def _host_number(name: str, value: Any) -> float:
+    """A NumPy scalar and the like as a float: on the host already, not a sync point."""
+    text = isinstance(value, (str, bytes))  # float() would read some
+    try:
+        if not text:
+            return float(value)  # no sync point: tensors have been dealt with
+    except (TypeError, ValueError):
+        pass
+    raise LogError(
+        f"{name!r} is not a number",
+        found=f"{type(value).__name__}: {printable(repr(value), 80)}",
+        fix="log one number a name; text goes to self.print(...) or to a logger's own methods"
+        if text
+        else "log one number a name, or use log_dict",
+    )
+
+
+def _by_name(entry: Entry) -> tuple[str, str, int]:
+    # Ranks may log the same names in another order.
+    return entry.hook, entry.base, -1 if entry.loader is None else entry.loader
+
+
+def _one() -> float:
+    return 1.0

@@ -1,0 +1,350 @@
+"""The whole state of a run as one dict, and back: what a checkpoint holds and in which order it is restored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import Tensor, nn
+
+from trainer_kit.checkpoint.codec import encode
+from trainer_kit.core.collective_errors import on_every_rank, together
+from trainer_kit.core.errors import CheckpointError, TrainerKitError
+from trainer_kit.core.secrets import holds_secret, mask_secrets
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.state.loader_state import reading_state, restore_reading
+from trainer_kit.state.optimizer_states import optimizer_state, owned_parameters, parameter_names, restore_optimizer
+from trainer_kit.state.parameter_groups import add_groups, changed_flags, restore_flags
+from trainer_kit.state.schedulers import restore_scheduler
+from trainer_kit.step.optimize import Optimizers
+from trainer_kit.step.run import Fit
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = [
+    "OF_A_RUN",
+    "collect",
+    "fitting",
+    "module_state",
+    "own_buffers",
+    "own_part",
+    "plain_hparams",
+    "ranks_differ",
+    "restore",
+    "without_own_buffers",
+]
+
+
+OF_A_RUN: Final = frozenset(
+    (
+        *("buffers", "callbacks", "configuration", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
+        *("inside_step", "loaders", "loggers", "lr_schedulers", "metrics", "optimizer_states", "owes_validation"),
+        *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
+        *("averaging_state", "current_model_state"),  # of callbacks that average weights
+    )
+)
+"""Parts of a checkpoint that only a resumed run restores: weights alone are read without them."""
+
+
+def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
+    """The part that needs no run: weights and hyperparameters."""
+    return {
+        "state_dict": dict(weights),
+        "hyper_parameters": plain_hparams(module.hparams)[0],
+        "epoch": epoch,
+        "global_step": step,
+    }
+
+
+def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """What of the hyperparameters a checkpoint may hold, and the names of the others, which become masked reprs."""
+    plain, refused = {}, []
+    for name, value in hparams.items():
+        try:
+            encode(value, {}, at=name, copy=False)
+            held = not holds_secret(value, name)
+        except CheckpointError:
+            held = False
+        plain[name] = value if held else {"repr": repr(mask_secrets(value, name))}
+        if not held:
+            refused.append(name)
+    return plain, refused
+
+
+def collect(
+    run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_only: bool, hooks: bool = True
+) -> dict[str, Any]:
+    """The state after the step that was just finished. Every rank must call it.
+
+    Args:
+        run: the fit.
+        callbacks: whose ``state_dict`` is kept, by ``state_key``.
+        datamodule: whose ``state_dict`` is kept, or None.
+        seed: of the order of the data.
+        weights_only: leave out everything but weights and hyperparameters.
+        hooks: whether ``on_save_checkpoint`` is called.
+    """
+    progress = run.progress
+    weights = together(run.strategy.world, lambda: run.strategy.module_state(run.module))
+    state = module_state(run.module, weights, progress.epoch, progress.step)
+    if not weights_only:
+        names = parameter_names(run.strategy, run.module)
+        state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
+        state.update(_of_this_rank(run, names))
+        state["precision"] = run.precision.state_dict()
+        state["progress"] = _finished(run)
+        state["trainable"] = changed_flags(run)
+        state["inside_step"] = run.micro.started == progress.step
+        state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
+        state["seed"] = seed
+        if not run.schedule.may_stop(progress):
+            state["stop"] = run.requests.stop  # it waits for the minimum, in a resumed run too
+        state.update(run.about())
+        state["stride"] = run.windows.feed.stride
+        own: list[dict[str, Tensor]] = []
+        lent = {name: tensor for c in callbacks for name, tensor in getattr(c, "lent_weights", {}).items()}
+
+        def ask() -> tuple[Any, ...]:
+            own.append(own_buffers(run.strategy, run.module, lent))
+            return _of_users(run, state, callbacks, datamodule)
+
+        everyone = on_every_rank(run.strategy.world, ask)
+        state["rng"], values, reading = map(list, zip(*everyone, strict=True))
+        state["data_ranks"] = [rank for rank, _ in reading]
+        # Once for each data rank, however many ranks get its batches: another layout has others of them.
+        state["loaders"] = _by_rank(reading)
+        state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
+        buffers = run.strategy.world.gather_object(own[0])
+        if buffers is not None and any(buffers):  # who writes them has them
+            state["buffers"] = buffers
+    if hooks:
+
+        def hear() -> None:
+            for hook in run.bus.on_save_checkpoint:
+                hook(state)
+
+        on_every_rank(run.strategy.world, hear)
+    return state
+
+
+def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: Any) -> tuple[Any, ...]:
+    """What asks objects of the user's, any of which may raise; returns what is each rank's own."""
+    strategy = run.strategy
+    state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.stepper.made.schedulers]
+    state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
+    state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
+    if datamodule is not None:
+        state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
+    logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
+    loaders = (strategy.data.rank, reading_state(run, state["progress"]))
+    return rng_state(strategy.device), logged, loaders
+
+
+def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
+    """Where ranks have weights of their own, a part for each of them beside what stands for all."""
+    if not run.strategy.per_rank_state:
+        return {}
+    with run.strategy.own_state():
+        weights = {k: v for k, v in run.strategy.module_state(run.module).items() if isinstance(v, Tensor)}
+        optimizers = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
+    return {own_part(run.strategy.world.rank): {"state_dict": weights, "optimizer_states": optimizers}}
+
+
+def own_part(rank: int | str) -> str:
+    """The name of the part of a checkpoint that is one rank's own; with ``""`` how all of them begin."""
+    return f"replica-{rank}"
+
+
+def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
+    return [value for _, value in sorted(dict(numbered).items())]
+
+
+def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """What rank 0's ``state_dict`` says nothing about: the buffers of the other ranks, on the CPU, to be sent.
+
+    Args:
+        strategy: under which the module is trained.
+        module: whose buffers.
+        lent: by name, what training goes on from where the module has something else in its place.
+    """
+    if strategy.world.rank == 0 or not strategy.own_buffers:
+        return {}
+    kept = module.state_dict()
+    buffers = module.named_buffers(remove_duplicate=False)
+    own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
+    return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
+
+
+def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank may write of weights that all ranks write together.
+
+    What several ranks hold is written by any of them: of running statistics those of the first data rank count.
+    """
+    if not strategy.sharded or not strategy.own_buffers or strategy.data.rank == 0:
+        return dict(weights)
+    theirs = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    return {name: value for name, value in weights.items() if name not in theirs}
+
+
+def _finished(run: Fit) -> dict[str, int | float]:
+    """Progress up to the last finished window: one that is under way runs again, none of its batches is skipped."""
+    progress, micro = run.progress, run.micro
+    state = progress.state_dict()
+    if micro.started == progress.step:
+        done = progress.epoch_batch - micro.first
+        state["epoch_batch"] -= done
+        state["batch"] -= done
+        state["samples"] -= sum(micro.sizes[:done])
+        state["tokens"] -= micro.tokens if done == micro.count else 0
+    return state
+
+
+def restore(
+    run: Fit,
+    state: Mapping[str, Any],
+    made: Optimizers,
+    callbacks: list[Any],
+    datamodule: Any,
+    strict: bool,
+    global_batch_size: int | None = None,
+) -> None:
+    """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``.
+
+    What fails on one rank fails on all: the others would wait for it in the next exchange.
+    """
+    world = run.strategy.world
+
+    def begin() -> None:
+        for hook in run.bus.on_load_checkpoint:
+            hook(state)
+
+    together(world, begin)
+    differs = ranks_differ(run.strategy, state)
+    if differs is None:  # else every rank goes on from what stood for all
+        state = {**state, **state.get(own_part(world.rank), {})}
+    together(world, lambda: _restore_weights(run, state, strict))
+    if "optimizer_states" not in state:
+        return  # weights only
+    _restore_training(run, state, made)
+
+    def read_on() -> None:
+        with fitting("loaders"):
+            restore_reading(run, state, global_batch_size)
+
+    together(world, read_on)
+    run.schedule.go_on(run.progress)
+    run.requests.stop = run.requests.stop or state.get("stop")
+    run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
+    together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
+
+
+def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
+    with fitting("state_dict", RuntimeError):  # torch names the weights of another model
+        weights = state["state_dict"]
+        if "optimizer_states" in state:  # of a run: what it deploys may be averages of what it trains
+            weights = {**weights, **state.get("current_model_state", {})}
+        run.strategy.load_module_state(run.module, weights, strict)
+
+
+def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> None:
+    strategy, names = run.strategy, parameter_names(run.strategy, run.module)
+
+    def begin() -> None:
+        with fitting("optimizer_states"):
+            if len(state["optimizer_states"]) != len(made.optimizers):
+                found = f"{len(state['optimizer_states'])} optimizers were saved, {len(made.optimizers)} are configured"
+                raise CheckpointError("optimizer_states", None, found)
+            restore_flags(run, state.get("trainable", {}))
+            for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
+                add_groups(optimizer, saved, {names[id(p)]: p for p in run.module.parameters()}, strategy.sharded)
+
+    together(strategy.world, begin)
+    own = [owned_parameters(strategy, optimizer) for optimizer in made.optimizers]
+    together(strategy.world, lambda: _restore_steps(run, state, made, own, names))
+
+
+def _restore_steps(
+    run: Fit, state: Mapping[str, Any], made: Optimizers, own: list[Any], names: Mapping[int, str]
+) -> None:
+    changed: dict[int, dict[str, Any]] = {}
+    with fitting("optimizer_states"):
+        for optimizer, groups, saved in zip(made.optimizers, own, state["optimizer_states"], strict=True):
+            changed[id(optimizer)] = restore_optimizer(
+                run.strategy, optimizer, groups, saved, names, run.say, state["state_dict"]
+            )
+    with fitting("lr_schedulers"):
+        if len(state["lr_schedulers"]) != len(made.schedulers):
+            found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"
+            raise CheckpointError("lr_schedulers", None, found)
+        for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=True):
+            restore_scheduler(config.scheduler, saved, "lr" in changed.get(id(config.optimizer), {}))
+    with fitting("precision"):
+        run.precision.load_state_dict(state["precision"])
+    with fitting("progress"):
+        run.progress.load_state_dict(state["progress"])
+
+
+def _restore_of_users(
+    run: Fit, state: Mapping[str, Any], callbacks: list[Any], datamodule: Any, differs: str | None
+) -> None:
+    with fitting("callbacks"):
+        for callback in callbacks:
+            if callback.state_key in state["callbacks"]:
+                callback.load_state_dict(state["callbacks"][callback.state_key])
+    with fitting("datamodule"):
+        if datamodule is not None and state["datamodule"]:
+            datamodule.load_state_dict(state["datamodule"])
+    _restore_of_rank(run, state, differs)
+
+
+def ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
+    """In what the ranks are others than those that saved, whose own generators and buffers then fit nobody."""
+    world, then = strategy.world, len(state.get("rng", ()))
+    if then != world.size:
+        return f"{then} ranks on {world.size}"
+    # Ranks that get the same batch have agreed on what they draw.
+    today = [int(row[0]) for row in world.agree([strategy.data.rank])]
+    if state.get("data_ranks", today) == today:  # older checkpoints do not say
+        return None
+    return f"{then} ranks that now share batches among them in another way"
+
+
+def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) -> None:
+    rank = run.strategy.world.rank
+    with fitting("metrics"):
+        reports = run.strategy.reports.rank
+        run.metrics.load_state_dict(state["metrics"][reports if reports < len(state["metrics"]) else 0])
+    if state.get("inside_step"):
+        run.say(
+            f"this checkpoint was taken inside step {run.progress.step + 1}, which runs again: what it drew and did to"
+            " buffers before is not undone (trainer.request_checkpoint takes one between two steps)"
+        )
+    with fitting("rng"):
+        if differs is None:
+            restore_rng(state["rng"][rank], run.strategy.device)
+        else:
+            run.say(f"resuming {differs}: random layers draw anew")
+    with fitting("buffers"):
+        if "buffers" in state and differs is None:
+            run.module.load_state_dict(state["buffers"][rank], strict=False)
+
+
+@contextmanager
+def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
+    """What was saved may be of any shape, and everybody says in a way of their own that it does not fit.
+
+    Args:
+        part: of the state.
+        passed: errors that are raised as they are.
+
+    Raises:
+        CheckpointError: in place of every other error.
+    """
+    as_they_are: tuple[type[Exception], ...] = (TrainerKitError, Warning, *passed)
+    try:
+        yield
+    except as_they_are:
+        raise
+    except Exception as error:
+        reason = f"it does not fit what this run is made of: {type(error).__name__}: {error}"
+        raise CheckpointError(part, None, reason) from error

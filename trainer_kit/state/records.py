@@ -1,0 +1,244 @@
+"""The ``run.json`` of a directory: a record of every fit that keeps checkpoints there."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainer_kit.checkpoint.files import read_file
+from trainer_kit.checkpoint.manifest import load_json
+from trainer_kit.core.atomic_files import replace_file
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import is_url
+
+__all__ = ["RUN", "RunRecord", "read_records", "record_problem", "write_record"]
+
+RUN: Final = "run.json"
+_FORMAT: Final = "trainer_kit.runs"
+_VERSION: Final = 1
+_LARGEST: Final = 16 << 20
+_MARK: Final = _FORMAT.encode()
+_KINDS: Final[dict[str, tuple[type, ...]]] = {
+    **dict.fromkeys(("number", "fit", "seed", "step"), (int,)),
+    **dict.fromkeys(("launches", "args", "loggers", "checkpoints"), (list,)),
+    **dict.fromkeys(("stopped", "finished"), (str, type(None))),
+    **dict.fromkeys(("libraries", "from_here"), (dict,)),
+    "ended": (bool,),
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What the next start has to know about a fit.
+
+    Attributes:
+        id: is in the info of every checkpoint of this run.
+        number: later runs of one directory have higher ones; clocks may jump.
+        root: ``default_root_dir``, absolute.
+        script: its path; "" where code is typed in.
+        fit: which one of the script, from 0.
+        name: the first logger's, "" without one.
+        execution: of the script: the same for all fits of one, also when they are resumed.
+        launches: who started the process, see `trainer_kit.launch.identity`.
+        args: the command line behind the script, secrets masked.
+        seed: of the order of the data.
+        loggers: the ``state_dict`` of each: which of its runs it is.
+        checkpoints: the directories they go to.
+        started: UTC, for people.
+        libraries: versions.
+        status: running, finished, failed or interrupted.
+        ended: a finished run whose script came to its end too: nobody wants it again.
+        step: optimizer steps at the end.
+        stopped: why, if by a request.
+        finished: UTC, for people; None while it runs.
+        from_here: by local path in this record, the way to it from ``directory`` when it was written.
+        directory: where the record stands; not part of it.
+    """
+
+    id: str
+    number: int
+    root: str
+    script: str
+    fit: int
+    name: str
+    execution: str
+    launches: list[str]
+    args: list[str]
+    seed: int
+    loggers: list[dict[str, Any]]
+    started: str
+    libraries: dict[str, str]
+    checkpoints: list[str]
+    status: str = "running"
+    ended: bool = False
+    step: int = 0
+    stopped: str | None = None
+    finished: str | None = None
+    from_here: dict[str, str] = field(default_factory=dict)
+    directory: str = ""
+
+    @property
+    def places(self) -> list[str]:
+        """`checkpoints`, where they are today: what moved together with the record is found beside it."""
+        found = []
+        for place in self.checkpoints:
+            moved = self._beside(place)
+            found.append(moved if moved and os.path.isdir(moved) else place)
+        return found
+
+    def is_attempt_of(self, other: RunRecord) -> bool:
+        """Whether this run, read from its directory, is an earlier attempt at what ``other`` is to do.
+
+        Root and script are the same where they were then, or where they are now relative to this record: a directory
+        may have been moved, or be reached through a symbolic link.
+        """
+        same = (self.fit, self.name) == (other.fit, other.name)
+        return same and self.is_at(self.root, other.root) and self.is_at(self.script, other.script)
+
+    def is_at(self, recorded: str, path: str) -> bool:
+        """Whether ``recorded``, a root or a script of this record, is ``path`` today."""
+        if not path or not recorded or is_url(path) or is_url(recorded):
+            return path == recorded
+        return os.path.realpath(path) in map(os.path.realpath, filter(None, [recorded, self._beside(recorded)]))
+
+    def placed(self) -> RunRecord:
+        """This record with the way from its directory to every local path in it."""
+        here = os.path.realpath(self.directory)
+        local = [path for path in (self.root, self.script, *self.checkpoints) if path and not is_url(path)]
+        return replace(self, from_here={path: _way(path, here) for path in local})
+
+    def _beside(self, path: str) -> str:
+        way = self.from_here.get(path)
+        return os.path.normpath(os.path.join(os.path.realpath(self.directory), way)) if way else ""
+
+    @property
+    def program(self) -> str:
+        """The script's name, for messages."""
+        return Path(self.script).name or "this session"
+
+
+def read_records(file: Path) -> list[RunRecord] | None:
+    """The records of a ``run.json``; None where it is missing, damaged, or another program's."""
+    try:
+        return _read(file)
+    except (OSError, CheckpointError):
+        return None
+
+
+def record_problem(file: Path) -> str:
+    """Why a ``run.json`` that is there cannot be relied on; "" where it is sound, missing or another program's."""
+    try:
+        _read(file)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+    except CheckpointError as error:
+        return "" if error.key == "format" else error.reason
+    return ""
+
+
+def _read(file: Path) -> list[RunRecord]:
+    raw = read_file(file, _LARGEST)
+    if not raw:
+        raise CheckpointError(file, None, "is empty")
+    try:
+        content = load_json(file, raw)
+    except CheckpointError:
+        if _MARK in raw[:200]:
+            raise
+        content = None
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(file, "format", "is not a record of runs")
+    version = content.get("version")
+    if version != _VERSION:
+        raise CheckpointError(file, "version", f"has format version {version!r}; this trainer_kit reads {_VERSION}")
+    entries = content.get("runs")
+    if "checksum" in content and content["checksum"] != _checksum(entries):
+        raise CheckpointError(file, "checksum", "was edited or damaged: its checksum does not match")
+    found = [_record(entry, file) for entry in entries] if isinstance(entries, list) else [None]
+    records = [record for record in found if record is not None]
+    if len(records) != len(found):
+        raise CheckpointError(file, "runs", "holds an entry that is not a record of a run")
+    return records
+
+
+def _record(entry: Any, file: Path) -> RunRecord | None:
+    if not isinstance(entry, dict):
+        return None
+    entry = {"from_here": {}, **entry}  # older files lack it
+    names = [field.name for field in fields(RunRecord) if field.name != "directory"]
+    if any(name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,))) for name in names):
+        return None
+    places = [*entry["checkpoints"], *entry["from_here"].values(), *entry["from_here"]]
+    if not all(isinstance(place, str) and "\0" not in place for place in places):
+        return None
+    return RunRecord(**{name: entry[name] for name in names}, directory=str(file.parent))
+
+
+def _checksum(runs: Any) -> str:
+    return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
+
+
+def write_record(record: RunRecord) -> bool:
+    """Put the record in the place of the one with its key. A damaged file is kept as ``run.json.damaged``.
+
+    Returns:
+        False where the file is another program's, or of a newer version: then it stays as it is.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    directory = Path(record.directory)
+    file = directory / RUN
+    try:
+        if record.status == "running":
+            directory.mkdir(parents=True, exist_ok=True)
+        with _alone(directory):
+            others: list[RunRecord] = []
+            if os.path.lexists(file):
+                try:
+                    others = _read(file)
+                except CheckpointError as error:
+                    if error.key in ("format", "version"):
+                        return False
+                    os.replace(file, file.with_name(f"{RUN}.damaged"))
+            kept = [other for other in others if other.id != record.id and not other.is_attempt_of(record)]
+            runs = [{k: v for k, v in asdict(r).items() if k != "directory"} for r in (*kept, record.placed())]
+            content = {"format": _FORMAT, "version": _VERSION, "checksum": _checksum(runs), "runs": runs}
+            replace_file(file, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
+    except OSError as error:
+        fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
+        raise CheckpointError(file, None, f"could not be written: {error.strerror or error}", fix=fix) from error
+    return True
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Two runs that share a directory do not write over each other's records, where the file system can lock."""
+    if os.name == "nt":
+        yield
+        return
+    import fcntl
+
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _way(path: str, here: str) -> str:
+    try:
+        return os.path.relpath(os.path.realpath(path), here)
+    except ValueError:  # another drive
+        return ""

@@ -1,0 +1,347 @@
+"""Saving what was asked for: a copy on the training thread, the writing behind it.
+
+Rank 0 writes, or every rank the part of the state that it holds, and rank 0 commits.
+
+One save is under way at a time. A storage that fails is reported, the checkpoint does not exist, and training goes on.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, final
+
+from trainer_kit.checkpoint.background import Background, HostBuffers
+from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
+from trainer_kit.checkpoint.store import checkpoints, mark
+from trainer_kit.core.collective_errors import together, told
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import Location, locate
+from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.state.collect import without_own_buffers
+from trainer_kit.state.finite import check_finite, finite_weights
+from trainer_kit.step.run import Fit
+from trainer_kit.step.saver import Outcome, Save, Saver
+
+if TYPE_CHECKING:
+    from trainer_kit.checkpoint.sharded import ShardedSnapshot
+
+__all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
+
+_SLOW: Final = 60.0
+"""Seconds after which a save under way is worth a line."""
+_PATIENCE: Final = 2.0
+"""Seconds that training waits for a save without a word."""
+
+
+def save_requested(run: Fit, last: bool = False) -> bool:
+    """One state for everybody who asked at this step.
+
+    Where the storage fails (full, read-only, an I/O error) one line says so: there is no such checkpoint, nobody is
+    told ``saved``, so nothing gives way to it, and the next one is tried when it is due.
+
+    Args:
+        run: the fit.
+        last: nothing is trained after this, so it is durable when this returns.
+
+    Returns:
+        Whether all of it is durable or under way; the same on every rank.
+
+    Raises:
+        CheckpointError: what was asked for cannot be saved on any disk.
+    """
+    asked = run.requests.checkpoints
+    if not asked:
+        return settle_save(run) if last else True
+    check_finite(run)
+    settle_save(run)
+    paths = {str(_path(run, request)): bool(request and request.weights_only) for _, request in asked}
+    paths = run.strategy.world.broadcast(paths)
+    save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
+    asked.clear()
+    states = {weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))}
+    _begin(run, save, states)
+    return True if run.saver.behind and not last else settle_save(run)
+
+
+def save_to(run: Fit, path: Location, weights_only: bool) -> None:
+    """Write one checkpoint of now; it is durable when this returns, on every rank.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    settle_save(run)
+    save = Save(run.progress.step, [], {str(path): weights_only}, last=True)
+    _begin(run, save, {weights_only: run.collect(weights_only)})
+    failure = _outcome(run, save)[str(path)]
+    if failure is not None:
+        raise failure
+
+
+def settle_save(run: Fit) -> bool:
+    """Wait for the save under way and tell everybody how it ended. Every rank must call it at the same step.
+
+    Returns:
+        Whether it is durable; True where none was under way.
+    """
+    save = run.saver.save
+    if save is None:
+        return True
+    outcome = _outcome(run, save)
+    for path, failure in outcome.items():
+        if failure is None:
+            run.announce(locate(path))
+        else:
+            _report(run, save, locate(path), failure)
+    for line in save.said:
+        run.say(line)
+    for request in save.requests:
+        if request is not None and str(request.path) in outcome:
+            failed = outcome[str(request.path)] is not None
+            hear = getattr(request, "failed", _nobody) if failed else request.saved
+            hear(locate(request.path))
+    return not any(outcome.values())
+
+
+def abandon_save(run: Fit) -> None:
+    """The run ends by an exception: finish what this process writes, and ask no other rank, which may be gone.
+
+    After a second signal not even that is waited for: what is half written is discarded at the next start.
+    """
+    save = run.saver.save
+    if save is None:
+        return
+    if run.requests.at_once:
+        run.saver.save, save.abandoned = None, True
+        return
+    if run.strategy.world.size == 1:
+        settle_save(run)
+        return
+    run.saver.save = None
+    if save.writing is None:
+        return
+    try:
+        outcome = save.writing.result()
+    except Exception as error:
+        if not run.strategy.sharded:
+            raise
+        run.say(f"save of step {save.step} ended with another rank: {type(error).__name__}")
+        return
+    for path, failure in outcome.items():
+        if failure is not None and _unheard(outcome):
+            run.say(f"save of step {save.step} ended with another rank: {failure.reason}")
+        elif failure is not None:
+            _report(run, save, locate(path), failure)
+
+
+def _unheard(outcome: Outcome) -> bool:
+    return any(one is not None and isinstance(one.__cause__, TimeoutError) for one in outcome.values())
+
+
+def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
+    """Copy the states, where they are written, and start to. What no disk can hold is refused, on every rank."""
+    world, progress, saver = run.strategy.world, run.progress, run.saver
+    copies = saver.behind and not save.last  # else nothing changes until it is written
+    all_began: Future[bool] = Future()  # who writes with others waits until they can
+    shared = run.strategy.sharded
+    group = world.apart() if shared else None
+
+    def begin() -> None:
+        if world.rank != 0 and not shared:
+            return
+        info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
+        snapshots = {}
+        for weights_only, state in states.items():
+            copy = saver.buffers[weights_only] if copies else None
+            snapshots[weights_only] = _take(run, state, info, group, copy)
+        writes = _Writing(group, shared, world.rank == 0, frozenset(name for name, _ in run.module.named_parameters()))
+        slow = threading.Timer(_SLOW, _say_slow, (run, save))
+        slow.daemon = True
+        slow.start()
+        try:
+            save.writing = Background(
+                partial(_write, saver, save, snapshots, writes, all_began), done=partial(_written, run, slow)
+            )
+        except BaseException:
+            slow.cancel()
+            raise
+
+    try:
+        together(world, begin)  # memory or threads may not suffice on one of them
+    except BaseException:
+        all_began.set_result(False)
+        raise
+    all_began.set_result(True)
+    saver.save = save
+
+
+def _take(
+    run: Fit, state: dict[str, Any], info: dict[str, Any], group: Any, copy: HostBuffers | None
+) -> Snapshot | ShardedSnapshot:
+    parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
+    if not run.strategy.sharded:
+        return take_snapshot(parts, info=info, copy=False if copy is None else copy)
+    from trainer_kit.checkpoint.sharded import take_sharded_snapshot  # torch's planner: half a second
+
+    parts["model"] = without_own_buffers(run.strategy, run.module, parts["model"])
+    return take_sharded_snapshot(parts, info=info, group=group, copy=copy)
+
+
+@final
+@dataclass(frozen=True)
+class _Writing:
+    """How a save is written: by this rank, or by all that call it ``together`` in ``group``.
+
+    Attributes:
+        first: whether this rank commits, and tells those who asked.
+        names: of the parameters.
+    """
+
+    group: Any
+    together: bool
+    first: bool
+    names: frozenset[str]
+
+    def write(self, path: str, snapshot: Any) -> None:
+        if not self.together:
+            write_snapshot(path, snapshot, overwrite=True)
+            return
+        from trainer_kit.checkpoint.sharded import write_sharded_snapshot
+
+        try:
+            write_sharded_snapshot(path, snapshot, group=self.group, overwrite=True)
+        except RuntimeError as error:
+            if "gloo" not in str(error):
+                raise
+            # Somebody has waited too long, or is gone: then the next exchange of training says so.
+            late = TimeoutError(errno.ETIMEDOUT, str(error))
+            raise CheckpointError(path, None, "a rank was not heard of in time: its storage is slow") from late
+
+    def is_finite(self, snapshot: Any) -> bool:
+        if not self.together:
+            parts = (snapshot.tensors.get(part, {}) for part in ("model", "current_model_state"))
+            return all(finite_weights(weights, self.names) for weights in parts)
+        from trainer_kit.checkpoint.collective import Collective
+
+        mine = all(
+            finite_weights(shard, [key for key in shard if key.partition("#")[0] in self.names])
+            for shard in snapshot.shards.values()
+        )
+        return bool(Collective(self.group).reduce(lambda: mine, all))
+
+
+def _write(
+    saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Writing, all_began: Future[bool]
+) -> Outcome:
+    """In the background: only files are touched. Whoever asked deletes here what gave way to it."""
+    outcome: Outcome = {}
+    if not all_began.result():
+        return outcome
+    for path, weights_only in save.paths.items():
+        try:
+            writing.write(path, snapshots[weights_only])
+        except CheckpointError as error:
+            outcome[path] = error
+            continue
+        outcome[path] = None
+        finite = writing.is_finite(snapshots[weights_only])
+        if save.abandoned:  # known to this rank alone: what ranks do together comes before and goes on
+            continue
+        if saver.finite and not finite:
+            save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite ones stays")
+        saver.finite = finite
+        for request in save.requests_of(path) if writing.first else ():
+            if not finite:
+                getattr(request, "not_finite", _nothing)()
+            problem = (
+                _mark_last(locate(path)) if request is None else getattr(request, "committed", _nobody)(locate(path))
+            )
+            if problem:
+                save.said.append(problem)
+    return outcome
+
+
+def _written(run: Fit, slow: threading.Timer) -> None:
+    slow.cancel()
+    if run.strategy.world.size == 1:
+        run.wake()  # several ranks look at it together, at their next agreement
+
+
+def _outcome(run: Fit, save: Save) -> Outcome:
+    """What the storage had against each path; everything else is raised. The same on every rank.
+
+    However it ended, it is under way no more; while it still is, an exception (of a second signal) leaves it there.
+    """
+    outcome: Outcome = {}
+    problem: BaseException | None = None
+    if save.writing is not None:
+        if not save.writing.wait(_PATIENCE):
+            save.awaited = True
+            run.say(f"waiting for the save of step {save.step}")
+        try:
+            outcome = save.writing.result()
+        except BaseException as error:
+            problem = error
+    # Here, for a cause does not travel.
+    problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
+    if run.strategy.world.size > 1:
+        others = told(problem, 0) if isinstance(problem, Exception) else problem
+        outcome, others, unheard = run.strategy.world.broadcast((outcome, others, _unheard(outcome)))
+        problem = problem or others
+        if unheard and run.strategy.sharded:
+            run.strategy.world.apart(anew=True)
+    if save.writing is None or save.writing.wait(0):
+        run.saver.save = None
+    if problem is not None:
+        raise problem
+    return outcome
+
+
+def _path(run: Fit, request: CheckpointRequest | None) -> Location:
+    if request is not None:
+        return locate(request.path)
+    return run.directory() / f"step-{run.progress.step:08d}"
+
+
+def _mark_last(path: Location) -> str | None:
+    """Whoever goes on from ``last`` goes on from here: of what no callback keeps nobody else says so."""
+    try:
+        mark(path.parent, last=path)
+    except CheckpointError as error:
+        return f"after saving {path}: {error}"
+    return None
+
+
+def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> None:
+    if run.strategy.world.rank != 0:
+        return
+    steps = []
+    with suppress(CheckpointError, OSError):
+        steps = [record.step for record in checkpoints(path.parent) if record.step is not None]
+    kept = f"kept step {max(steps)}" if steps else "no checkpoint is there yet"
+    next_try = next(
+        (found for request in save.requests_of(str(path)) if (found := getattr(request, "next_try", ""))), ""
+    )
+    if save.last or run.requests.signal or run.schedule.finished(run.progress) is not None:
+        outlook = "this run ends without it"
+    else:
+        outlook = f"training goes on, next try at {next_try or 'the next one that is due'}"
+    run.say(f"save of step {save.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}")
+
+
+def _say_slow(run: Fit, save: Save) -> None:
+    outlook = "training waits for it" if save.awaited else "training goes on"
+    run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}")
+
+
+def _nobody(path: Location) -> None:
+    """Nobody wants to know."""
+
+
+def _nothing() -> None:
+    """Nobody deletes anything for it."""

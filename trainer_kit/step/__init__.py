@@ -1,0 +1,1 @@
+"""One optimizer step: callbacks, micro-batches, accumulation windows, optimizers, schedules; and evaluation."""

@@ -1,0 +1,426 @@
+"""The micro-batches of one window: every hook call and every frame between the loop and the user's step is here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.metrics.metrics import Metrics
+from trainer_kit.precision.precision import Precision
+from trainer_kit.step.bus import Bus
+
+__all__ = ["EndOfEpoch", "Micro"]
+
+_OF_FIRST_RUN: Final = (
+    *(
+        "_bus",
+        "_draws",
+        "batch",
+        "contributed",
+        "ghosts",
+        "index",
+        "loss",
+        "outputs",
+        "progress",
+        "skipped",
+        "together",
+    ),
+)
+"""What running a window again leaves as it was."""
+
+
+class EndOfEpoch(Exception):
+    """``on_train_batch_start`` returned -1: Lightning's way to leave an epoch."""
+
+
+@final
+class Micro:
+    """One window, loaded by `Windows`, driven by a strategy.
+
+    Args:
+        bus: the hooks.
+        metrics: told which hook a value is logged in, and what the batch weighs.
+        progress: batches and samples are counted here.
+        step: how ``training_step`` is called with (batch, batch_idx).
+        precision: casts, scales.
+        backward: the user's own ``backward``, or None.
+        several: None for one loss; else the parameters of each named optimizer.
+        manual: the step calls backward itself.
+
+    Attributes:
+        batches, factors, weights: what `Windows` loaded, one entry a micro-batch; ``factors`` is None where every
+            factor is 1; a batch is None where this rank has none.
+        count: how many micro-batches.
+        batch, index, outputs: of the micro-batch that ran last.
+        sizes: samples of each micro-batch, over all ranks.
+        tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
+        loss: the last one, detached.
+        loss_sum: of the losses since `is_finite` was asked; NaN and infinities stay in it.
+        skipped: how many times the step returned None.
+        ghosts: how many micro-batches this rank did not have, in windows that were loaded.
+        uneven: whether any rank may lack a micro-batch of this window.
+        started: the count of steps when the window was loaded.
+        contributed: whether any micro-batch of the window added a gradient.
+        fresh: whether the gradients of the window before are still there.
+        earlier: the last batch before those that this rank does not have.
+        absent: is called for a micro-batch that this rank does not have; returns what backward is called on, or None.
+        together: agrees with the other ranks on leaving the epoch; None where nobody leaves one.
+        zero: drops them; where that is all there is to it, they are ``drops``.
+    """
+
+    __slots__ = (
+        "_autocast",
+        "_backward",
+        "_bus",
+        "_draws",
+        "_metrics",
+        "_noise",
+        "_quiet",
+        "_scale",
+        "_several",
+        "_step",
+        "absent",
+        "always_unusual",
+        "batch",
+        "batches",
+        "contributed",
+        "count",
+        "drops",
+        "earlier",
+        "factors",
+        "first",
+        "fresh",
+        "ghosts",
+        "index",
+        "loss",
+        "loss_sum",
+        "manual",
+        "move",
+        "outputs",
+        "parts",
+        "progress",
+        "remembers",
+        "sizes",
+        "skipped",
+        "started",
+        "together",
+        "tokens",
+        "uneven",
+        "unusual",
+        "wants_outputs",
+        "weights",
+        "zero",
+    )
+
+    def __init__(
+        self,
+        bus: Bus,
+        metrics: Metrics,
+        progress: Progress,
+        step: Callable[..., Any],
+        precision: Precision,
+        backward: Callable[..., None] | None,
+        several: Mapping[str, list[Any]] | None,
+        manual: bool,
+    ) -> None:
+        self._bus, self._metrics, self.progress = bus, metrics, progress
+        self._step, self._backward, self._several, self.manual = step, backward, several, manual
+        self._autocast: AbstractContextManager[Any] | None = precision.forward_context()
+        self._scale = precision.scale_loss if precision.scales else None
+        self.wants_outputs = bool(bus.on_train_batch_end)
+        self.move: Callable[[Any], Any] | None = None
+        self.zero: Callable[[], None] = _nothing
+        self.absent: Callable[[], Any] = _nothing
+        self.together: Callable[[bool, bool], bool] | None = None
+        self.batches: list[Any] = []
+        self.factors: list[float] | None = None
+        self.weights: Sequence[float] = [1.0]
+        self.sizes: list[int] = [0]
+        self.tokens = 0
+        self.count = self.first = self.index = self.skipped = self.ghosts = 0
+        self.started = -1
+        self.batch: Any = None
+        self.earlier: Any = None
+        self.outputs: Any = None
+        self.loss: Tensor | None = None
+        self.loss_sum: Tensor | None = None
+        self.always_unusual = manual or several is not None or precision.scales
+        self.unusual = True  # the first loss is looked at closely
+        self.drops: list[Any] = []
+        self.contributed = self.uneven = False
+        self.fresh = True
+        self.remembers = False
+        self.parts: list[tuple[str | None, Tensor]] = []
+        self._noise: dict[str, Any] | None = None
+        self._draws = False
+        self._quiet = bus.silent()
+
+    def begin(self, index: int) -> None:
+        """Move the batch, and say that it starts."""
+        batch = self.batches[index]
+        if self.remembers and index == 0:
+            self.parts = []
+            if self._draws:
+                self._noise = rng_state(_device_of(batch))
+        if batch is None:  # another rank's data ends later
+            self.earlier = self.earlier if self.batch is None else self.batch
+            self.batch = self.outputs = None
+            if self.together is not None and self.together(False, False):
+                raise EndOfEpoch
+            return
+        if self.move is not None:
+            batch = self.move(batch)
+        self.batch, self.index = batch, self.first + index
+        self._metrics.weight = self.weights[index]
+        leaves = False
+        for hook in self._bus.on_train_batch_start:
+            if hook(batch, self.index) == -1:
+                leaves = True  # the others hear of the batch all the same
+        if self.together is not None:
+            leaves = self.together(leaves, True)
+        if leaves:
+            raise EndOfEpoch
+
+    def forward(self, index: int) -> Any | None:
+        """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""
+        batch = self.batch
+        if batch is None:
+            self.ghosts += 1
+            self.start_gradients()
+            return self.absent()
+        self._metrics.hook = "training_step"
+        if self._autocast is None:
+            output = self._step(batch, self.index)
+        else:
+            with self._autocast:
+                output = self._step(batch, self.index)
+        if self.unusual or output.__class__ is not Tensor:
+            return self._unusual(output, index)
+        # The usual case in one frame: one loss, as a tensor.
+        detached = self.loss = output.detach()
+        if self.loss_sum is None:
+            self.loss_sum = detached.to(torch.float32, copy=True)
+        else:
+            self.loss_sum += detached
+        if self.wants_outputs:
+            self.outputs = {"loss": detached}
+        self.contributed = True
+        return output if self.factors is None else output * self.factors[index]
+
+    def _weighed(self, loss: Tensor, output: Any, index: int, name: str | None = None) -> Tensor:
+        self.note(loss)
+        if self.wants_outputs:
+            self.outputs = {**output, "loss": self.loss} if isinstance(output, Mapping) else {"loss": self.loss}
+        self.contributed = True
+        if self.factors is not None:
+            loss = loss * self.factors[index]
+        if self.remembers:
+            self.parts.append((name, loss.detach()))
+        return loss if self._scale is None else self._scale(loss)
+
+    def note(self, loss: Tensor) -> None:
+        """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
+        detached = self.loss = loss.detach()
+        if self._scale is not None:
+            # An overflowed step is skipped, not wrong: only a loss that is never finite is.
+            finite = detached.isfinite().logical_not_().float()
+            self.loss_sum = finite if self.loss_sum is None else self.loss_sum.minimum(finite)
+        elif self.loss_sum is None:
+            self.loss_sum = detached.to(torch.float32, copy=True)
+        else:
+            self.loss_sum = self.loss_sum + detached  # their shapes may differ: () and (1,)
+
+    def is_finite(self) -> bool:
+        """Whether the losses since the last call were finite (with scaling: whether any was). A sync point."""
+        seen, self.loss_sum = self.loss_sum, None
+        if seen is None:
+            return True
+        if self._scale is not None:
+            return not bool(seen)  # sync point: where values are read anyway
+        return bool(seen.isfinite().all())  # sync point: where values are read anyway
+
+    def _unusual(self, output: Any, index: int) -> Any | None:
+        """Everything a step may return but a plain tensor."""
+        if self.manual:
+            self.outputs = {"loss": output.detach()} if isinstance(output, Tensor) else output
+            return None
+        self.outputs = output
+        if output is None:
+            self.skipped += 1
+            self.start_gradients()
+            return None
+        if self._several is not None and isinstance(output, Mapping) and self._several.keys() <= output.keys():
+            named = {}
+            for name in self._several:
+                if output[name] is not None:
+                    named[name] = self._weighed(output[name], output, index, name)
+            self.outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
+            if not named:
+                self.start_gradients()
+            return named or None
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if isinstance(loss, Tensor) and self._several is None:
+            if self.unusual:
+                _check_loss(loss)
+                self.unusual = self.always_unusual
+            return self._weighed(loss, output, index)
+        raise ConfigurationError(
+            "training_step returned no loss",
+            found=f"{type(output).__name__}"
+            + (f" with keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""),
+            fix="return a tensor, a dict with 'loss', or None to skip"
+            if self._several is None
+            else f"return a dict with one loss for each optimizer: {', '.join(self._several)}",
+        )
+
+    def backward(self, index: int, loss: Any) -> None:
+        """Backward; the gradients of the window before are dropped ahead of its first one."""
+        if self.fresh:
+            self.fresh = False
+            if self.drops:
+                for parameter in self.drops:
+                    parameter.grad = None
+            else:
+                self.zero()
+        bus = self._bus if self.batch is not None else self._quiet
+        if self._several is not None:
+            for name, parameters in self._several.items():
+                thawed = [parameter for parameter in parameters if parameter.requires_grad]
+                if name in loss and thawed:
+                    # Only into its own optimizer's parameters; the graph stays for the next name's backward.
+                    self._one_backward(bus, loss[name], inputs=thawed, retain_graph=True)
+            return
+        for hook in bus.on_before_backward:
+            hook(loss)
+        if self._backward is None:
+            loss.backward()
+        else:
+            self._backward(loss)
+        for hook in bus.on_after_backward:
+            hook()
+
+    def _one_backward(self, bus: Bus, loss: Tensor, **options: Any) -> None:
+        for hook in bus.on_before_backward:
+            hook(loss)
+        (self._backward or _backward)(loss, **options)
+        for hook in bus.on_after_backward:
+            hook()
+
+    def remember(self, draws: bool) -> None:
+        """Be ready for `again`; ``draws``: with the random numbers of the first run."""
+        self.remembers = self.unusual = self.always_unusual = True
+        self._draws = draws
+
+    def window_loss(self, name: str | None) -> Tensor | None:
+        """What the window minimises: the sum of its weighted losses, of one name where there are several.
+
+        None where this rank has no part in it.
+        """
+        parts = [loss for of, loss in self.parts if of == name]
+        return torch.stack(parts).sum() if parts else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Inside, the strategy runs the same window once more.
+
+        Only hooks of gradients are called, nothing is logged or counted. With `remember`'s ``draws`` random layers draw
+        the same. Outside, everything but the gradients and the parts of the loss is that of the first run.
+        """
+        metrics, kept = self._metrics, {name: getattr(self, name) for name in _OF_FIRST_RUN}
+        table, hook = metrics.table, metrics.hook
+        quiet = self._bus.silent()
+        quiet.on_before_backward, quiet.on_after_backward = self._bus.on_before_backward, self._bus.on_after_backward
+        self._bus, self.progress, self.together, self._draws = quiet, Progress(), None, False
+        self.fresh, metrics.table = True, {}
+        if self._noise is not None:
+            restore_rng(self._noise, _device_of(self.batch))
+        try:
+            with torch.enable_grad():
+                yield
+        finally:
+            metrics.table, metrics.hook = table, hook
+            for name, value in kept.items():
+                setattr(self, name, value)
+
+    def rehearse(self, batch: Any, index: int) -> Any:
+        """Run the user's step on a batch, unheard and unlogged; returns what it does."""
+        metrics = self._metrics
+        table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
+        try:
+            with self._autocast or nullcontext():
+                return self._step(batch, index)
+        finally:
+            metrics.table = table
+
+    def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
+        """Go back to a micro-batch that has begun, for strategies that have several under way."""
+        self.batch, self.index, self.outputs = batch, self.first + index, outputs
+        self._metrics.weight = self.weights[index]
+
+    def let_go(self) -> None:
+        """The fit is over: nothing keeps a batch, or the strategy's wrapper and with it a process group."""
+        self._step = _over
+        self.batch = self.earlier = self.outputs = None
+        self.batches = []
+
+    @property
+    def hears_backward(self) -> bool:
+        """Whether anybody listens to ``on_before_backward`` or ``on_after_backward``."""
+        return bool(self._bus.on_before_backward or self._bus.on_after_backward)
+
+    def start_gradients(self) -> None:
+        """Drop the gradients of the window before, where nobody did yet."""
+        if self.fresh:
+            self.fresh = False
+            self.zero()
+
+    def end(self, index: int) -> None:
+        """Count the batch; say that it ended, unless the optimizer step comes first."""
+        progress = self.progress
+        progress.batch += 1
+        progress.epoch_batch += 1
+        progress.samples += self.sizes[index]
+        if index + 1 == self.count:
+            progress.tokens += self.tokens
+        elif self.batch is not None:
+            for hook in self._bus.on_train_batch_end:
+                hook(self.outputs, self.batch, self.index)
+
+
+def _backward(loss: Tensor, **options: Any) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def _check_loss(loss: Tensor) -> None:
+    if loss.numel() != 1:
+        raise ConfigurationError(
+            "the loss is not a single number", found=f"shape {tuple(loss.shape)}", fix="return its .mean()"
+        )
+    if not loss.requires_grad:
+        raise ConfigurationError(
+            "the loss depends on no parameter that requires a gradient",
+            found="a tensor without a graph",
+            fix="compute it from the module's output, without .detach(), .item() or torch.no_grad()",
+        )
+
+
+def _device_of(batch: Any) -> torch.device | None:
+    found: list[torch.device] = []
+    apply_to_collection(batch, Tensor, lambda tensor: found.append(tensor.device))
+    return found[0] if found else None
+
+
+def _over(batch: Any, batch_idx: int) -> Any:
+    raise RuntimeError("this fit is over")
+
+
+def _nothing() -> None:
+    """Replaced by the optimizers'."""

@@ -1,0 +1,166 @@
+"""Ghosts: what a rank runs in place of a batch that it does not have, where the others need it in theirs.
+
+It is an earlier batch, weighs nothing, and leaves nothing behind: no hook hears of it, nothing of it is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from trainer_kit.core.errors import DataError
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.protocols import Group
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data import MISSING, Feed
+from trainer_kit.metrics.objects import restore_running, running_states
+from trainer_kit.step.micro_batch import Micro
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["Ghosts", "donated", "in_step", "unseen"]
+
+_OVER: Final = object()
+
+
+@final
+class Ghosts:
+    """Those of training.
+
+    Args:
+        micro: whose step they run.
+        module: the user's.
+        strategy: under which it is trained.
+        move: how a batch gets onto the device, or None.
+        names: of the losses, where there are several.
+    """
+
+    def __init__(
+        self, micro: Micro, module: Any, strategy: Strategy, move: Callable[[Any], Any] | None, names: Any
+    ) -> None:
+        self._micro, self._module, self._strategy, self._move, self._names = micro, module, strategy, move, names
+        self._provided = False  # every rank has had a batch
+
+    def provide(self) -> None:
+        """A rank that never had a batch gets one of another rank's; every rank calls it, until all have one."""
+        if self._provided:
+            return
+        micro = self._micro
+        mine = next((batch for batch in micro.batches if batch is not None), None)
+        known = next((batch for batch in (mine, micro.batch, micro.earlier) if batch is not None), None)
+        given = donated(known, self._strategy.data)
+        if known is None:
+            micro.earlier = given if self._move is None or given is None else self._move(given)
+        self._provided = True
+
+    def absent(self) -> Any:
+        """The forward of one: the losses that its backward is called on, all of them zero; None in manual mode.
+
+        Raises:
+            DataError: no rank has had a batch.
+        """
+        micro = self._micro
+        if micro.earlier is None:
+            raise DataError("no rank has a batch", fix="give the loader data")
+        kept = micro.factors, micro.loss, micro.loss_sum
+        micro.factors = [0.0]
+        try:
+            with unseen(self._module, self._strategy.device):
+                output = micro.rehearse(micro.earlier, micro.first)
+        finally:
+            micro.factors, micro.loss, micro.loss_sum = kept
+        if micro.manual or output is None:
+            return None
+        if self._names is not None:
+            return {name: output[name] * 0.0 for name in self._names if output[name] is not None}
+        return (output["loss"] if isinstance(output, Mapping) else output) * 0.0
+
+
+def donated(mine: Any, group: Group) -> Any:
+    """A batch for a rank that has none: that of the first rank that has one, on the host; else its own.
+
+    Args:
+        mine: of this rank, or None.
+        group: every rank of it calls this.
+    """
+    has = [bool(row[0]) for row in group.agree([mine is not None])]
+    if all(has) or not any(has):
+        return mine
+    source = has.index(True)
+    on_host = apply_to_collection((mine,), Tensor, _to_host) if group.rank == source else (None,)
+    (given,) = group.broadcast(on_host, source)
+    return given if mine is None else mine
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.cpu()  # sync point: once in a run
+
+
+def in_step(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
+    """Equally many batches on every data rank: `MISSING` where this one has none, and others have.
+
+    Args:
+        feed: knows whether it is so by itself.
+        batches: of this rank, each with its number of samples.
+        strategy: its data ranks agree at each batch where nobody knows beforehand.
+    """
+    if not strategy.lockstep or feed.even:
+        yield from batches
+        return
+    while True:
+        batch = next(batches, _OVER)
+        if not any(row[0] for row in strategy.data.agree([batch is not _OVER])):
+            return
+        yield MISSING if batch is _OVER else batch
+
+
+@contextmanager
+def unseen(module: Any, device: torch.device) -> Iterator[None]:
+    """Undo what a step does to buffers, metrics and generators, and to what TrainModules keep in numbers and lists."""
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    counted = running_states(module)
+    # Metrics are modules, too: their attributes are states, which `restore_running` puts back.
+    modules = [part for part in module.modules() if part is module or isinstance(part, TrainModule)]
+    kept = [(part, {name: value for name, value in vars(part).items() if name[0] != "_"}) for part in modules]
+    undo = [_undo(value) for _, own in kept for value in own.values()]
+    with preserved_rng(device):
+        try:
+            yield
+        finally:
+            for buffer, before in buffers:
+                buffer.data.copy_(before)  # as data: a backward may still look at whether it was written to
+            for name, part in module.named_modules():
+                if name not in counted and hasattr(type(part), "update_count") and part.update_count:
+                    part.reset()
+            restore_running(module, counted)
+            for put_back in undo:
+                put_back()
+            for part, own in kept:
+                now = vars(part)
+                for name in [name for name in now if name[0] != "_" and name not in own]:
+                    del now[name]
+                now.update(own)
+
+
+def _undo(value: Any) -> Callable[[], None]:
+    """What puts back the items of a list, dict or set, and of those in it."""
+    if type(value) not in (list, dict, set):
+        return _nothing
+    before = value.copy()
+    inside = [_undo(item) for item in (value.values() if type(value) is dict else value)]
+
+    def put_back() -> None:
+        value.clear()
+        (value.extend if type(value) is list else value.update)(before)
+        for undo in inside:
+            undo()
+
+    return put_back
+
+
+def _nothing() -> None:
+    """It is no container."""

@@ -1,0 +1,286 @@
+"""TPUs and what else OpenXLA compiles for, through torch_xla: a step is traced, compiled once and run as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.core.costs import Costs, Exchange, part_bytes
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.costs import held_whole, ring
+from trainer_kit.strategies.single import Alone
+from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
+from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.xla.group import XLAGroup
+
+__all__ = ["XLAStrategy"]
+
+
+@final
+class XLAStrategy(Strategy):
+    """torch_xla (https://docs.pytorch.org/xla): one process drives all devices of its machine, or each drives one.
+
+    - One process, one device: a step is one compiled graph, which ends where the optimizer has stepped.
+    - One process, several devices (SPMD; Xu et al., GSPMD, 2021): a batch is divided over the devices by its first
+      dimension, and with ``shard_parameters`` weights and optimizer state as well (torch_xla's FSDPv2). ``batch_size``
+      is that of the process, over all its devices.
+    - Inside ``torch_xla.launch``, one process a device: gradients are averaged over the processes.
+
+    Args:
+        shard_parameters: every device holds a part of each weight and of its optimizer state; needs SPMD.
+        spmd: one process for all devices; None: where there are several, and nobody launched a process for each.
+
+    Example:
+        >>> XLAStrategy(shard_parameters=True).describe()
+        'torch_xla, not started; weights in parts'
+    """
+
+    name = "xla"
+    engine = "xla"
+    finds_devices = completes_gradients = True
+    why_not_averaged = "averages under XLA were never compared with those of one process"
+
+    def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
+        if shard_parameters and spmd is False:
+            raise StrategyError(
+                "weights in parts need one process for all devices",
+                found="shard_parameters=True, spmd=False",
+                fix="leave spmd out",
+            )
+        self.shard_parameters, self.spmd = shard_parameters, spmd
+        self.device = torch.device("xla")
+        self.end_batch = self._sync_batch
+        self._mesh: Any = None
+        self._parameters: list[nn.Parameter] = []
+        self._moved = Moved()
+
+    @property
+    def gradient_divisor(self) -> int:
+        """Gradients are averaged over processes; over the devices of one process a batch is one batch."""
+        return self.data.size
+
+    def start(self) -> None:
+        """Find the devices, and the other processes."""
+        import torch_xla
+        import torch_xla.runtime as xr
+
+        self._sync: Callable[[], None] = torch_xla.sync
+        fresh = not torch_xla._XLAC._xla_runtime_is_initialized()
+        # Asking for the number of processes first would count this process's devices as such.
+        launched = xr.local_process_count() > 1
+        count = xr.global_runtime_device_count() if not launched else 1
+        spmd = count > 1 if self.spmd is None else self.spmd
+        if self.shard_parameters and launched:
+            raise StrategyError(
+                "weights in parts need one process for all devices",
+                found=f"{xr.local_process_count()} processes on this machine",
+                fix="start the script by itself, without torch_xla.launch",
+            )
+        if spmd and not launched:
+            self._start_spmd(count)
+        self.device = torch_xla.device()
+        if fresh:
+            torch_xla.manual_seed(torch.initial_seed() % 2**63)
+        group: Group = XLAGroup() if launched and xr.world_size() > 1 else Alone()
+        self.world = self.data = self.losses = self.reports = group
+        self.reporter = group.rank
+
+    def _start_spmd(self, count: int) -> None:
+        import numpy as np
+        import torch_xla.distributed.spmd as xs
+        import torch_xla.runtime as xr
+
+        if not xr.is_spmd():
+            xr.use_spmd()
+        # FSDPv2's name for the axis.
+        self._mesh = xs.Mesh(np.arange(count), (count,), ("fsdp",))
+        xs.set_global_mesh(self._mesh)
+        self.shard_batch = self._divide
+
+    def _divide(self, batch: Any) -> Any:
+        """Each device computes its rows."""
+        return apply_to_collection(batch, Tensor, self._divide_one)
+
+    def _divide_one(self, tensor: Tensor) -> Tensor:
+        if tensor.dim() > 0:
+            self._mark(tensor, 0)
+        return tensor
+
+    def _mark(self, tensor: Tensor, dim: int) -> None:
+        import torch_xla.distributed.spmd as xs
+
+        xs.mark_sharding(tensor, self._mesh, tuple("fsdp" if i == dim else None for i in range(tensor.dim())))
+
+    def _mark_parts(self, tensors: Iterable[Tensor]) -> None:
+        """Divide along the longest dimension, as torch_xla's FSDPv2 does; what has none is held whole."""
+        if self.shard_parameters and self._mesh is not None:
+            for tensor in tensors:
+                if tensor.dim() > 0 and tensor.device.type == "xla":
+                    self._mark(tensor, tensor.shape.index(max(tensor.shape)))
+
+    def stop(self) -> None:
+        """Let go of the module's parameters."""
+        self._parameters = []
+
+    def init_context(self) -> AbstractContextManager[Any]:
+        """Layers are built on the host: tracing the draws of their weights would be compiled for this once."""
+        return nullcontext()
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
+        """Move the module; every process gets the first one's weights."""
+        module.to(self.device)
+        if self.world.size > 1:
+            for tensor in [*module.parameters(), *module.buffers()]:
+                self.world.broadcast(tensor.data)
+        self._mark_parts(module.parameters())
+        self._sync()
+
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+        """Move and divide; nothing wraps it."""
+        if manual and self.world.size > 1:
+            raise StrategyError(
+                "manual optimization on XLA needs one process for all devices",
+                found=f"{self.world.size} processes",
+                fix="start the script by itself, without torch_xla.launch",
+            )
+        self.place_module(module, precision)
+        self._parameters = list(module.parameters())
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """Move and divide; nothing wraps it."""
+        held = dict(module.named_parameters())  # torch_xla converts no parameter that is referred to weakly
+        self.place_module(module, precision)
+        self._moved.note({name: partial(held.get, name) for name in held}, module)
+        return module
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """On these devices parameters are other objects than on the host; an optimizer made there follows them."""
+        self._moved.follow(optimizer)
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """The method itself."""
+        owner: Any = getattr(method, "__self__", None)
+        parts = owner.modules() if isinstance(owner, nn.Module) else ()
+        if hasattr(method, "_torchdynamo_orig_callable") or any(p._compiled_call_impl is not None for p in parts):
+            raise StrategyError("XLA compiles steps by itself", found="torch.compile", fix="leave compile= out")
+        return method
+
+    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+        """Each batch is a graph of its own."""
+
+        def run(*arguments: Any) -> Any:
+            output = method(*arguments)
+            self._sync()
+            return output
+
+        return run
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's own, after which the graph of the step is compiled and runs."""
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            returned = optimizer.step(*arguments, **options)
+            self._sync()
+            return returned
+
+        return step
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's own, on the host: other engines hold none of these devices."""
+        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}  # sync point: a checkpoint
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """As torch loads it; parts stay parts."""
+        module.load_state_dict(state, strict=strict)
+        self._mark_parts(module.parameters())
+        self._sync()
+
+    def optimizer_state(
+        self, optimizer: Optimizer
+    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's own, on the host."""
+        groups, states = optimizer_state(optimizer)
+        return groups, {p: apply_to_collection(dict(state), Tensor, _on_host) for p, state in states.items()}
+
+    def load_optimizer_state(
+        self,
+        optimizer: Optimizer,
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> None:
+        """As torch loads it; parts stay parts."""
+        load_optimizer_state(optimizer, groups, state)
+        for own in optimizer.state.values():
+            self._mark_parts(value for value in own.values() if isinstance(value, Tensor))
+        self._sync()
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """One micro-batch after the other, all in one graph; gradients are averaged after the last."""
+        for index in range(micro.count):
+            micro.begin(index)
+            loss = micro.forward(index)
+            if loss is not None:
+                micro.backward(index, loss)
+            micro.end(index)
+        self._average(self._parameters)
+
+    def _average(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        """Gradients over the processes, where there are several."""
+        trained = [p for p in parameters if p.requires_grad]  # now: a callback may thaw or freeze some
+        if isinstance(self.data, XLAGroup):
+            # Every process must trace the same graph, so what it has no gradient for counts as zeros.
+            for parameter in trained:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+        gradients = [p.grad for p in trained if p.grad is not None]
+        if isinstance(self.data, XLAGroup):
+            self.data.average(gradients)
+        return gradients
+
+    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
+        """Average them over the processes."""
+        return self._average(p for group in optimizer.param_groups for p in group["params"])
+
+    def _sync_batch(self) -> None:
+        """Compile and run what was traced, also where nothing was stepped."""
+        self._sync()
+
+    @property
+    def own_buffers(self) -> bool:
+        """Processes keep their own."""
+        return self.world.size > 1
+
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """Of a process; what devices of one process send each other is the compiler's choice."""
+        if self._mesh is not None:
+            return held_whole(
+                module,
+                f"one process for {self._mesh.size()} devices, over all of them; parameters "
+                + ("in parts" if self.shard_parameters else "whole on each"),
+                [Exchange(what="what the compiler puts between the devices", sent=None)],
+            )
+        size = part_bytes(p for p in module.parameters() if p.requires_grad)
+        sent = [Exchange(what=f"gradients: all-reduce over {ranks} processes", sent=ring(2, ranks, size))]
+        return held_whole(module, f"{ranks} processes, each with everything", sent)
+
+    def describe(self) -> str:
+        """One line for ``explain()``."""
+        parts = "; weights in parts" if self.shard_parameters else ""
+        if not self.started:
+            return f"torch_xla, not started{parts}"
+        if self._mesh is not None:
+            return f"torch_xla, one process for {self._mesh.size()} devices{parts}"
+        return f"torch_xla, {self.world.size} processes, one device each"
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu()  # sync point: a checkpoint

@@ -1,0 +1,365 @@
+"""From settings, a module and loaders to a `Fit` or an `Evaluation`, checked before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+
+from trainer_kit.core.duration import Duration
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.signatures import takes
+from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
+from trainer_kit.metrics.entry import Reduced
+from trainer_kit.state.parameter_groups import configured_flags, note_configured
+from trainer_kit.step.accumulation_window import Windows
+from trainer_kit.step.bus import Bus
+from trainer_kit.step.early_exit import left_together
+from trainer_kit.step.evaluate import Evaluation, part_weight
+from trainer_kit.step.manual import ManualStepper
+from trainer_kit.step.micro_batch import Micro
+from trainer_kit.step.optimize import Optimizers, Stepper, check_parameters, configure_optimizers
+from trainer_kit.step.padding_batches import Ghosts
+from trainer_kit.step.run import Fit
+from trainer_kit.step.saver import Saver
+from trainer_kit.step.schedule import Schedule
+from trainer_kit.strategies.transforms.compile import Compile
+from trainer_kit.training.directories import checkpoint_directories
+from trainer_kit.training.loaders import (
+    NAMES,
+    agreed_limits,
+    evaluation_feeds,
+    find_loaders,
+    mover,
+    training_feed,
+)
+from trainer_kit.training.run_metadata import about_run
+from trainer_kit.training.session import Session
+from trainer_kit.training.settings import Settings
+
+__all__ = ["check_module", "compose_evaluation", "compose_fit", "prepare_data", "trainable_in_eval"]
+
+
+def check_module(module: Any, stage: str) -> None:
+    """Refuse what cannot run, with what is missing."""
+    if isinstance(module, type):
+        raise ConfigurationError(
+            "this is the class of a module, not a module",
+            found=module.__name__,
+            fix=f"make one: {module.__name__}(...)",
+        )
+    if not isinstance(module, TrainModule):
+        raise ConfigurationError(
+            "this is no TrainModule",
+            found=type(module).__name__,
+            fix="subclass trainer_kit.TrainModule (your model may be an attribute of it)",
+        )
+    if "_modules" not in vars(module):
+        raise ConfigurationError(
+            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it ahead of everything else"
+        )
+    needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
+    if needed is not None and not is_overridden(needed, module, TrainModule):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no {needed}", fix=f"define {needed}(self, batch, batch_idx)"
+        )
+
+
+def prepare_data(trainer: Session, module: Any, datamodule: Any, stage: str) -> None:
+    """``prepare_data`` on one process per node, then ``setup`` of everybody: datamodule, callbacks, module."""
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    if trainer.local_rank == 0:
+        for owner in owners:
+            if is_overridden("prepare_data", owner, DataHooks):
+                owner.prepare_data()
+    trainer.strategy.world.barrier()
+    if datamodule is not None and is_overridden("setup", datamodule, DataHooks):
+        datamodule.setup(stage)
+    for callback in trainer.callbacks:
+        callback.setup(trainer, module, stage)
+    if is_overridden("setup", module, DataHooks):
+        module.setup(stage)
+    trainer.strategy.world.barrier()
+
+
+def compose_evaluation(
+    trainer: Session, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus
+) -> Evaluation:
+    """Everything that validation, test or prediction needs."""
+    strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
+    feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
+    limits = agreed_limits(limits, strategy.data)
+    # Predictions of parts of a sequence could not be put together.
+    whole = stage == "predict" and strategy.losses.size > strategy.data.size
+    move, _ = mover(module, datamodule, strategy, precision, whole)
+
+    def publish(reduced: Reduced, batch: int) -> None:
+        if not trainer.sanity_checking:
+            trainer.log_metrics(reduced.logger, batch)
+
+    return Evaluation(
+        stage=stage,
+        module=module,
+        feeds=feeds,
+        limits=limits,
+        bus=bus,
+        metrics=trainer.metrics,
+        precision=precision,
+        strategy=strategy,
+        move=move,
+        whole=whole,
+        # Tensors made under inference_mode cannot be used in training, sent by gloo, divided by FSDP, or traced by XLA.
+        inference_mode=settings.inference_mode
+        and trainer.state_verb != "fit"
+        and strategy.world.size == 1
+        and not strategy.sharded
+        and strategy.device.type != "xla",
+        publish=publish,
+    )
+
+
+def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
+    """Everything that training needs: feed, wrapped module, optimizers, windows, schedule, validation."""
+    strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
+    feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
+    (limit,) = agreed_limits([limit], strategy.data)
+    _tell_of_length(trainer, feed, limit)
+    trainer.train_batch_samples = feed.samples(0)
+    _check_tokens(settings, module)
+    manual = _is_manual(trainer, module)
+    precision.convert_module(module)
+    made, step = _wrap(trainer, module, manual, feed)
+    for optimizer in made.optimizers:
+        strategy.prepare_optimizer(optimizer)
+        note_configured(optimizer)
+    check_parameters(made, module, strategy, trainer.print)
+    stepper = (
+        ManualStepper(made, module, strategy, precision, bus)
+        if manual
+        else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
+    )
+    ahead = None if feed.draws else _ahead(module, datamodule, strategy, precision)
+    micro = _micro(trainer, module, bus, stepper, step, manual)
+    micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
+    windows = _windows(trainer, module, feed, micro, limit, ahead)
+    trainer.metrics.feed = feed if windows.loss_weight is None else None
+    _with_ghosts(windows, module, datamodule, trainer, made, manual)
+    validation = _validation(trainer, module, datamodule, val_loaders, bus)
+    run = Fit(
+        module=module,
+        bus=bus,
+        metrics=trainer.metrics,
+        progress=trainer.progress,
+        strategy=strategy,
+        precision=precision,
+        micro=micro,
+        windows=windows,
+        stepper=stepper,
+        schedule=_schedule(settings, limit, validation, strategy.world.size),
+        requests=trainer.requests,
+        validation=validation,
+        publish=trainer.log_metrics,
+        collect=trainer.collect_state,
+        directory=lambda: checkpoint_directories(trainer)[0],
+        checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
+        about=partial(about_run, trainer),
+        announce=trainer.announce_checkpoint,
+        say=trainer.print,
+        saver=Saver(trainer.async_save),
+        frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
+    )
+    if stepper.evaluates:
+        micro.remember(stepper.draws)
+    return run
+
+
+def _windows(trainer: Session, module: Any, feed: Feed, micro: Micro, limit: int | None, ahead: Any) -> Windows:
+    strategy = trainer.strategy
+    windows = Windows(
+        feed,
+        micro,
+        strategy.losses,
+        strategy.gradient_divisor,
+        parts=strategy.losses.size // strategy.data.size,
+        loss_weight=part_weight(module, strategy),
+        weighting=trainer.settings.loss_weighting,
+        limit=limit,
+        ahead=ahead,
+    )
+    windows.length = trainer.accumulation
+    return windows
+
+
+def _tell_of_length(trainer: Session, feed: Feed, limit: int | None) -> None:
+    settings = trainer.settings
+    trainer.num_training_batches = float("inf") if limit is None else limit
+    together = read_together(feed.loader)
+    if isinstance(together, CombinedLoader):
+        trainer.print(f"training loaders in {together.mode}: {MODES[together.mode]}")
+    epochs = (settings.max_epochs or 0) - trainer.progress.epoch
+    if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
+        trainer.print(
+            f"a {type(feed.loader).__name__} can be read once: where it ends, the next of {settings.max_epochs} epochs"
+            " is an error (pass something that can be iterated again, or max_epochs=1)"
+        )
+
+
+def _is_manual(trainer: Session, module: Any) -> bool:
+    clip, manual = trainer.settings.clip, not module.automatic_optimization
+    if manual and (clip is not None or trainer.accumulation != 1):
+        raise ConfigurationError(
+            "manual optimization clips and accumulates by itself",
+            found=f"gradient_clip_val={clip and clip[0]}, accumulate={trainer.accumulation}",
+            fix="call self.clip_gradients(...) and step every n batches in training_step",
+        )
+    return manual
+
+
+def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
+    """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
+    strategy = trainer.strategy
+    facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
+    message = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
+    if message:
+        trainer.print(message)
+    if trainer.compile_regional:  # before it is sharded
+        Compile(options=trainer.compile_options).apply(module)
+    strategy.prepare_module(module, manual, trainer.precision_plugin)
+    made = configure_optimizers(module, strategy)
+    if not made.optimizers:
+        trainer.print("no optimizer: configure_optimizers returned None, so nothing will be stepped")
+    method = module.training_step
+    if not takes(method, 2):
+        method = _first_argument(method)
+    if trainer.compile_options is not None and not trainer.compile_regional:
+        method = torch.compile(method, **trainer.compile_options)
+        # Values go where no graph can follow; `Verb` takes this off again.
+        for part in module.own_modules():
+            part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
+    return made, strategy.bind(method, made.names is not None and not manual)
+
+
+def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda batch, index: method(batch)
+
+
+def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
+    backward = trainer.strategy.bind_backward(
+        module.backward if is_overridden("backward", module, TrainModule) else None
+    )
+    several, precision = stepper.several, trainer.precision_plugin
+    micro = Micro(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
+    micro.zero, micro.drops = stepper.zero, stepper.droppable()
+    micro.together = left_together(bus, trainer.strategy.world)
+    stepper.window = micro
+    return micro
+
+
+def _with_ghosts(
+    windows: Windows, module: Any, datamodule: Any, trainer: Session, made: Optimizers, manual: bool
+) -> None:
+    """Where every rank is needed for the micro-batches of the others, one that has none runs an earlier one."""
+    strategy, micro = trainer.strategy, windows.micro
+    if strategy.data.size > 1 and (manual or strategy.lockstep):
+        move = _mover(module, datamodule, strategy, trainer.precision_plugin)
+        ghosts = Ghosts(micro, module, strategy, move, None if manual else made.names)
+        micro.absent, windows.provide = ghosts.absent, ghosts.provide
+
+
+def _mover(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Callable[[Any], Any] | None:
+    """How a batch gets onto the device in its turn."""
+    move, _ = mover(module, datamodule, strategy, precision)
+    return None if move is None else lambda batch: move(batch, 0)
+
+
+def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
+    move, ahead = mover(module, datamodule, strategy, precision)
+    if move is None or not ahead:
+        return None
+
+    def moved(item: tuple[int, float, Any]) -> tuple[int, float, Any]:
+        size, weight, batch = item
+        return size, weight, None if batch is None else move(batch, 0)
+
+    def wrap(items: Iterable[Any]) -> Iterator[Any]:
+        return iter(Ahead(iter(items), moved, strategy.device))
+
+    return wrap
+
+
+def _validation(trainer: Session, module: Any, datamodule: Any, given: Any, bus: Bus) -> Evaluation | None:
+    if trainer.settings.limits["val"] == 0:
+        return None
+    if not is_overridden("validation_step", module, TrainModule):
+        if given is not None:
+            trainer.print(f"no validation: {type(module).__name__} has no validation_step for val_dataloaders")
+        return None
+    loaders = find_loaders("validate", given, module, datamodule)
+    if loaders is None:
+        return None
+    run = compose_evaluation(trainer, "validate", module, datamodule, loaders, bus)
+    return run if any(limit != 0 for limit in run.limits) else None
+
+
+def _check_tokens(settings: Settings, module: Any) -> None:
+    for name, length in (("max_duration", settings.max_duration), ("val_check_interval", settings.validate_every)):
+        counts = is_overridden("loss_weight", module, TrainModule) and settings.loss_weighting
+        if isinstance(length, Duration) and length.unit == "tok" and not counts:
+            raise ConfigurationError(
+                "nobody counts the tokens",
+                found=f"{name}={str(length)!r}, and {type(module).__name__} has no loss_weight",
+                fix="def loss_weight(self, batch): return the number of tokens in batch",
+            )
+
+
+def _schedule(settings: Settings, batches: int | None, validation: Evaluation | None, world: int) -> Schedule:
+    every = settings.validate_every
+    interval: Duration | None = None
+    if isinstance(every, Duration):
+        interval = every
+    elif isinstance(every, int):
+        interval = Duration(every, "ba")
+        if batches is not None and every > batches and settings.validate_epochs is not None and validation is not None:
+            raise ConfigurationError(
+                "validation would never run",
+                found=f"val_check_interval={every} with {batches} batches an epoch",
+                fix="use a smaller interval, or check_val_every_n_epoch=None to count over epochs",
+            )
+    elif every < 1.0:
+        if batches is None:
+            raise ConfigurationError(
+                "a fraction of an epoch of unknown length",
+                found=f"val_check_interval={every}",
+                fix="pass val_check_interval as a number of batches",
+            )
+        interval = Duration(max(1, int(batches * every)), "ba")
+    return Schedule(
+        batches=batches,
+        max_epochs=settings.max_epochs,
+        max_steps=settings.max_steps,
+        max_duration=settings.max_duration,
+        min_epochs=settings.min_epochs,
+        min_steps=settings.min_steps,
+        validate_every=interval,
+        across_epochs=settings.validate_epochs is None,
+        validate_epochs=settings.validate_epochs or 1,
+        validates=validation is not None,
+        log_every=settings.log_every,
+        agree_every=50 if world > 1 else 0,
+    )
+
+
+def trainable_in_eval(module: nn.Module) -> list[str]:
+    """Submodules with parameters to train that start in evaluation mode."""
+    return [
+        name or type(module).__name__
+        for name, part in module.named_modules()
+        if not part.training and any(p.requires_grad for p in part.parameters(recurse=False))
+    ]

@@ -1,0 +1,433 @@
+"""One verb of a Trainer from the first hook to the last: set up, hand over, tear down whatever happened."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from types import TracebackType
+from typing import Any, final
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import nn
+
+from trainer_kit.checkpoint.codec import encode
+from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.devices import deterministic_products
+from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
+from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.iterables import as_list
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.launch import report_errors
+from trainer_kit.metrics.objects import count_once
+from trainer_kit.state.collect import collect, plain_hparams, restore
+from trainer_kit.state.parameter_groups import reset_flags, watch_groups
+from trainer_kit.state.runs import check_records
+from trainer_kit.state.saving import abandon_save, save_requested
+from trainer_kit.step.bus import Bus, sorted_callbacks
+from trainer_kit.step.evaluate import Evaluation, evaluate
+from trainer_kit.step.requests import requeue_once, terminable
+from trainer_kit.step.run import Fit
+from trainer_kit.step.teardown import Unwinding
+from trainer_kit.training.auto_strategy import build_module
+from trainer_kit.training.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
+from trainer_kit.training.directories import take_directories
+from trainer_kit.training.error_notes import note_batch
+from trainer_kit.training.loaders import find_loaders
+from trainer_kit.training.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
+from trainer_kit.training.run_metadata import go_on_logging
+from trainer_kit.training.session import Session
+from trainer_kit.training.settle import settle_end
+
+__all__ = ["Verb"]
+
+
+@final
+class Verb:
+    """A context: everything a verb needs is up inside it, and everybody is told and cleaned up behind it.
+
+    Args:
+        trainer: whose verb.
+        stage: fit, validate, test or predict.
+        model: the module, or None for the one fitted last.
+        loaders: as the user gave them; a DataModule counts as ``datamodule``.
+        datamodule: as the user gave it.
+    """
+
+    def __init__(self, trainer: Session, stage: str, model: Any, loaders: Any, datamodule: Any) -> None:
+        if isinstance(loaders, DataModule):
+            if datamodule is not None:
+                raise ConfigurationError("the datamodule is given twice", fix="pass it as datamodule= only")
+            loaders, datamodule = None, loaders
+        self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
+        self.fitted = model is None
+        self.module = trainer.module if model is None else model
+        if self.module is None:
+            raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
+        check_module(self.module, stage)
+        self.unwinding = Unwinding()
+        self.bus: Bus
+        self._before = trainer.callbacks
+        self._not_terminable: Callable[[BaseException | None], None]
+        self._switch_back: Callable[[BaseException | None], None]
+
+    def __enter__(self) -> Verb:
+        try:
+            self._set_up()
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            note_batch(error, self.module)
+        self.unwinding.__exit__(kind, error, traceback)
+
+    def _set_up(self) -> None:
+        trainer, module, stage = self.trainer, self.module, self.stage
+        if trainer.state_verb:
+            raise ConfigurationError(f"{stage} inside {trainer.state_verb}", fix="wait for the first to return")
+        if trainer.environment.launched:
+            report_errors(where=lambda: f"step {trainer.progress.step}")
+        trainer.strategy.start()
+        self._not_terminable = terminable(trainer.requests)
+        self._switch_back = _switched(trainer.switches)
+        rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
+        trainer.state_verb, trainer.module = stage, module
+        self._attach()
+        trainer.metrics.heard_on(trainer.strategy, module)
+        trainer.requests.clear()
+        if stage == "fit":
+            trainer.begin_fit()
+        else:
+            trainer.metrics.forget()  # neither the bar nor the monitors of a test see anything of training
+        trainer.agree_on_run()
+        trainer.datamodule = self.datamodule
+        module.trainer = trainer
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+        self._add_callbacks()
+        if stage == "fit":
+            trainer.read_accumulation()
+            trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
+        prepare_data(trainer, module, self.datamodule, stage)
+        build_module(trainer, module, stage)
+        module.trainer = trainer  # those that were built inside it meanwhile have it too
+        count_once(module, trainer.strategy)
+
+    def _add_callbacks(self) -> None:
+        """Callbacks that belong to the module replace the Trainer's of the same class.
+
+        After a fit they stay, with what they learned (the best checkpoint); after an evaluation the fit's are back.
+        """
+        trainer = self.trainer
+        own = self.module.configure_callbacks()
+        own = as_list(own, Callback)
+        if not own and trainer.callbacks is trainer._given:
+            return
+        kinds = {type(callback) for callback in own}
+        given = [callback for callback in trainer._given if type(callback) not in kinds]
+        trainer._callbacks = sorted_callbacks([*given, *own]) if own else trainer._given
+        self._attach()
+
+    def _attach(self) -> None:
+        """Who listens, is told of an exception and is torn down, from here on."""
+        trainer, module, stage, datamodule = self.trainer, self.module, self.stage, self.datamodule
+        self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
+        self.unwinding.failed[:] = self.bus.on_exception
+        calls: list[Callable[[], Any]] = []
+        if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
+            calls.append(lambda: datamodule.teardown(stage))
+        calls += [_teardown(callback, trainer, module, stage) for callback in trainer.callbacks]
+        if is_overridden("teardown", module, DataHooks):
+            calls.append(lambda: module.teardown(stage))
+        # Teardown hooks still see the trainer at work.
+        ends = [self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
+        self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
+
+    def _leave(self, error: BaseException | None) -> None:
+        trainer = self.trainer
+        trainer.state_verb = ""
+        trainer.metrics.leave()
+        trainer.metrics.hook = ""
+        trainer.sanity_checking = False
+        trainer.requests.wake = trainer.find_train_loaders = _nobody
+        if self.stage != "fit":
+            trainer._callbacks = self._before
+        self.module.untoggle_optimizer(None)
+        for module in self.module.own_modules():
+            module.__dict__.pop("log", None)  # see `compose_fit`, under compile
+        if error is not None:
+            trainer.precision_plugin.abandon_step()
+        keeps = self.stage == "fit" and trainer.checkpoint_callback is not None and not trainer.settings.fast
+        told = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
+        if told:  # no step was running
+            trainer.print(told)
+
+    def _stop(self, error: BaseException | None) -> None:
+        if self.stage == "fit":
+            self.trainer.strategy.stop()
+            if self.trainer.run is not None:
+                self.trainer.run.micro.let_go()
+                self.trainer.run.saver.buffers.clear()
+
+    def _finalize(self, error: BaseException | None) -> None:
+        trainer = self.trainer
+        interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
+        status = "success" if error is None else "interrupted" if interrupted else "failed"
+        ending = Unwinding()
+        for logger in trainer.every_logger if trainer.is_global_zero else ():
+            if hasattr(logger, "finalize"):
+                ending.cleanup.append(_ignoring_error(partial(logger.finalize, status)))
+        with ending:
+            pass
+
+    def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
+        """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
+        trainer, module = self.trainer, self.module
+        _check_keepers(trainer)
+        if ckpt_path is None:
+            on_rank_zero(trainer.strategy.world, lambda: check_records(trainer))
+        removed = take_directories(trainer, self.unwinding.cleanup)
+        path, weights_only, told = find_start(trainer, ckpt_path, weights_only, removed)
+        if path is None and trainer.trained_before:
+            trainer.print(
+                f"this fit starts at step 0 with new optimizers; the last one ended at step {trainer.trained_before}"
+                ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
+            )
+        state = None if path is None else read_start(path, weights_only, trainer.strategy)
+        if state is not None and not weights_only and "optimizer_states" not in state:
+            raise holds_weights(path)
+        if state is not None and not weights_only:
+            reset_flags(module)
+        if state is not None and trainer.seed is None:
+            trainer.data_seed = state.get("seed", trainer.data_seed)
+        loaders = trainer.load_train()
+        if loaders is None:
+            raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
+        if trainer.switches["sync_batchnorm"]:
+            self.module = module = _sync_batchnorm(module, trainer.strategy)
+        run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
+        self.unwinding.cleanup.append(watch_groups(run))
+        run.id = "" if trainer.record is None else trainer.record.id
+        trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
+        if state is not None and path is not None:
+            state = read_rest(state, path, weights_only, trainer.strategy, module)
+            strict = module.strict_loading
+            size = trainer.settings.global_batch_size
+            restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
+            go_on_logging(trainer, state)
+            trainer.print(told.replace("{step}", str(trainer.progress.step), 1))
+            if trainer.progress.epoch_batch and state.get("seed", trainer.data_seed) != trainer.data_seed:
+                trainer.print(
+                    f"Trainer(seed={trainer.seed}) changes the order of the data inside an epoch: samples that the"
+                    " epoch has read may come again; leave seed= out to keep the checkpoint's order"
+                )
+            ended = trainer.taken
+            if ended is not None and ended.status == "finished" and trainer.progress.step >= ended.step:
+                run.requests.stop = ended.stopped  # what a request ended stays ended; a limit is looked at anew
+        if run.checkpoints:
+            _dry_run(trainer, run)
+        run.requests.wake = run.wake
+        self.unwinding.failed.append(self._save_after)
+        asleep = trainable_in_eval(module)
+        if asleep:
+            trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(asleep[:5])}")
+        self._introduce_to_loggers()
+        # The generators of a resumed run stand where its checkpoint has them.
+        with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
+            for hook in self.bus.on_fit_start:
+                hook()
+        self._check_sanity(run)
+        return run
+
+    def _save_after(self, error: BaseException) -> None:
+        """Callbacks that keep a checkpoint of a failed run have just asked for it; other ranks may be gone by now."""
+        run = self.trainer.run
+        if run is None:
+            return
+        abandon_save(run)
+        if not run.requests.named:
+            return
+        if isinstance(error, NonFiniteError) or self.trainer.world_size > 1 or run.requests.at_once:
+            run.requests.checkpoints.clear()
+            return
+        save_requested(run, last=True)
+
+    def finish(self) -> None:
+        """Training ended by itself."""
+        for hook in self.bus.on_fit_end:
+            hook()
+        if self.trainer.run is not None:
+            settle_end(self.trainer.run)
+
+    def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
+        """Build the evaluation, with the weights that are asked for."""
+        trainer, module = self.trainer, self.module
+        keepers = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
+        chosen = ckpt_path is None and self.fitted and keepers and keepers[0].best_model_path
+        path = find_checkpoint(trainer, "best" if chosen else ckpt_path, keepers)
+        if path is not None:
+            why = f": {_best(keepers[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
+            trainer.print(f"{self.stage}: weights of {path}{why}")
+        trainer.precision_plugin.convert_module(module)
+        load = _nobody if path is None else partial(load_weights, module, path, self.bus, trainer.strategy)
+        divided = trainer.strategy.sharded  # each rank reads the parts that it has by then
+        steps: list[Callable[[], Any]] = [
+            partial(trainer.strategy.place_module, module, trainer.precision_plugin),
+            load,
+        ]
+        for step in steps if divided else reversed(steps):
+            step()
+        loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
+        name = {"validate": "val"}.get(self.stage, self.stage)
+        if loaders is None:
+            raise DataError(
+                f"there is nothing to {self.stage} on", fix=f"pass dataloaders=, or define {name}_dataloader()"
+            )
+        run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
+        setattr(trainer, f"num_{name}_batches", _counts(run))
+        return run
+
+    def _introduce_to_loggers(self) -> None:
+        trainer = self.trainer
+        if not trainer.is_global_zero:
+            return
+        values: dict[str, Any] = {}
+        for owner in (self.datamodule, self.module):
+            if owner is not None and vars(owner).get("_log_hparams"):
+                values.update(owner.hparams)
+        for logger in trainer.every_logger:
+            if values and hasattr(logger, "log_hyperparams"):
+                logger.log_hyperparams(values)
+            if hasattr(logger, "log_graph"):
+                logger.log_graph(self.module)
+
+    def _check_sanity(self, run: Fit) -> None:
+        """Try a few validation batches, so that a mistake in them shows before hours of training."""
+        trainer, steps = self.trainer, self.trainer.settings.sanity_steps
+        if run.validation is None or steps == 0 or trainer.progress.step > 0:
+            return
+        full = run.validation.limits
+        if steps > 0:
+            run.validation.limits = [steps if limit is None else min(limit, steps) for limit in full]
+        trainer.num_sanity_val_batches = _counts(run.validation)
+        requests = run.requests
+        before = requests.stop, requests.validation, list(requests.checkpoints)
+        trainer.sanity_checking = True
+        with preserved_rng(trainer.strategy.device):
+            for hook in self.bus.on_sanity_check_start:
+                hook()
+            evaluate(run.validation)
+            for hook in self.bus.on_sanity_check_end:
+                hook()
+        trainer.sanity_checking = False
+        run.validation.limits = full
+        run.validation.seen.clear()
+        trainer.metrics.forget()
+        requests.stop, requests.validation, requests.checkpoints[:] = before
+
+
+def _best(keeper: Any) -> str:
+    """What ``best_model_path`` of a checkpoint callback is the best of."""
+    if keeper.best_model_score is None:
+        return "the newest checkpoint of the last fit"
+    score = float(keeper.best_model_score)  # no sync point: it is on the CPU
+    return f"the best checkpoint of the last fit, {keeper.monitor} = {score:.6g}"
+
+
+def _check_keepers(trainer: Session) -> None:
+    """Checkpoints are taken by all ranks together: each must have the callbacks that ask for them."""
+    world = trainer.strategy.world
+    if world.size == 1:
+        return
+    everyone = world.all_gather_object([type(callback).__name__ for callback in trainer.checkpoint_callbacks])
+    if any(names != everyone[0] for names in everyone):
+        raise RankError(
+            "the ranks have different checkpoint callbacks",
+            found="; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone)),
+            fix="give every rank the same ones: only rank 0 writes",
+        )
+
+
+def _has_state(owner: Any) -> bool:
+    try:
+        return bool(owner is not None and owner.state_dict())
+    except Exception:  # it arrives when the state is asked for in earnest
+        return False
+
+
+def _counts(run: Evaluation) -> list[int | float]:
+    return [float("inf") if limit is None else limit for limit in run.limits]
+
+
+def _teardown(callback: Any, trainer: Session, module: Any, stage: str) -> Callable[[], Any]:
+    return lambda: callback.teardown(trainer, module, stage)
+
+
+def _ignoring_error(call: Callable[[], Any]) -> Callable[[BaseException | None], Any]:
+    return lambda error: call()
+
+
+def _nobody() -> None:
+    """Nobody is waiting, and there is nothing to find."""
+
+
+def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None]:
+    """Set torch's global switches for this verb; returns what puts them back."""
+    deterministic, warn = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    anomaly, benchmark = torch.is_anomaly_enabled(), torch.backends.cudnn.benchmark
+    undo = deterministic_products() if switches["deterministic"] else _nobody
+    if switches["deterministic"]:
+        torch.use_deterministic_algorithms(True, warn_only=switches["deterministic"] == "warn")
+    if switches["benchmark"] is not None:
+        torch.backends.cudnn.benchmark = switches["benchmark"]
+    if switches["detect_anomaly"]:
+        torch.autograd.set_detect_anomaly(True)
+
+    def back(error: BaseException | None) -> None:
+        undo()
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.autograd.set_detect_anomaly(anomaly)
+
+    return back
+
+
+def _sync_batchnorm(module: nn.Module, strategy: Any) -> Any:
+    if strategy.device.type == "cpu":
+        raise ConfigurationError(
+            "torch's SyncBatchNorm does not run on the CPU", found="sync_batchnorm=True", fix="leave it out here"
+        )
+    return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
+
+
+def _dry_run(trainer: Session, run: Fit) -> None:
+    """Find what a checkpoint cannot hold before the first step, not at the first save.
+
+    ``on_save_checkpoint`` is not called, and a state that only training makes is not looked at: nothing is saved yet.
+    """
+    ready = [callback for callback in trainer.callbacks if _has_state(callback)]
+    datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
+    state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
+    state["loaders"] = run.windows.feed.first_state()
+    if run.strategy.sharded:
+        encode(state, {}, copy=False, sharded=True)
+    else:  # rank 0 writes, and an engine that gathers its state has it there alone
+        on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
+    refused = plain_hparams(trainer.module.hparams)[1]
+    if refused:
+        trainer.print(
+            f"hyperparameters that a checkpoint holds by their repr only: {', '.join(refused)}"
+            " (load_from_checkpoint will ask for them)"
+        )

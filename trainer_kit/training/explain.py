@@ -1,0 +1,203 @@
+"""``trainer.explain()``: the composed run, and the loop with every hook and who listens, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_utilities.core.overrides import is_overridden
+
+from trainer_kit.core.costs import cost_lines
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.text import Text
+from trainer_kit.step.bus import Bus
+from trainer_kit.step.optimize import configure_optimizers
+from trainer_kit.training.auto_strategy import weigh
+from trainer_kit.training.compose import check_module
+from trainer_kit.training.loaders import find_loaders, training_feed
+from trainer_kit.training.session import Session
+
+__all__ = ["explain", "show_results"]
+
+_LOOP = """\
+on_fit_start
+on_sanity_check_start
+on_sanity_check_end
+on_train_start
+  on_train_epoch_start
+    on_train_batch_start
+    training_step
+    on_before_zero_grad
+    on_before_backward
+    backward
+    on_after_backward
+      on_before_optimizer_step
+      clip gradients
+      optimizer_step
+      lr_scheduler_step
+    on_train_batch_end
+    on_train_step_end
+    on_validation_start
+    on_validation_epoch_start
+      on_validation_batch_start
+      validation_step
+      on_validation_batch_end
+    on_validation_epoch_end
+    on_validation_end
+  on_train_epoch_end
+  on_train_epoch_end_late
+  on_save_checkpoint
+on_train_end
+on_fit_end
+on_exception
+"""
+
+
+def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
+    """The loop, a line each: hooks that somebody hears with their listeners, steps with what happens in them.
+
+    Args:
+        bus: who listens.
+        facts: notes for the lines that are no hooks, by name.
+        validates: whether validation is part of the run.
+    """
+    lines = []
+    for line in _LOOP.splitlines():
+        name = line.strip()
+        if ("validation" in name or "sanity" in name) and not validates:
+            continue
+        if name in Bus.__annotations__:
+            who = bus.listeners(name)
+            if who:
+                lines.append(f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(who)}")
+        elif name in facts:
+            lines.append(f"{line:<34} {facts[name]}")
+    return lines
+
+
+def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Text:
+    """See `Trainer.explain`."""
+    strategy, why = trainer.strategy, ""
+    size = max(trainer.world_size, trainer.processes)
+    if module is not None:
+        check_module(module, "fit")
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        _prepare(trainer, module, datamodule)
+        if trainer.roomier is not None and any(True for _ in module.parameters()):
+            strategy, why = weigh(trainer, module, "fit")
+    lines = [
+        f"strategy     {strategy.describe()}",
+        f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
+        f"precision    {trainer.precision_plugin.name}",
+        f"chosen by    {', '.join(f'{name}: {chosen.origin}' for name, chosen in trainer.origins.items())}",
+        f"loggers      {', '.join(type(logger).__name__ for logger in trainer.loggers) or 'none'}",
+        f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
+        f"ends         {_limits(trainer)}",
+    ]
+    if trainer.progress.step and not trainer.state_verb:
+        lines.append(
+            f"begins       at step 0, with new optimizers (the last fit ended at step {trainer.progress.step})"
+        )
+    if why:
+        lines.append(f"auto         {why}")
+    if module is not None:
+        found = find_loaders("fit", loaders, module, datamodule)
+        if found is not None:
+            lines += _data_lines(trainer, found, size)
+        lines += _cost_lines(trainer, strategy, module, size)
+        bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
+        validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
+        lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
+    return Text("\n".join(lines))
+
+
+def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
+    """What `fit` does ahead of asking for loaders."""
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+    for owner in owners:
+        owner.trainer = trainer
+        if is_overridden("prepare_data", owner, DataHooks) and trainer.local_rank == 0:
+            owner.prepare_data()
+    for owner in owners:
+        if is_overridden("setup", owner, DataHooks):
+            owner.setup("fit")
+
+
+def _limits(trainer: Session) -> str:
+    settings = trainer.settings
+    timers = [callback.time_remaining() for callback in trainer.callbacks if hasattr(callback, "time_remaining")]
+    parts = []
+    if settings.max_epochs is not None:
+        parts.append(f"{settings.max_epochs} epochs")
+    if settings.max_steps is not None:
+        parts.append(f"{settings.max_steps} steps")
+    if settings.max_duration is not None:
+        parts.append(str(settings.max_duration))
+    parts += [f"{seconds:g}s" for seconds in timers if seconds is not None]
+    return "after " + ", or after ".join(parts) if parts else "when it is stopped"
+
+
+class _Ranks:
+    """Rank 0 of a number of data ranks that are not running yet."""
+
+    rank = 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def _data_lines(trainer: Session, loaders: Any, size: int) -> list[str]:
+    window = _window(trainer)
+    feed, limit = training_feed(loaders, trainer.settings, _Ranks(size), trainer.data_seed, window)  # type: ignore[arg-type]
+    per_rank = feed.per_rank_batch_size
+    known = "unknown" if per_rank is None else f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
+    steps = "unknown" if limit is None else f"{-(-limit // window)} ({limit} batches in windows of {window})"
+    return [f"data         {feed.describe()}", f"batch        {known}", f"steps/epoch  {steps}"]
+
+
+def _window(trainer: Session) -> int:
+    """Micro-batches of the first optimizer step."""
+    counting = trainer.first_callback("get_accumulate_grad_batches")
+    return 1 if counting is None else int(counting.get_accumulate_grad_batches(0))
+
+
+def _cost_lines(trainer: Session, strategy: Any, module: Any, size: int) -> list[str]:
+    """What a rank holds and sends: of the module as it is now, divided by an earlier fit or not."""
+    if next(module.parameters(), None) is None:
+        return ["layout       known when configure_model has built the layers"]
+    costs = strategy.costs(module, trainer.precision_plugin, size)
+    if costs is None:
+        return [f"layout       not known: {type(strategy).__name__} declares no costs"]
+    optimizers = trainer.optimizers if trainer.module is module else None
+    note = []
+    if not optimizers and is_overridden("configure_optimizers", module, TrainModule):
+        try:
+            optimizers = configure_optimizers(module).optimizers
+        except Exception as error:  # it may ask for what only a running fit has, as the number of steps
+            optimizers, said = None, str(error).partition("\n")[0]
+            note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {said})"]
+    return [*cost_lines(costs, optimizers, _window(trainer)), *note]
+
+
+def _facts(trainer: Session, module: Any) -> dict[str, str]:
+    name = type(module).__name__
+    clip = trainer.settings.clip
+    return {
+        "training_step": f"{name}.training_step under {trainer.precision_plugin.name}",
+        "backward": "manual" if not module.automatic_optimization else f"{name}.backward",
+        "clip gradients": "none" if clip is None else f"by {clip[1]} to {clip[0]}",
+        "optimizer_step": "manual" if not module.automatic_optimization else "each optimizer of configure_optimizers",
+        "lr_scheduler_step": "schedulers with interval='step'",
+        "validation_step": f"{name}.validation_step",
+    }
+
+
+def show_results(trainer: Session, stage: str, results: list[dict[str, float]]) -> None:
+    """Print logged values, a line each."""
+    values = {name: value for part in results for name, value in part.items()}
+    if not values:
+        return
+    width = max(map(len, values))
+    trainer.print("\n".join([f"{stage}:", *(f"  {name:<{width}}  {value:.6g}" for name, value in values.items())]))

@@ -1,0 +1,79 @@
+"""The fit loop. One turn is one optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.state.saving import settle_save
+from trainer_kit.step.micro_batch import EndOfEpoch
+from trainer_kit.step.run import Fit
+from trainer_kit.training.settle import (
+    check_trained,
+    continues,
+    next_due,
+    settle_end,
+    settle_epoch,
+    settle_resume,
+    settle_step,
+    settle_stop,
+)
+
+__all__ = ["fit"]
+
+
+def fit(run: Fit) -> None:
+    """Train until a limit is reached or a stop is asked for."""
+    bus, progress, strategy, micro, stepper = run.bus, run.progress, run.strategy, run.micro, run.stepper
+    with _again(run) if run.resumed else nullcontext():
+        for hook in bus.on_train_start:
+            hook()
+    goes_on = continues(run)
+    while goes_on:
+        _begin_epoch(run)
+        with _again(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
+            for hook in bus.on_train_epoch_start:
+                hook()
+        completed = not settle_resume(run)
+        try:
+            for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
+                strategy.forward_backward(micro)  # begin, training_step, backward, end of each
+                stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
+                progress.step += 1
+                if micro.batch is not None:
+                    for hook in bus.on_train_batch_end:
+                        hook(micro.outputs, micro.batch, micro.index)
+                for hook in bus.on_train_step_end:
+                    hook()
+                if progress.step >= run.due and settle_step(run):
+                    completed = run.schedule.epoch_is_over(progress)
+                    break
+        except EndOfEpoch:
+            micro.started = -1  # no window is under way any more
+        goes_on = settle_epoch(run, completed)
+    settle_stop(run)
+    check_trained(run, over=True)
+    settle_save(run)  # who ends training finds every checkpoint that was asked for
+    for hook in bus.on_train_end:
+        hook()
+    settle_end(run)
+    strategy.finish(run.module)
+
+
+@contextmanager
+def _again(run: Fit) -> Iterator[None]:
+    """What a resumed run calls once more prepares its process; what it draws and logs is in the checkpoint already."""
+    with preserved_rng(run.strategy.device), run.metrics.unheard():
+        yield
+
+
+def _begin_epoch(run: Fit) -> None:
+    run.micro.index = -1
+    run.since = time.monotonic()
+    run.schedule.start_epoch(run.progress)
+    steps = run.schedule.steps_left(run.progress)
+    run.windows.budget = None if steps is None else steps * run.windows.length
+    # What was asked for between the epochs is looked at after the first step.
+    run.due = 0 if any(run.requests.pending) else next_due(run)

@@ -1,0 +1,169 @@
+"""Which loaders a verb runs on, how they are split, and how a batch gets onto the device."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, Final, cast
+
+from lightning_utilities.core.overrides import is_overridden
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from trainer_kit.core.errors import DataError
+from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.move import move_to_device
+from trainer_kit.core.protocols import Group
+from trainer_kit.data import CombinedLoader, Feed, is_tree, limit_batches, read_together
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.training.settings import Settings
+
+__all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
+
+NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
+"""What a verb's loaders and limits are called."""
+
+
+def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
+    """What was passed, else the datamodule's, else the module's own; None where there is none."""
+    if given is not None:
+        return given
+    name = f"{NAMES[stage]}_dataloader"
+    for source in (datamodule, module):
+        if source is not None and (name in vars(source) or is_overridden(name, source, DataHooks)):
+            return getattr(source, name)()
+    return None
+
+
+def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, window: int) -> tuple[Feed, int | None]:
+    """This rank's share of the training data, and how many micro-batches of it make an epoch.
+
+    Args:
+        loaders: a loader or any pytree of loaders.
+        settings: limits and batch sizes.
+        group: the data ranks.
+        seed: of the order.
+        window: micro-batches of an optimizer step, for a global batch size.
+    """
+    batch_size = None
+    if settings.global_batch_size is not None:
+        parts = group.size * window
+        if settings.global_batch_size % parts:
+            raise DataError(
+                "the global batch cannot be divided evenly",
+                found=f"global_batch_size={settings.global_batch_size} over {group.size} ranks x {window} batches",
+                fix=f"use a multiple of {parts}",
+            )
+        batch_size = settings.global_batch_size // parts
+    if settings.overfit:
+        loaders = _unshuffled(loaders)
+    feed = Feed(
+        loaders,
+        rank=group.rank,
+        size=group.size,
+        seed=seed,
+        shard=settings.shard,
+        batch_size=batch_size,
+        reproducible=settings.reproducible,
+    )
+    name = "overfit_batches" if settings.overfit else "limit_train_batches"
+    return feed, limit_batches(feed.length, settings.train_limit(), name)
+
+
+def evaluation_feeds(
+    loaders: Any, stage: str, settings: Settings, group: Group, seed: int
+) -> tuple[list[Feed], list[int | None]]:
+    """This rank's share of every evaluation loader, and the limit of each."""
+    several = _one_after_the_other(loaders)
+    name = NAMES[stage]
+    limit = settings.limits[name]
+    if settings.overfit and stage == "validate":
+        limit = settings.overfit
+    feeds = [
+        Feed(
+            loader,
+            rank=group.rank,
+            size=group.size,
+            seed=seed,
+            shard=settings.shard,
+            reproducible=settings.reproducible,
+            ordered=True,
+        )
+        for loader in several
+    ]
+    return feeds, [limit_batches(feed.length, limit, f"limit_{name}_batches") for feed in feeds]
+
+
+def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None]:
+    """Each loader's batches on the rank that has most; None where nobody knows.
+
+    Ranks may bring loaders of their own (``use_distributed_sampler=False``): what is due when, and when an epoch is
+    over, must be the same on all of them.
+    """
+    if group.size == 1:
+        return list(limits)
+    rows = group.agree([math.inf if limit is None else limit for limit in limits])
+    return [None if math.isinf(longest) else int(longest) for longest in map(max, *rows)]
+
+
+def _one_after_the_other(loaders: Any) -> list[Any]:
+    """The loaders of an evaluation: those in a container, or of a `CombinedLoader` that reads them so, else the one."""
+    if is_tree(loaders):
+        loaders = CombinedLoader(loaders, "sequential")
+    if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
+        return loaders.flattened
+    return [loaders]
+
+
+def _unshuffled(loaders: Any) -> Any:
+    """The same loader in dataset order: overfitting sees the same batches again and again."""
+    loaders = read_together(loaders)
+    if isinstance(loaders, CombinedLoader):
+        return CombinedLoader(loaders.join(map(_unshuffled, loaders.flattened)), loaders.mode)
+    if not isinstance(loaders, DataLoader) or not isinstance(loaders.sampler, RandomSampler):
+        return loaders
+    clone = copy.copy(loaders)
+    sampler = SequentialSampler(cast("Sized", loaders.dataset))
+    vars(clone)["sampler"] = sampler
+    if loaders.batch_size is not None:
+        vars(clone)["batch_sampler"] = BatchSampler(sampler, loaders.batch_size, loaders.drop_last)
+    return clone
+
+
+def mover(
+    module: Any, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
+) -> tuple[Callable[[Any, int], Any] | None, bool]:
+    """How a batch gets onto the device, and whether that may happen ahead of its turn; None where nothing is to do.
+
+    ``whole``: it stays whole there.
+    """
+    hooks = {}
+    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        for owner in (datamodule, module):
+            if owner is not None and is_overridden(name, owner, DataHooks):
+                hooks[name] = getattr(owner, name)
+                break
+    device = strategy.device
+    before, transfer, after = (
+        hooks.get(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    )
+    moves, part = device.type != "cpu", None if whole else strategy.shard_batch
+    convert = precision.convert_batch if precision.converts_batch else None
+    if not hooks and not moves and convert is None and part is None:
+        return None, False
+
+    def move(batch: Any, loader: int) -> Any:
+        if before is not None:
+            batch = before(batch, loader)
+        if transfer is not None:
+            batch = transfer(batch, device, loader)
+        elif moves:
+            batch = move_to_device(batch, device)
+        if convert is not None:
+            batch = convert(batch)
+        if after is not None:
+            batch = after(batch, loader)
+        return batch if part is None else part(batch)
+
+    return move, moves and not hooks

@@ -1,0 +1,464 @@
+"""What a Trainer is between and during its verbs: parts, progress, metrics, requests."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.optim import Optimizer
+
+from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.configuration_sources import Chosen
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.core.registry import LOGGERS
+from trainer_kit.core.seed import order_seed
+from trainer_kit.core.shapes import same_everywhere
+from trainer_kit.metrics.metrics import Metrics
+from trainer_kit.precision.precision import Precision
+from trainer_kit.state.collect import collect
+from trainer_kit.state.records import RunRecord
+from trainer_kit.state.runs import choose_run, count_fit, follow, logger_states
+from trainer_kit.state.saving import save_to
+from trainer_kit.step.bus import sorted_callbacks
+from trainer_kit.step.manual import ManualStepper
+from trainer_kit.step.optimize import LRSchedulerConfig, parameters_of
+from trainer_kit.step.requests import Requests
+from trainer_kit.step.run import Fit
+from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.training.loaders import training_feed
+from trainer_kit.training.position import Position
+
+__all__ = ["Session"]
+
+
+class Session(Position):
+    """The state that hooks see. `Trainer` adds the verbs.
+
+    Attributes:
+        settings: limits and intervals.
+        progress: completed things of the last fit.
+        metrics: what `TrainModule.log` writes into.
+        requests: what was asked for and is not done yet.
+        strategy: where tensors live.
+        precision_plugin: in what dtype computations run.
+        state_verb: fit, validate, test, predict, or empty between verbs.
+        data_seed: of the order of the data.
+        resume: ``"auto"`` or None.
+        record: of the running or last fit, where checkpoints are kept.
+        taken: of the run that it goes on with.
+        arguments: of the Trainer, for the run's record.
+        origins: where each value came from that a launcher or a file may give.
+        roomier: the strategy that takes over where the model does not fit this one; None: no other does.
+        switches: process-wide settings of torch that an entry point sets.
+        compile_options: of ``torch.compile``; None: nothing is compiled.
+        compile_regional: whether repeated blocks are compiled, not the whole step.
+        async_save: whether checkpoints are written in the background.
+    """
+
+    arguments: dict[str, Any]
+    origins: dict[str, Chosen]
+    roomier: Strategy | None
+    switches: dict[str, Any]
+    compile_options: dict[str, Any] | None
+    compile_regional: bool
+    async_save: bool
+    barebones: bool
+    fast_dev_run: bool | int
+
+    def __init__(
+        self,
+        *,
+        environment: Environment,
+        strategy: Strategy,
+        precision: Precision,
+        loggers: Sequence[Any],
+        root: str,
+        seed: int | None,
+        start: str | None,
+        processes: int,
+        resume: str | None,
+    ) -> None:
+        self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
+        self._loggers, self.default_root_dir, self.seed = list(loggers), root, seed
+        self.read_seed()
+        self.start, self.processes, self.resume = start, processes, resume
+        self.progress, self.requests = Progress(), Requests()
+        self.metrics = Metrics(self.progress)
+        self.state_verb, self.sanity_checking = "", False
+        self.module: Any = None
+        self.datamodule: Any = None
+        self.train_dataloader: Any = None
+        self.val_dataloaders: Any = None
+        self.test_dataloaders: Any = None
+        self.predict_dataloaders: Any = None
+        self.find_train_loaders: Callable[[], Any] = lambda: None  # no fit is being set up
+        self._training_batches: int | float | None = None
+        self.num_val_batches: list[int | float] = []
+        self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
+        self.train_batch_samples: int | None = None
+        self.trained_before = 0  # steps of the fit ahead of the running one
+        self.accumulation = 1
+        self.run: Fit | None = None
+        self.record: RunRecord | None = None
+        self.taken: RunRecord | None = None
+        self.journal: Any = None
+        self._callbacks: list[Callback] = []
+        self._given: list[Callback] = self._callbacks  # without those that the module brings
+        self._run_dir: str | None = None
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def stop(self, reason: str) -> None:
+        """Ask training to end after this step; the reason reaches the log.
+
+        A request before ``min_epochs`` and ``min_steps`` is granted when both are reached.
+        """
+        self.requests.ask_stop(reason)
+
+    def withdraw_stop(self, reason: str) -> None:
+        """Take back a stop request that is not granted yet; one for another reason stays."""
+        self.requests.withdraw_stop(reason)
+
+    def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
+        """Ask for a checkpoint once everything of this step is done."""
+        if not self.settings.fast:  # fast_dev_run writes nothing
+            self.requests.ask_checkpoint(reason, request)
+
+    def request_validation(self, reason: str) -> None:
+        """Ask for validation after this step."""
+        self.requests.ask_validation(reason)
+
+    @property
+    def validation_due(self) -> bool:
+        """Whether validation follows at this step; requests of other ranks are not known before they agree."""
+        if self.run is None or self.run.validation is None:
+            return False
+        asked = self.requests.validation is not None and self.world_size == 1
+        return asked or self.run.schedule.owes_validation(self.progress)
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a stop is asked for; setting it to True asks."""
+        return self.requests.stop is not None
+
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.stop("set by user code")
+        else:
+            self.requests.stop = None
+
+    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+        """From the next window on: this many micro-batches an optimizer step.
+
+        Args:
+            batches: how many.
+            measure: called with the samples and the ``loss_weight`` of the next micro-batch over all ranks, before its
+                window is complete: it sets the number, by calling this again.
+        """
+        self.accumulation = batches
+        if self.run is not None:
+            self.run.windows.measure = measure
+        if self.run is not None and self.run.windows.length != batches:
+            self.run.windows.length = batches
+            self.run.wake()
+
+    # -- data ------------------------------------------------------------------------------------------------------
+
+    def load_train(self) -> Any:
+        """The training loaders of this fit; they are asked for once, by whoever needs them first. None without any."""
+        if self.train_dataloader is None:
+            self.train_dataloader = self.find_train_loaders()
+        return self.train_dataloader
+
+    @property
+    def num_training_batches(self) -> int | float:
+        """Micro-batches of an epoch on this rank: infinite where nobody knows, 0 where there is nothing to train on.
+
+        In `setup` and `configure_optimizers` this asks for the loaders, which must be ready.
+        """
+        if self._training_batches is None:
+            loaders = self.load_train()
+            if loaders is None:
+                return 0
+            feed = training_feed(loaders, self.settings, self.strategy.data, self.data_seed, self.accumulation)
+            self._training_batches = math.inf if feed[1] is None else feed[1]
+        return self._training_batches
+
+    @num_training_batches.setter
+    def num_training_batches(self, batches: int | float) -> None:
+        self._training_batches = batches
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """All callbacks, in the order in which they are called."""
+        return self._callbacks
+
+    def set_callbacks(self, callbacks: Sequence[Any]) -> None:
+        """Replace the callbacks; they are put into order."""
+        if self.state_verb:
+            raise ConfigurationError("callbacks cannot change while a verb runs", found=self.state_verb)
+        self._given = self._callbacks = sorted_callbacks(callbacks)
+        self.read_accumulation()
+
+    def first_callback(self, attribute: str) -> Any:
+        """The first callback that has ``attribute``, or None."""
+        return next((callback for callback in self._callbacks if hasattr(callback, attribute)), None)
+
+    @property
+    def checkpoint_callbacks(self) -> list[Any]:
+        """All callbacks that keep checkpoints."""
+        return [callback for callback in self._callbacks if hasattr(callback, "best_model_path")]
+
+    @property
+    def checkpoint_callback(self) -> Any:
+        """The first callback that keeps checkpoints, or None."""
+        return next(iter(self.checkpoint_callbacks), None)
+
+    @property
+    def early_stopping_callback(self) -> Any:
+        """The first `EarlyStopping`, or None."""
+        return self.first_callback("stopped_epoch")
+
+    @property
+    def progress_bar_callback(self) -> Any:
+        """The progress bar, or None."""
+        return self.first_callback("refresh_rate")
+
+    @property
+    def loggers(self) -> list[Any]:
+        """All loggers; on other ranks than the first what takes every call of those that write alone."""
+        if self.is_global_zero:
+            return self._loggers
+        return [LOGGERS.get("dummy")(one) if getattr(one, "writes_alone", False) else one for one in self._loggers]
+
+    @property
+    def every_logger(self) -> list[Any]:
+        """The loggers, and ahead of them the journal: it has what a logger raises at."""
+        return self._loggers if self.journal is None else [self.journal, *self._loggers]
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None; with ``fast_dev_run`` one that takes every call and writes nothing."""
+        if self.settings.fast:
+            return LOGGERS.get("dummy")()
+        return next(iter(self.loggers), None)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers of the running fit."""
+        return [] if self.run is None else self.run.stepper.made.optimizers
+
+    @property
+    def manual_optimizers(self) -> list[Any]:
+        """The optimizers as ``module.optimizers()`` hands them out."""
+        return list(getattr(None if self.run is None else self.run.stepper, "optimizers", self.optimizers))
+
+    @property
+    def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
+        """The schedulers of the running fit, with when they advance."""
+        return [] if self.run is None else self.run.stepper.made.schedulers
+
+    @property
+    def precision(self) -> str:
+        """The precision, by name."""
+        return str(self.precision_plugin.name)
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module, by the names that it has in Lightning."""
+        return self.module
+
+    model = lightning_module
+
+    # -- metrics -------------------------------------------------------------------------------------------------
+
+    @property
+    def callback_metrics(self) -> dict[str, Tensor]:
+        """The latest of every logged name; between flushes what this rank logged. Callbacks may add to it."""
+        return self.metrics.callback_metrics()
+
+    def logged_at(self, name: str) -> int:
+        """The step whose weights the latest value of ``name`` in ``callback_metrics`` describes."""
+        return self.metrics.logged_at(name)
+
+    @property
+    def logged_metrics(self) -> dict[str, float]:
+        """What the loggers were handed last, by name."""
+        return dict(self.metrics.logged)
+
+    @property
+    def progress_bar_metrics(self) -> dict[str, float]:
+        """What was logged with ``prog_bar=True``, as of the last flush: nothing is read from the device."""
+        return dict(self.metrics.progress_bar)
+
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Hand values to every logger at once, on rank 0; tensors are read here, which is a sync point.
+
+        A value called ``step`` is the step that the others stand at, as in Lightning.
+        """
+        if not metrics or not self.is_global_zero:
+            return
+        values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
+        values.setdefault("epoch", self.progress.epoch)
+        at = int(values.pop("step", self.progress.step if step is None else step))
+        for logger in self.every_logger:
+            logger.log_metrics(values, at)
+
+    def begin_fit(self) -> None:
+        """Reset counts, values and requests of an earlier fit."""
+        self.trained_before = self.progress.step
+        self.progress.load_state_dict(Progress().state_dict())
+        self.metrics.forget()
+        self.requests.clear()
+        self.train_dataloader = self._training_batches = None
+
+    def read_accumulation(self) -> None:
+        """The length of the first window, as the callbacks of this fit have it."""
+        counting = self.first_callback("get_accumulate_grad_batches")
+        self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
+
+    def collect_state(self, weights_only: bool) -> dict[str, Any]:
+        """The state of the running fit, or of its weights; every rank must call it."""
+        assert self.run is not None
+        for logger in self._loggers if self.is_global_zero else ():
+            if hasattr(logger, "save"):
+                logger.save()  # who goes on from here does not log these steps again
+        return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
+
+    def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
+        """Write a checkpoint directory now; every rank must call it.
+
+        Args:
+            filepath: the directory to write, or its URL; one that is there is replaced.
+            weights_only: leave out optimizers and everything else but weights and hyperparameters.
+        """
+        if self.run is None:
+            raise ConfigurationError("there is nothing to save", fix="call save_checkpoint during or after fit()")
+        save_to(self.run, absolute(filepath), weights_only)
+
+    # -- in a step -----------------------------------------------------------------------------------------------
+
+    def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Backward in manual optimization."""
+        stepper = None if self.run is None else self.run.stepper
+        if not isinstance(stepper, ManualStepper):
+            raise ConfigurationError(
+                "manual_backward in automatic optimization", fix="set self.automatic_optimization = False in __init__"
+            )
+        stepper.backward(loss, *args, **kwargs)
+
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer, unscaled first where they are scaled; None: as the Trainer was given."""
+        own_value, own_algorithm = self.settings.clip or (None, "norm")
+        value, algorithm = own_value if value is None else value, algorithm or own_algorithm
+        if value is None:
+            return
+        raw = getattr(optimizer, "optimizer", optimizer)
+        self.precision_plugin.unscale_gradients(raw)
+        self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
+
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); one rank's stays as it is.
+
+        Raises:
+            RankError: on every rank, where shapes, dtypes or structure differ.
+        """
+        if sync_grads:
+            raise ConfigurationError("all_gather does not carry gradients", fix="pass sync_grads=False")
+        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.strategy.device))
+        same_everywhere(self.strategy.data, "all_gather", data)
+        return apply_to_collection(data, Tensor, self._gather_one)
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        return tensor if self.strategy.data.size == 1 else self.strategy.data.all_gather(tensor)
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def log_dir(self) -> str | None:
+        """Where the first logger writes; the same on every rank."""
+        return str(self.run_dir) if self._loggers else None
+
+    @property
+    def run_dir(self) -> Path:
+        """Where this run writes on this machine; the same on every rank."""
+        if self._run_dir is None:
+            self._run_dir = self._drawn_directory()
+        return Path(self._run_dir)
+
+    def _drawn_directory(self) -> str:
+        given = (getattr(logger, "log_dir", None) for logger in self._loggers)
+        here = os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir
+        return next((str(directory) for directory in given if directory), here)
+
+    @property
+    def checkpoint_dir(self) -> Location:
+        """Where checkpoints go that nobody gave a directory; a URL where the root directory is one."""
+        root = locate(self.default_root_dir) if is_url(self.default_root_dir) else self.run_dir
+        return root / "checkpoints"
+
+    def forget_directory(self) -> None:
+        """The loggers go on elsewhere."""
+        if self.journal is not None and self.journal.save_dir != self._drawn_directory():
+            self.journal.finalize("interrupted")
+            self.journal = None
+        self._run_dir = None
+
+    def read_seed(self) -> None:
+        """Take the seed of the order of the data: the argument's, else what the script has seeded by now.
+
+        A fit that goes on from a checkpoint takes the checkpoint's in place of the second.
+        """
+        self.data_seed = order_seed() if self.seed is None else self.seed
+
+    def agree_on_run(self) -> None:
+        """Choose the run on rank 0, and give every rank its directory and seed; open the journal."""
+        world = self.strategy.world
+        fits = self.state_verb == "fit"
+        if fits or self.run is None:  # the state of a finished fit keeps its seed
+            self.read_seed()
+        if fits or self._run_dir is None:
+            # An evaluation ahead of a fit writes to where the fit will.
+            chosen = on_rank_zero(world, lambda: choose_run(self))
+            self.record, self.taken = chosen if fits else (None, None)
+        if fits:
+            count_fit()
+        if world.size > 1:
+            mine = (str(self.run_dir), logger_states(self._loggers)) if world.rank == 0 else ("", [])
+            (self._run_dir, states), self.data_seed = world.broadcast((mine, self.data_seed))
+            follow(
+                self._loggers if world.rank else (), states
+            )  # their names and directories are asked for on every rank
+        if self._loggers and self.journal is None and self.is_global_zero:
+            # Whatever becomes of a tracker, every value of the run stands in a file of its own directory.
+            journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
+            if all(getattr(logger, "path", None) != journal.path for logger in self._loggers):
+                self.journal = journal
+
+    def announce_checkpoint(self, path: Location) -> None:
+        """Tell the loggers that a checkpoint exists."""
+        for logger in self.every_logger if self.is_global_zero else ():
+            if hasattr(logger, "after_save_checkpoint"):
+                logger.after_save_checkpoint(path)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on rank 0, without tearing the progress bar."""
+        if not self.is_global_zero:
+            return
+        bar = self.progress_bar_callback
+        say = bar.print if getattr(bar, "is_drawn", False) else print
+        say(*values, **options)

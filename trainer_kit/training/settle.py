@@ -1,0 +1,289 @@
+"""Between two steps: flush, validate, save, stop. Callbacks ask; here it is done, at the same step on every rank."""
+
+from __future__ import annotations
+
+import signal
+import time
+
+from trainer_kit.core.errors import ConfigurationError, RankError
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.metrics.entry import Reduced
+from trainer_kit.state.finite import check_finite
+from trainer_kit.state.saving import save_requested, settle_save
+from trainer_kit.step.evaluate import evaluate
+from trainer_kit.step.requests import ended_by, requeue_once
+from trainer_kit.step.run import Fit
+
+__all__ = [
+    "check_trained",
+    "continues",
+    "next_due",
+    "settle_end",
+    "settle_epoch",
+    "settle_resume",
+    "settle_step",
+    "settle_stop",
+    "validate",
+]
+
+
+def settle_step(run: Fit) -> bool:
+    """What is due after this step. Returns whether the epoch is to be left."""
+    progress, schedule, requests = run.progress, run.schedule, run.requests
+    _pass_time(run)
+    agrees = schedule.agrees(progress)
+    listens = agrees or progress.step >= run.listen_at
+    if agrees:
+        _unite(run)
+    elif listens:
+        _listen(run)
+    if schedule.flushes(progress):
+        run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
+        check_finite(run)
+    asked = agrees and requests.validation is not None and run.validation is not None
+    if schedule.validation_due(progress) or asked:
+        validate(run)
+        _unite(run)
+        agrees = True
+    over = schedule.epoch_is_over(progress)
+    # At the end of an epoch a stop waits until it is counted: it may be the last of the minimum.
+    leaves = schedule.finished(progress) is not None or (agrees and not over and _stops(run))
+    # A request that brings its path was made by progress alone, at this step on every rank: no agreement is needed.
+    # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers. A run that
+    # leaves the epoch early saves here: a resumed one goes on with the running sums that leaving reduces and forgets.
+    if (agrees or requests.named) and not over:
+        save_requested(run)
+    run.due = next_due(run)  # ahead of the look at signals: the next one wakes
+    if run.saver.ended and run.strategy.world.size == 1:
+        run.wake()  # it ended between the look at it and here
+    if listens:
+        _leave_on_signal(run)
+    return leaves
+
+
+def settle_resume(run: Fit) -> bool:
+    """What the checkpoint was taken ahead of: the validation of its step. Returns whether the epoch is to be left."""
+    if not run.owes_validation or run.validation is None:
+        return False
+    run.owes_validation = False
+    validate(run)
+    _unite(run)
+    if run.schedule.epoch_is_over(run.progress):
+        return False
+    leaves = _stops(run)
+    save_requested(run)
+    return leaves
+
+
+def settle_epoch(run: Fit, completed: bool) -> bool:
+    """The batches of an epoch are over, or the run is. Returns whether training goes on."""
+    progress, schedule, bus = run.progress, run.schedule, run.bus
+    run.whole = completed
+    run.metrics.leave_batch()
+    _pass_time(run)
+    check_finite(run)
+    if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
+        validate(run)
+    ran = run.micro.index >= 0
+    empty = completed and not ran and progress.epoch_batch == 0  # the next epoch would be as empty, and the next
+    reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values, and what they log is reduced after them
+    for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
+        for hook in listeners:
+            hook()
+        if listeners or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
+            reduced.add(run.metrics.flush_epoch(ran))
+        run.publish(reduced.logger, progress.step)
+        reduced = Reduced()
+    if ran and run.micro.loss is None and run.micro.skipped:
+        run.say("nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)")
+    check_trained(run, over=False)
+    if completed:
+        run.stepper.end_epoch(progress.epoch + 1)
+        progress.epoch += 1
+        progress.epoch_batch = 0
+    _unite(run)
+    if run.requests.validation is not None:  # asked for by a hook of the epoch
+        if run.validation is not None and run.validated != progress.step:
+            validate(run)
+            _unite(run)
+        run.requests.validation = None
+    save_requested(run)
+    _leave_on_signal(run)
+    if empty:
+        run.say("the training loader gave no batch: training ends here")
+    return schedule.finished(progress) is None and not _stops(run) and not empty
+
+
+def settle_stop(run: Fit) -> None:
+    """Training ended: print the request that ended it; drop one whose minimum was not reached."""
+    requests = run.requests
+    if not run.schedule.may_stop(run.progress):
+        requests.stop = None  # a limit came first
+    if requests.stop is not None:
+        run.say(f"stopped after step {run.progress.step}: {requests.stop}")
+
+
+def check_trained(run: Fit, over: bool) -> None:
+    """Refuse to go on, or to end as a success, where no step has had a gradient on any rank; every rank must call it.
+
+    Args:
+        run: the fit.
+        over: no step follows: until then a run may wait for its first loss.
+    """
+    if run.trained or not run.stepper.made.optimizers:
+        return
+    trained, skipped = run.stepper.trained, run.micro.skipped
+    rows = run.strategy.world.agree([trained is True, trained is not None, skipped])
+    had, stepped, without = (max(column) for column in zip(*rows, strict=True))
+    run.trained = bool(had)
+    if had:
+        return
+    if stepped:
+        names = ", ".join(type(optimizer).__name__ for optimizer in run.stepper.made.optimizers)
+        raise ConfigurationError(
+            "nothing was trained: no step had a gradient",
+            found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
+            fix="compute the loss from parameters that the optimizer has; an overridden backward or optimizer_step must"
+            " not drop gradients before the step",
+        )
+    if over and without:
+        raise ConfigurationError(
+            "nothing was trained: no training_step returned a loss",
+            found=f"{int(without)} times None",
+            fix="return the loss, or set automatic_optimization = False where the module steps by itself; without"
+            " anything to step, return None from configure_optimizers",
+        )
+
+
+def settle_end(run: Fit) -> None:
+    """Save what the last hooks asked for, on any rank."""
+    _unite(run)
+    save_requested(run, last=True)
+
+
+def next_due(run: Fit) -> int:
+    """The next step at which `settle_step` has something to do."""
+    schedule, progress = run.schedule, run.progress
+    due = min(schedule.due(progress, run.windows.length), max(run.listen_at, progress.step + 1))
+    if run.requests.stop is not None and progress.step < schedule.min_steps:  # it waits for that step
+        return min(due, schedule.min_steps)
+    return due
+
+
+def continues(run: Fit) -> bool:
+    """Whether there is anything to train: no limit is reached, and nobody asked to stop before it began."""
+    _unite(run)
+    reached = run.schedule.finished(run.progress)
+    if reached is not None:
+        run.say(f"nothing to train: {reached}")
+    return reached is None and not _stops(run)
+
+
+def validate(run: Fit) -> None:
+    """Run validation; training afterwards is what it would have been without."""
+    assert run.validation is not None
+    run.requests.validation = None
+    run.validated = run.progress.step
+    run.module.on_validation_model_zero_grad()
+    with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
+        reduced = evaluate(run.validation, run.progress.epoch)
+    run.publish(reduced.logger, run.progress.step)
+    _pass_time(run, count=False)
+
+
+def _pass_time(run: Fit, count: bool = True) -> None:
+    now = time.monotonic()
+    if count:
+        run.elapsed += now - run.since
+        if run.strategy.world.size == 1:
+            _count_time(run, run.elapsed)
+    run.since = now
+
+
+def _count_time(run: Fit, seconds: float) -> None:
+    run.progress.seconds += seconds
+    run.elapsed = 0.0
+
+
+def _unite(run: Fit) -> None:
+    """Give every rank the requests of all of them, and the same time: limits and intervals are held against it."""
+    world, requests = run.strategy.world, run.requests
+    if world.size == 1:
+        if run.saver.ended:
+            settle_save(run)
+        return
+    micro = run.micro
+    rows = world.agree([*requests.pending, micro.skipped, micro.ghosts, run.saver.ended, run.elapsed, _pace(run)])
+    stops, validations, signals, saves, skipped, ghosts, saved, elapsed, _ = map(list, zip(*rows, strict=True))
+    run.listen_at = run.progress.step + int(rows[0][-1])
+    _count_time(run, max(elapsed))
+    # A batch that a rank did not have is one that it may have skipped.
+    if max(skipped) > min(map(sum, zip(skipped, ghosts, strict=True))):
+        raise RankError(
+            "training_step returned None on some ranks only",
+            found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
+            fix="return None on every rank or on none; a loss of zero adds nothing either",
+        )
+    # What this process is told from here on waits for the next agreement.
+    requests.leaving = int(max(signals))
+    if any(stops) or any(validations):
+        reasons = world.all_gather_object((requests.stop, requests.validation))
+        requests.stop = next((stop for stop, _ in reasons if stop), None)
+        requests.validation = next((validation for _, validation in reasons if validation), None)
+    if any(saved):
+        settle_save(run)
+    if any(saves) and not requests.checkpoints:
+        requests.checkpoints.append(("asked for by another rank", None))
+
+
+def _listen(run: Fit) -> None:
+    """Has any rank got a signal, and how late is it? Slow steps would let both wait too long for the next agreement."""
+    rows = run.strategy.world.agree([run.requests.signal, run.elapsed, _pace(run)])
+    run.requests.leaving = int(max(row[0] for row in rows))
+    _count_time(run, max(row[1] for row in rows))
+    run.listen_at = run.progress.step + int(rows[0][2])
+
+
+def _pace(run: Fit) -> int:
+    """About how many steps a second takes, within the interval of agreements; rank 0's counts."""
+    now, step = time.monotonic(), run.progress.step
+    steps, seconds = step - run.paced[0], now - run.paced[1]
+    run.paced = (step, now)
+    return max(1, min(run.schedule.agree_every, int(steps / max(seconds, 1e-6))))
+
+
+def _stops(run: Fit) -> bool:
+    """Whether a stop request is granted; one before ``min_epochs`` and ``min_steps`` waits for them."""
+    reason, schedule = run.requests.stop, run.schedule
+    if reason is None:
+        return False
+    if schedule.may_stop(run.progress):
+        return True
+    if not run.deferred:
+        run.deferred = True
+        given = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
+        minimum = " and ".join(f"{name}={value}" for name, value in given.items() if value)
+        run.say(f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}")
+    return False
+
+
+def _leave_on_signal(run: Fit) -> None:
+    """End the run where a signal asked for it; of several ranks, where all of them know."""
+    number, step = run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving, run.progress.step
+    if not number:
+        return
+    name = signal.Signals(number).name
+    run.requests.signal = number
+    saved = "nothing to save"
+    if run.checkpoints:
+        began = time.monotonic()
+        run.requests.ask_checkpoint(name, None)
+        done = save_requested(run, last=True)
+        seconds = time.monotonic() - began
+        saved = f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
+        if run.strategy.world.rank == 0:
+            saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
+        run.strategy.world.barrier()  # who leaves first is followed by all: not before SLURM has answered
+    leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
+    run.say(f"{name}: {saved}, {leaving}")
+    raise ended_by(number)
