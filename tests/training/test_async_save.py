@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from trainer_kit.engine import saving, session
 
 from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.callbacks import ModelCheckpoint
@@ -23,7 +22,9 @@ from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import CheckpointError, RankError
+from trainer_kit.state import saving
 from trainer_kit.testing import run_distributed
+from trainer_kit.training import session
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 BATCHES = [torch.ones(2, 8) * i for i in range(1, 9)]

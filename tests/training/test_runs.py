@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_kit.engine import directories, runs
 
 import trainer_kit as tk
 from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.checkpoint.read import read_info
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.loggers import CSVLogger, JSONLLogger
+from trainer_kit.state import runs
 from trainer_kit.state.records import read_records
 from trainer_kit.testing import TinyModule
+from trainer_kit.training import directories
 
 BATCHES = [torch.full((2, 32), value) for value in (0.1, 0.2, 0.3, 0.4)]
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}

@@ -82,7 +82,7 @@ class Waiting:
         if frame is None or not frame.f_code.co_filename.endswith("distributed_c10d.py"):
             return None
         inner = frame
-        while frame is not None and not frame.f_code.co_filename.startswith(str(Path(_HERE) / "raw")):
+        while frame is not None and not frame.f_code.co_filename.startswith(str(Path(_HERE) / "accelerator")):
             frame = frame.f_back
         return None if frame is None else (self.calls, id(inner), inner.f_lasti)
 
