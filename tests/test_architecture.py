@@ -1,7 +1,7 @@
-"""The shape of the house: which way imports point, how large things get, what they are called.
+"""The invariants of the package's structure: direction of imports, sizes, names. Each test says why it exists.
 
-Everything is read from the source with `ast`, so an import inside a function or under TYPE_CHECKING counts like any
-other. Each test reports every violation as one line.
+The tests read the source with `ast`, so an import inside a function or under TYPE_CHECKING counts like any other. Each
+test reports every violation as one line.
 """
 
 from __future__ import annotations
@@ -200,12 +200,14 @@ def report(violations: list[str]) -> None:
 
 
 def test_every_room_has_a_level() -> None:
+    """A room without a level would escape the test of import directions."""
     report(
         [f"{where(path)}: no level for {room(name)!r}" for name, path in modules().items() if room(name) not in LEVEL]
     )
 
 
 def test_imports_point_downward() -> None:
+    """A room can be read, tested and replaced with only the rooms below it in mind."""
     violations = []
     for source, path in modules().items():
         for target, node in imports(path):
@@ -219,7 +221,7 @@ def test_imports_point_downward() -> None:
 
 
 def test_lazy_targets_stand_in_composition_roots() -> None:
-    """Elsewhere ``"room:Name"`` would be a choice that hides; a string with a module's name alone is an import."""
+    """A string ``"room:Name"`` chooses an implementation; readers look for such choices in composition roots."""
     violations = []
     for source, path in modules().items():
         if room(source) in COMPOSITION_ROOTS:
@@ -240,6 +242,7 @@ def test_lazy_targets_stand_in_composition_roots() -> None:
 
 
 def test_no_import_cycle() -> None:
+    """A module can be imported first, in any order, and be understood without the modules that use it."""
     graph = {name: {target for target, _ in imports(path)} - {name} for name, path in modules().items()}
     violations: list[str] = []
     done: set[str] = set()
@@ -272,13 +275,13 @@ def code_lines(path: Path) -> int:
 
 
 def test_files_are_short() -> None:
-    """Code is counted, not documentation: a file is cut by the jobs in it, and a docstring is no reason to cut it."""
+    """A file that holds one job fits into a head; docstrings do not count, so that documenting never forces a cut."""
     lengths = {path: code_lines(path) for path in sources()}
     report([f"{where(path)}: {n} lines of code, at most {MAX_FILE}" for path, n in lengths.items() if n > MAX_FILE])
 
 
 def test_functions_are_short() -> None:
-    """Without their docstrings: what the reference says about a function does not make it harder to read."""
+    """A function is read on one screen; its docstring does not count."""
     violations = []
     for path in sources():
         for name, function in functions(path):
@@ -291,6 +294,7 @@ def test_functions_are_short() -> None:
 
 
 def test_constructors_are_narrow() -> None:
+    """A constructor with many parameters holds several jobs, and its callers depend on all of them."""
     violations = []
     for path in sources():
         for cls in classes(path):
@@ -303,6 +307,7 @@ def test_constructors_are_narrow() -> None:
 
 
 def test_all_is_there_complete_and_sorted() -> None:
+    """`__all__` tells a reader, the linter and the public-name test what other modules may use."""
     violations = []
     for path in sources():
         public, declared = public_names(tree(path)), declared_names(tree(path))
@@ -318,6 +323,7 @@ def test_all_is_there_complete_and_sorted() -> None:
 
 
 def test_names_say_what_a_thing_is() -> None:
+    """A module called after nothing in particular collects code that belongs elsewhere."""
     violations = []
     for name, path in modules().items():
         if set(name.strip("_").split(".")[-1].split("_")) & FORBIDDEN_NAMES:
@@ -331,6 +337,7 @@ def test_names_say_what_a_thing_is() -> None:
 
 
 def test_only_some_places_print() -> None:
+    """Output of a library belongs to its user: it goes through `Trainer.print`, loggers or a command."""
     violations = []
     for path in sources():
         inside = path.relative_to(ROOT / PACKAGE).as_posix()
@@ -386,7 +393,7 @@ def test_parts_of_a_run_are_not_probed() -> None:
 
 
 def test_sync_points_are_marked() -> None:
-    """In the rooms a step passes through, whatever may wait for a device says so on its line."""
+    """A hidden wait for the device costs every step, so each line that may wait says so where a reviewer sees it."""
     violations = []
     for path in sources():
         if room(module_name(path)) not in {"metrics", "step", "state", "training", "strategies"}:
