@@ -4,12 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-quick test-slurm test-xla soak check bench docs clean
+.PHONY: help demo test test-all test-quick test-slurm test-xla soak check bench docs clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
-	@echo "make test        every test, WORKERS (2) at a time"
-	@echo "make test-quick  the tests that are not marked slow"
+	@echo "make test-quick  the tests that are not marked slow: two minutes on two cores"
+	@echo "make test        the tests that are not marked long: ten minutes"
+	@echo "make test-all    every test that runs on one machine"
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
@@ -26,9 +27,9 @@ help:
 	@touch $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-quick test-slurm test-xla soak check bench: export OMP_NUM_THREADS = 1
+test test-all test-quick test-slurm test-xla soak check bench: export OMP_NUM_THREADS = 1
 # Compiled once: tests start hundreds of processes that import this package.
-test test-quick soak: export PYTHONDONTWRITEBYTECODE =
+test test-all test-quick soak: export PYTHONDONTWRITEBYTECODE =
 
 demo: .venv/.stamp
 	$(BIN)/python examples/digits.py
@@ -38,6 +39,9 @@ WORKERS ?= 2
 SHARED := -n $(WORKERS) --dist worksteal
 
 test: .venv/.stamp
+	$(BIN)/python -m pytest $(SHARED) -m "not long"
+
+test-all: .venv/.stamp
 	$(BIN)/python -m pytest $(SHARED)
 
 test-quick: .venv/.stamp

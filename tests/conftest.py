@@ -188,12 +188,11 @@ def _forget_the_seed():
     seed._last_seed = before
 
 
-# Tests that start programs of their own, each with an import of torch: left out of `make test-quick`.
+# Files and folders whose tests are all slow: left out of `make test-quick`. Most start programs that import torch.
 _SLOW = (
     "benchmarks/",
     "docs/test_pages.py",
     "docs/test_readme.py",
-    "engine/test_signals.py",
     "examples/",
     "faults/",
     "launch/test_agent.py",
@@ -202,6 +201,13 @@ _SLOW = (
     "testing/test_leaks.py",
     "testing/test_world_size_mark.py",
     "test_public_names.py",
+    "training/test_no_reads.py",
+    "training/test_signals.py",
+)
+# Left out of `make test` too: variants of what a quicker test shows in one case. `make test-all` runs them.
+_LONG = (
+    "gpu/",
+    "parity/test_every_step.py",
 )
 
 
@@ -213,6 +219,13 @@ def pytest_collection_finish():
 
 def pytest_collection_modifyitems(items):
     tests = Path(__file__).parent
+    missing = [entry for entry in (*_SLOW, *_LONG) if not (tests / entry).exists()]
+    assert not missing, f"these entries of _SLOW and _LONG do not exist: {missing}"
     for item in items:
-        if item.path.is_relative_to(tests) and item.path.relative_to(tests).as_posix().startswith(_SLOW):
+        if not item.path.is_relative_to(tests):
+            continue
+        path = item.path.relative_to(tests).as_posix()
+        if path.startswith(_LONG):
+            item.add_marker(pytest.mark.long)
+        if path.startswith(_SLOW) or item.get_closest_marker("long") is not None:
             item.add_marker(pytest.mark.slow)

@@ -104,8 +104,13 @@ def docstrings(module: ast.Module) -> set[int]:
     return {id(node.value) for node in ast.walk(module) if isinstance(node, ast.Expr)}
 
 
-def imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
+@cache
+def imports(path: Path) -> tuple[tuple[str, ast.AST], ...]:
     """Every module of ours that a file imports or names in a string, with the node that does it."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, ast.AST]]:
     prose = docstrings(tree(path))
     package = module_name(path).split(".")
     if path.name != "__init__.py":

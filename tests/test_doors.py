@@ -77,10 +77,12 @@ def check(path, tmp_path, package_first=False):
     assert f" {path}" in done.stdout.splitlines()[-1], "the package of this checkout"
 
 
+@pytest.mark.slow
 def test_through_the_links(checkout, tmp_path):
     check(checkout, tmp_path)
 
 
+@pytest.mark.slow
 def test_where_git_wrote_the_links_as_text_files(checkout, tmp_path):
     plain = tmp_path / "plain"
     shutil.copytree(checkout, plain, symlinks=True)

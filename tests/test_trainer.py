@@ -642,6 +642,7 @@ def test_an_anomaly_names_the_operation():
         fit(Nan(), detect_anomaly=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # torch's own, at a graph break

@@ -545,6 +545,7 @@ def test_weights_that_cannot_be_written_leave_those_before(tmp_path, monkeypatch
     assert all(torch.equal(value, saved[name]) for name, value in load_file(tmp_path / "model.safetensors").items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.world_size(2)
 def test_two_processes_train_as_one(steps):

@@ -216,6 +216,7 @@ def test_debug_mode_names_who_calls_something_else():
     assert accelerator.gather_for_metrics(value).shape == (4,)
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_debug_mode_names_who_does_not_come(monkeypatch):
     """A collective under ``if accelerator.is_main_process``."""
@@ -232,6 +233,7 @@ def test_debug_mode_names_who_does_not_come(monkeypatch):
         assert "is_main_process" in problem.value.fix
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_who_waits_for_long_says_where_everybody_is(monkeypatch):
     """The same without debug mode."""

@@ -217,6 +217,7 @@ print(sorted(os.listdir(os.path.dirname(sys.argv[1]))))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
 def test_a_kill_inside_a_hook_leaves_nothing_that_the_next_save_does_not_clean(tmp_path: Path, programs: Any) -> None:
     killed = programs.run_code(KILLED, str(tmp_path / "run" / "checkpoint-5"), "kill")

@@ -36,6 +36,7 @@ def test_a_step_pays_only_for_what_looks_at_it(looks, rests):
     assert not is_overridden("on_train_step_end", copy.deepcopy(rests), Callback)
 
 
+@pytest.mark.slow
 def test_importing_it_imports_no_callback_and_nothing_heavy():
     code = """if True:
         import sys, torch

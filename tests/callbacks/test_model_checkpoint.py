@@ -93,6 +93,7 @@ def test_time_is_measured_from_the_last_one(monkeypatch):
     assert done.asked_at == [3, 6, 9]
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2, process_group=False)
 def test_ranks_agree_about_time_at_steps_that_all_of_them_know(tmp_path):
     with pytest.MonkeyPatch.context() as patch:

@@ -60,6 +60,7 @@ def test_what_was_there_stays(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["empty", "new"]
 
 
+@pytest.mark.slow
 def test_a_killed_process_holds_nothing(tmp_path):
     with subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, env=ENVIRONMENT
@@ -126,6 +127,7 @@ def without(what):
     return fails
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls")
 @pytest.mark.parametrize("lacks", ["nothing", "flock", "links"])
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, monkeypatch, lacks):

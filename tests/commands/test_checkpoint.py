@@ -188,6 +188,7 @@ def test_help_is_short(name):
     assert len(result.output.splitlines()) < 20
 
 
+@pytest.mark.slow
 def test_the_module_is_the_command(kept):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     damage(kept / "step-9")

@@ -74,6 +74,7 @@ class Terminal:
         return self.process.wait(), self.seen
 
 
+@pytest.mark.slow
 def test_the_wizard_with_arrow_keys() -> None:
     person = Terminal("config")
     person.answer("Where will it run?", "\r")
@@ -105,6 +106,7 @@ def test_the_wizard_with_arrow_keys() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_terminal_is_left_as_it_was_when_the_wizard_is_broken_off() -> None:
     person = Terminal("config")
     person.answer("Where will it run?", DOWN)
@@ -118,6 +120,7 @@ def test_a_terminal_is_left_as_it_was_when_the_wizard_is_broken_off() -> None:
     assert not WRITTEN.exists()
 
 
+@pytest.mark.slow
 def test_a_terminal_without_arrow_keys_has_numbers() -> None:
     person = Terminal("config", term="dumb")
     for question in ("Where will it run?", "On what?", "Mixed precision?", "Compile models", "Check what"):

@@ -63,6 +63,7 @@ def process(directory, *words, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_class_larger_than_this_machine(tmp_path):
     def little_memory():
         resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
@@ -113,6 +114,7 @@ def test_weights_are_measured_by_their_headers(tmp_path):
     assert "float32   448 B" in one
 
 
+@pytest.mark.slow
 def test_a_config_of_transformers(tmp_path):
     (tmp_path / "config.json").write_text(
         '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 100, "n_positions": 16}'

@@ -186,6 +186,7 @@ for table in ("tcp", "tcp6"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("address", ["own", "service", "unknown"])
 def test_rank_0_listens_at_one_address(address: str, port: int, tmp_path: Path, programs: Programs) -> None:

@@ -216,6 +216,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_pat
     assert files(tmp_path) == {"file"}
 
 
+@pytest.mark.slow
 def test_the_room_exports_its_names_and_imports_nothing_heavy():
     assert loggers.__all__ == sorted(loggers.__all__)
     assert set(loggers.__all__) <= set(dir(loggers))

@@ -262,6 +262,7 @@ def test_the_first_window_of_a_target_in_tokens_is_as_long_as_the_others() -> No
     assert by_target("64tok", data, loss_weighting=False, **QUIET) == [(16, 64)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_the_first_window_of_a_target_counts_all_ranks() -> None:
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, **QUIET}

@@ -164,6 +164,7 @@ def assert_equal_ends(whole: Any, resumed: Any, module: nn.Module, again: nn.Mod
     )
 
 
+@pytest.mark.slow
 def test_from_every_step_of_the_same_run_in_turn(tmp_path: Path) -> None:
     """Resumed after each step, as on a machine that is always taken away."""
     module = Everything()
@@ -195,6 +196,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_from_within_an_epoch_and_from_its_end(tmp_path: Path, options: dict[str, Any]) -> None:
     options = dict(options)

@@ -111,6 +111,7 @@ def test_warnings_are_errors_in_ranks_too() -> None:
         run_distributed(_fail, 2, 0, "warn")
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_every_stack() -> None:
     with pytest.raises(RankError, match=r"2 of 2 ranks were not done after 3 s") as caught:
         run_distributed(_hang_in_one_place, 2, timeout=3)
@@ -121,6 +122,7 @@ def test_a_hang_ends_with_every_stack() -> None:
     assert "barrier" in told
 
 
+@pytest.mark.slow
 def test_no_process_is_left_after_a_hang(tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_distributed(_start_child, 2, str(tmp_path), timeout=2)

@@ -259,6 +259,7 @@ def test_more_values_than_are_kept_at_once_fold_right(kind):
     assert [value for _, value in steps] == pytest.approx([*values[99::100].tolist(), *values.tolist()])
 
 
+@pytest.mark.slow
 def test_a_mean_of_very_many_small_values_does_not_drift():
     """Sums are float64, whatever was logged."""
     log = lambda m, v: m.log("a", torch.tensor(0.1), on_step=False, on_epoch=True)  # noqa: E731

@@ -74,6 +74,7 @@ def batches() -> list[Tensor]:
     return [torch.randn(3, 4, generator=draw) for _ in range(2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("builds", [False, True])
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, behind a break of the graph
 @pytest.mark.parametrize("compiled", [False, True])
