@@ -16,10 +16,10 @@ HEAD = """\
 <!-- Written by docs/generate_hooks.py from trainer_kit/core/hooks.py; edit that, then `make docs`. -->
 
 Every hook there is, what it is given, and what holds when it is called. A callback is called before the module, and
-callbacks in the order `early`, `normal`, `late`, within one in the order of the Trainer's list. Hooks that nobody
-overrides cost nothing. A misspelt hook, or one that cannot take its arguments, fails when its class is created.
-The order of a whole run is in [the design](design.md); `trainer.explain()` has it for a composed run, with who
-listens.
+callbacks in the order `early`, `normal`, `late`, within one in the order of the Trainer's list. Hooks without
+an override cost nothing. A misspelt hook, or one that cannot take its arguments, fails when its class is created.
+The order of a whole run is in [the design](design.md); `trainer.explain()` has it for a composed run, with the
+objects that override each hook.
 """
 ROLES = {
     "Callback": "What callbacks override; each hook is called by position as `hook(trainer, module, ...)`.",
