@@ -77,14 +77,21 @@ if TYPE_CHECKING:
     from trainer_kit.core.progress import Progress
     from trainer_kit.core.seed import seed_everything
     from trainer_kit.data import CombinedLoader
-    from trainer_kit.inference.budget import get_max_memory
-    from trainer_kit.inference.device_map import get_balanced_memory, infer_auto_device_map
+    from trainer_kit.inference.device_map import (
+        compute_module_sizes,
+        get_balanced_memory,
+        get_max_memory,
+        infer_auto_device_map,
+    )
     from trainer_kit.inference.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
-    from trainer_kit.inference.empty import init_empty_weights, init_on_device
-    from trainer_kit.inference.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
+    from trainer_kit.inference.loading import (
+        init_empty_weights,
+        init_on_device,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
     from trainer_kit.inference.pipeline import prepare_pippy
     from trainer_kit.inference.quantization import BnbQuantizationConfig, load_and_quantize_model
-    from trainer_kit.inference.sizes import compute_module_sizes
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.trainer import Trainer
 
@@ -246,7 +253,7 @@ _HOME = {
     "broadcast_object_list": "accelerator:broadcast_object_list",
     "checkpoints": "checkpoint.store:checkpoints",
     "cli": "commands.cli:cli",
-    "compute_module_sizes": "inference.sizes:compute_module_sizes",
+    "compute_module_sizes": "inference.device_map:compute_module_sizes",
     "cpu_offload": "inference.dispatch:cpu_offload",
     "cpu_offload_with_hook": "inference.dispatch:cpu_offload_with_hook",
     "debug_launcher": "accelerator.launchers:debug_launcher",
@@ -257,10 +264,10 @@ _HOME = {
     "gather_object": "accelerator:gather_object",
     "get_balanced_memory": "inference.device_map:get_balanced_memory",
     "get_logger": "accelerator.logs:get_logger",
-    "get_max_memory": "inference.budget:get_max_memory",
+    "get_max_memory": "inference.device_map:get_max_memory",
     "infer_auto_device_map": "inference.device_map:infer_auto_device_map",
-    "init_empty_weights": "inference.empty:init_empty_weights",
-    "init_on_device": "inference.empty:init_on_device",
+    "init_empty_weights": "inference.loading:init_empty_weights",
+    "init_on_device": "inference.loading:init_on_device",
     "load_and_quantize_model": "inference.quantization:load_and_quantize_model",
     "load_checkpoint_and_dispatch": "inference.loading:load_checkpoint_and_dispatch",
     "load_checkpoint_in_model": "inference.loading:load_checkpoint_in_model",

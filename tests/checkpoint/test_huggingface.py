@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer_kit.checkpoint import export, read_weights, write_checkpoint, write_sharded
-from trainer_kit.checkpoint.dtypes import CARRIERS
+from trainer_kit.checkpoint.files import CARRIERS
 from trainer_kit.checkpoint.weights import weight_shapes
 from trainer_kit.core.errors import CheckpointError
 

@@ -24,8 +24,7 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.commit import clean_incomplete, remove_checkpoint
 from trainer_kit.checkpoint.lock import LOCK, DirectoryLock, owner_of
-from trainer_kit.checkpoint.repairs import candidates, newest_verified, set_aside
-from trainer_kit.checkpoint.store import lookup, mark, read_index
+from trainer_kit.checkpoint.store import candidates, lookup, mark, newest_verified, read_index, set_aside
 from trainer_kit.commands.main import main
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import RemotePath, locate

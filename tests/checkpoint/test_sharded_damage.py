@@ -21,7 +21,7 @@ from trainer_kit.checkpoint import sharded as writing
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.files import checksum
 from trainer_kit.checkpoint.manifest import dump_manifest
-from trainer_kit.checkpoint.repairs import repair
+from trainer_kit.checkpoint.store import repair
 from trainer_kit.core.errors import CheckpointError, RankError
 from trainer_kit.testing import run_distributed
 

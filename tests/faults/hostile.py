@@ -36,7 +36,7 @@ from click.testing import CliRunner
 
 import trainer_kit as tk
 from trainer_kit.callbacks import ModelCheckpoint
-from trainer_kit.checkpoint.repairs import newest_verified
+from trainer_kit.checkpoint.store import newest_verified
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.commands.main import main as command_line
 from trainer_kit.core.errors import CheckpointError

@@ -19,8 +19,7 @@ from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
-from trainer_kit.checkpoint.repairs import newest_verified, repair
-from trainer_kit.checkpoint.store import lookup, mark, read_index
+from trainer_kit.checkpoint.store import lookup, mark, newest_verified, read_index, repair
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 

@@ -26,7 +26,7 @@ from tests.mounts import mounted
 from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_info, verify_checkpoint
-from trainer_kit.checkpoint.repairs import newest_verified
+from trainer_kit.checkpoint.store import newest_verified
 from trainer_kit.testing import TinyModule
 
 pytestmark = pytest.mark.skipif(

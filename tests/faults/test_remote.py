@@ -338,7 +338,7 @@ import torch
 from tests.bucket import Bucket
 from trainer_kit.checkpoint.commit import clean_incomplete, remove_checkpoint, write_checkpoint
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.checkpoint.repairs import newest_verified
+from trainer_kit.checkpoint.store import newest_verified
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup, mark
 

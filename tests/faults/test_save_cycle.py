@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainer_kit.checkpoint.read import verify_checkpoint
-from trainer_kit.checkpoint.repairs import newest_verified
+from trainer_kit.checkpoint.store import newest_verified
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="open files are named by /proc")
 

@@ -14,8 +14,7 @@ from torch import nn
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.memory import free_memory
-from trainer_kit.inference.device_map import resolve_device_map
-from trainer_kit.inference.sizes import tensor_sizes
+from trainer_kit.inference.device_map import resolve_device_map, tensor_sizes
 
 infer = tk.infer_auto_device_map
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer_kit.checkpoint.deepspeed import DeepSpeedFiles
-from trainer_kit.checkpoint.deepspeed_content import DeepSpeedContent, deepspeed_content
+from trainer_kit.checkpoint.deepspeed import DeepSpeedContent, DeepSpeedFiles, deepspeed_content
 from trainer_kit.core.collective_errors import together
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import Group

@@ -21,8 +21,7 @@ from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_c
 from trainer_kit.checkpoint.deepspeed import find_deepspeed
 from trainer_kit.checkpoint.manifest import check_content, read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.checkpoint.repairs import newest_verified
-from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.checkpoint.store import checkpoints, newest_verified
 from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.collective_errors import on_every_rank, on_rank_zero, together
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -222,7 +221,7 @@ class Saving(Weights):
         state = together(self.world, read)
         if not self.strategy.sharded:
             return state
-        from trainer_kit.checkpoint.reshard import read_divided
+        from trainer_kit.checkpoint.sharded import read_divided
 
         like: dict[str, Any] = {}
         elsewhere: dict[str, Collection[str]] = {}

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from trainer_kit.accelerator.loop import Loop
-from trainer_kit.checkpoint.convert import export
 from trainer_kit.checkpoint.files import tied_names
+from trainer_kit.checkpoint.weights import export
 from trainer_kit.core.collective_errors import on_rank_zero, together
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import absolute

@@ -10,18 +10,17 @@ if TYPE_CHECKING:
     from trainer_kit.checkpoint.background import HostBuffers
     from trainer_kit.checkpoint.commit import write_checkpoint
     from trainer_kit.checkpoint.compare import Difference, diff
-    from trainer_kit.checkpoint.convert import export
     from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
-    from trainer_kit.checkpoint.repairs import Repair, repair
-    from trainer_kit.checkpoint.reshard import read_divided, read_sharded
     from trainer_kit.checkpoint.sharded import (
         ShardedSnapshot,
+        read_divided,
+        read_sharded,
         take_sharded_snapshot,
         write_sharded,
         write_sharded_snapshot,
     )
-    from trainer_kit.checkpoint.store import CheckpointRecord, checkpoints
-    from trainer_kit.checkpoint.weights import read_weights
+    from trainer_kit.checkpoint.store import CheckpointRecord, Repair, checkpoints, repair
+    from trainer_kit.checkpoint.weights import export, read_weights
 
 __all__ = [
     "CheckpointRecord",
@@ -48,16 +47,16 @@ _HOME = {
     "CheckpointRecord": "store",
     "Difference": "compare",
     "HostBuffers": "background",
-    "Repair": "repairs",
+    "Repair": "store",
     "ShardedSnapshot": "sharded",
     "checkpoints": "store",
     "diff": "compare",
-    "export": "convert",
+    "export": "weights",
     "read_checkpoint": "read",
-    "read_divided": "reshard",
-    "read_sharded": "reshard",
+    "read_divided": "sharded",
+    "read_sharded": "sharded",
     "read_weights": "weights",
-    "repair": "repairs",
+    "repair": "store",
     "take_sharded_snapshot": "sharded",
     "verify_checkpoint": "read",
     "write_checkpoint": "commit",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import stat
 import struct
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import xxhash
 from safetensors import safe_open
@@ -22,19 +25,59 @@ from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.core.memory import in_units
 
 __all__ = [
+    "CARRIERS",
+    "EXTRA_STATE",
     "TENSOR_DTYPES",
     "checksum",
     "flatten",
     "identity",
     "in_bytes",
+    "numpy_dtype",
     "read_file",
     "read_header",
     "read_tensors",
     "safetensors_bytes",
     "stated_size",
+    "tensors_of",
     "tied_names",
+    "torch_dtype",
+    "torch_load",
     "write_file",
 ]
+
+CARRIERS: Final = {
+    getattr(torch, name): carrier
+    for name, carrier in {
+        "complex32": torch.float16,
+        "complex64": torch.float32,
+        "complex128": torch.float64,
+        "float8_e4m3fnuz": torch.uint8,
+        "float8_e5m2fnuz": torch.uint8,
+        "float8_e8m0fnu": torch.uint8,
+        "float4_e2m1fn_x2": torch.uint8,
+    }.items()
+    if hasattr(torch, name)
+}
+"""Dtypes that safetensors does not hold everywhere: flattened and looked at as these."""
+
+_PLAIN_DTYPE: Final = re.compile(r"[<>|=](?:[biufcSU]\d{1,10}|[mM]8(?:\[\d{0,9}[a-zA-Zμ]{1,2}\])?)", re.ASCII)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of this name; TypeError for anything else in torch."""
+    # Not getattr(torch, name): some names there import whole packages.
+    dtype = vars(torch).get(name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch.{name} is not a dtype")
+    return dtype
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The dtype of numbers, strings or dates of this name; TypeError for every other one."""
+    if not _PLAIN_DTYPE.fullmatch(name):  # NumPy's other notations are evaluated as Python
+        raise TypeError(f"{name!r} is not a plain dtype")
+    return np.dtype(name)
+
 
 TENSOR_DTYPES: Final = {
     torch.float64: "F64",
@@ -298,3 +341,60 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def _stored_ties(file: Any) -> dict[str, str]:
     names, metadata = set(file.keys()), dict(file.metadata() or {})
     return {key: kept for key, kept in metadata.items() if kept in names and key not in names and key != _FORMAT_KEY}
+
+
+EXTRA_STATE: Final = "_extra_state"
+"""What torch calls what modules keep besides tensors."""
+_UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
+
+
+def torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> Any:
+    """The content of a file.
+
+    Args:
+        file: of this machine.
+        device: where tensors go.
+        mapped: nothing of them is read before it is used.
+
+    Raises:
+        CheckpointError: it needs more than tensors and plain values, and could run code.
+    """
+    try:
+        if zipfile.is_zipfile(file):
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("it is compressed, as torch.save never writes it")
+        content = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+    except Exception as error:  # whatever a hostile file provokes
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error
+    return content
+
+
+def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str, Tensor]:
+    """The tensors of a state_dict.
+
+    Args:
+        file: where it lies, for the error.
+        content: of it.
+        most: bytes that one of them can have.
+
+    Raises:
+        CheckpointError: something else is in it.
+    """
+    if not isinstance(content, dict):
+        raise CheckpointError(file, None, f"it holds a {type(content).__name__}, not a state_dict")
+    weights = {}
+    for name, value in content.items():
+        if isinstance(value, Tensor) and isinstance(name, str):
+            if value.numel() * value.element_size() > most:  # strides of 0 make a byte stand for all memory
+                raise CheckpointError(file, name, f"a tensor of {list(value.shape)} is larger than its file")
+            weights[name] = value.detach()
+        elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
+            raise CheckpointError(
+                file,
+                name if isinstance(name, str) else f"a {type(name).__name__}",
+                f"a {type(value).__name__} where a state_dict has a tensor",
+                fix="save a state_dict",
+            )
+    return weights

@@ -16,8 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_kit.checkpoint.dtypes import CARRIERS
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, read_file, read_header
+from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, read_file, read_header
 from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, load_json
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.memory import in_units

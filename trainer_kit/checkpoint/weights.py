@@ -2,30 +2,65 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import stat
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
-from trainer_kit.checkpoint.deepspeed import find_deepspeed
-from trainer_kit.checkpoint.deepspeed_content import deepspeed_weights
-from trainer_kit.checkpoint.files import read_tensors
-from trainer_kit.checkpoint.huggingface import find_weight_files, holds_weight_files, read_weight_files
+from trainer_kit.checkpoint.deepspeed import deepspeed_weights, find_deepspeed
+from trainer_kit.checkpoint.files import (
+    EXTRA_STATE,
+    TENSOR_DTYPES,
+    in_bytes,
+    read_file,
+    read_header,
+    read_tensors,
+    safetensors_bytes,
+    tensors_of,
+    tied_names,
+    torch_load,
+    write_file,
+)
 from trainer_kit.checkpoint.layout import Chunk, TensorLayout, read_layout, tensors_in
-from trainer_kit.checkpoint.manifest import DOCUMENT, check_content, check_files, is_sharded, read_manifest, shards_of
-from trainer_kit.checkpoint.pickles import EXTRA_STATE, tensors_of, torch_load
+from trainer_kit.checkpoint.manifest import (
+    DOCUMENT,
+    LAYOUT,
+    MANIFEST,
+    check_content,
+    check_files,
+    is_sharded,
+    load_json,
+    read_manifest,
+    shards_of,
+)
 from trainer_kit.checkpoint.read import descriptions, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
-from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.location import Location, RemotePath, locate
+from trainer_kit.core.atomic_files import hidden_path, sync_directory
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
-__all__ = ["map_weights", "read_module", "read_weights", "weight_layout", "weight_shapes"]
+__all__ = [
+    "ExportFormat",
+    "export",
+    "find_weight_files",
+    "holds_weight_files",
+    "map_weights",
+    "read_index",
+    "read_module",
+    "read_weight_files",
+    "read_weights",
+    "weight_layout",
+    "weight_shapes",
+]
 
 _ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
 
@@ -210,3 +245,228 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
 def _with_extra_state(file: Location, content: Any) -> dict[str, Any]:
     weights: dict[str, Any] = dict(tensors_of(file, content))
     return {**weights, **{name: value for name, value in content.items() if str(name).endswith(EXTRA_STATE)}}
+
+
+_INDEX: Final = ".safetensors.index.json"
+_MOST: Final = 64 << 20
+
+
+def holds_weight_files(path: Path) -> bool:
+    """Whether this is a directory for `find_weight_files`: of weights, and no checkpoint of ours, whole or not."""
+    if not path.is_dir() or any(os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)):
+        return False
+    signs = ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata")
+    return any(True for sign in signs for _ in path.glob(sign))
+
+
+def find_weight_files(directory: Path, index: Path | None = None) -> list[Path]:
+    """The safetensors files of ``directory``, which an index must name, where there is one.
+
+    Args:
+        directory: where they are.
+        index: the file that names them, where there are several such.
+
+    Raises:
+        CheckpointError: there are none; the index lacks a file or names one elsewhere; or torch's distributed
+            checkpoint stands there, whose ``.metadata`` is a pickle and is not read.
+    """
+    for metadata in (directory / ".metadata", *sorted(directory.glob("*/.metadata"))):
+        if os.path.lexists(metadata):
+            raise CheckpointError(
+                metadata.parent,
+                None,
+                "torch's distributed checkpoint: its .metadata is a pickle, which can run any code when it is read",
+                fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
+                "dcp_to_torch DIRECTORY FILE.pt, and merge FILE.pt",
+            )
+    indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
+    if len(indices) > 1:
+        raise CheckpointError(directory, None, f"several indices: {', '.join(index.name for index in indices)}")
+    if not indices:
+        found = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("."))
+        if not found:
+            raise CheckpointError(directory, None, "neither a checkpoint, nor safetensors files")
+        return found
+    places = read_index(indices[0])
+    files = [directory / name for name in sorted(set(places.values()))]
+    held = {name: file.name for file in files for name in read_header(file)}
+    for name, file_name in places.items():
+        if held.get(name) != file_name:
+            raise CheckpointError(directory / file_name, name, f"{indices[0].name} says it is here, and it is not")
+    return files
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file that holds each weight, beside ``index``; each is there.
+
+    Raises:
+        CheckpointError: it is no index of weights, or names a file that is missing or elsewhere.
+    """
+    try:
+        content = load_json(index, read_file(index, _MOST))
+        places: dict[str, str] = content.get("weight_map", content)
+        names = sorted(set(places.values()))
+        if not all(
+            isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..") for name in names
+        ):
+            raise CheckpointError(index, "weight_map", "a file that is not one of this directory")
+    except OSError as error:
+        raise CheckpointError(index, None, f"it cannot be read: {error.strerror}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise CheckpointError(index, "weight_map", "this is no index of weights") from error
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise CheckpointError(index.parent / name, None, f"{index.name} names it, and it is not there")
+    return places
+
+
+def read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """All tensors of several files.
+
+    Raises:
+        CheckpointError: one cannot be read, or two hold the same name.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        for name, tensor in read_tensors(file, device).items():
+            if name in weights:
+                raise CheckpointError(file, name, "another file of this directory holds it too")
+            weights[name] = tensor
+    return weights
+
+
+ExportFormat = Literal["huggingface", "safetensors", "torch"]
+_SUFFIXES: Final[dict[str, ExportFormat]] = {
+    "": "huggingface",
+    ".safetensors": "safetensors",
+    ".bin": "torch",
+    ".ckpt": "torch",
+    ".pt": "torch",
+    ".pth": "torch",
+}
+
+
+def export(
+    checkpoint: str | os.PathLike[str] | Mapping[str, Tensor],
+    target: str | os.PathLike[str],
+    format: ExportFormat | None = None,
+    *,
+    max_shard_size: int | str = "5GB",
+) -> Path:
+    """Write the weights of a checkpoint as other programs read them; complete and durable, or absent.
+
+    Args:
+        checkpoint: verified first; or anything else that `trainer_kit.checkpoint.weights.read_weights` reads; or the
+            weights themselves, by name.
+        target: what to make; its parents are made too.
+        format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, where that
+            would be larger than a shard, ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
+            ``"torch"``: a ``torch.save`` file (a zip file with a pickle, for ``torch.load(weights_only=True)``). None:
+            by the suffix of ``target``; without one, Hugging Face's. A tied weight is stored once, under its first
+            name.
+        max_shard_size: bytes, or ``"5GB"``, ``"200MB"``, ``"1GiB"``; a single tensor may be larger.
+
+    Returns:
+        ``target``, absolute.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, the target exists or cannot be written, or a tensor has a dtype
+            that safetensors does not hold.
+        ConfigurationError: for a format or size that is not understood.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = write_checkpoint(f"{directory}/step-3", {"model": {"w": torch.ones(2), "v": torch.ones(3)}})
+        ...     _ = export(path, f"{directory}/hub", max_shard_size=12)
+        ...     sorted(file.name for file in Path(f"{directory}/hub").iterdir())
+        ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors', 'model.safetensors.index.json']
+    """
+    path = absolute(target)
+    if isinstance(path, RemotePath):
+        raise ConfigurationError(
+            "weights are exported to this machine", found=str(path), fix="export to a local path, and copy it there"
+        )
+    kind, limit = _choose(path, format), in_bytes(max_shard_size, "max_shard_size", least=1)
+    if os.path.lexists(path):
+        raise CheckpointError(path, None, "it exists already", fix="use another name, or delete it first")
+    weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+    if kind != "torch":
+        _check_dtypes("the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights)
+    work = hidden_path(path, "tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(work, kind, weights, limit)
+        os.rename(work, path)
+        sync_directory(path.parent)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        with suppress(OSError):
+            work.unlink()
+        if isinstance(error, OSError):
+            raise CheckpointError(path, None, f"could not be written: {error.strerror or error}") from error
+        raise
+    return path
+
+
+def _choose(path: Path, format: str | None) -> str:
+    chosen = _SUFFIXES.get(path.suffix.lower()) if format is None else format
+    if chosen is None or chosen not in get_args(ExportFormat):
+        raise ConfigurationError(
+            "it is not clear what to export to",
+            found=f"format={format!r}, target {path.name!r}",
+            fix=f"pass format as one of {', '.join(get_args(ExportFormat))}",
+        )
+    return chosen
+
+
+def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:
+    for name, tensor in weights.items():
+        if tensor.dtype not in TENSOR_DTYPES:
+            raise CheckpointError(
+                checkpoint, name, f"safetensors files do not hold {tensor.dtype}", fix='export with format="torch"'
+            )
+
+
+def _write(work: Path, kind: str, weights: dict[str, Tensor], limit: int) -> None:
+    if kind == "safetensors":
+        write_file(work, safetensors_bytes(weights)[1])
+    elif kind == "torch":
+        with open(work, "xb") as file:
+            torch.save(weights, file)
+            file.flush()
+            os.fsync(file.fileno())
+    else:
+        work.mkdir()
+        _write_shards(work, weights, limit)
+        sync_directory(work)
+
+
+def _write_shards(work: Path, weights: Mapping[str, Tensor], limit: int) -> None:
+    """Layout: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints."""
+    shards: list[dict[str, Tensor]] = [{}]
+    tied, shard_of = tied_names(weights), dict[str, dict[str, Tensor]]()
+    filled = total = 0
+    for name, tensor in weights.items():
+        if name in tied:  # its file says that it is the same tensor; the index does not name it
+            shard_of[tied[name]][name] = tensor
+            continue
+        size = tensor.numel() * tensor.element_size()
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shard_of[name] = shards[-1]
+        shards[-1][name] = tensor
+        filled, total = filled + size, total + size
+    if len(shards) == 1:
+        write_file(work / "model.safetensors", safetensors_bytes(shards[0])[1])
+        return
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_file(work / file, safetensors_bytes(shard)[1])
+        places.update({name: file for name in shard if name not in tied})
+    index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
+    content = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    write_file(work / "model.safetensors.index.json", [content.encode()])

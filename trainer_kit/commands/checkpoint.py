@@ -66,7 +66,7 @@ def _verify(paths: tuple[Location, ...]) -> None:
     """Read every byte of the checkpoints at PATHS, or in the directories at PATHS. Exit code 1: one is damaged."""
     from trainer_kit.checkpoint.manifest import was_checkpoint
     from trainer_kit.checkpoint.read import verify_checkpoint
-    from trainer_kit.checkpoint.repairs import candidates
+    from trainer_kit.checkpoint.store import candidates
 
     damaged = 0
     for path in paths:
@@ -109,7 +109,7 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout.")
 def _export(source: Location, target: Path, format: str | None, max_shard_size: str) -> None:
     """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
-    from trainer_kit.checkpoint.convert import export
+    from trainer_kit.checkpoint.weights import export
 
     click.echo(export(source, target, format, max_shard_size=max_shard_size))  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ def _export(source: Location, target: Path, format: str | None, max_shard_size: 
 @click.argument("directory", type=_DIRECTORY)
 def _repair(directory: Location) -> None:
     """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, write the index anew."""
-    from trainer_kit.checkpoint.repairs import repair
+    from trainer_kit.checkpoint.store import repair
 
     done = repair(directory)
     for path, problem in done.damaged:

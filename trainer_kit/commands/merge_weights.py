@@ -23,6 +23,6 @@ def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
     DIRECTORY is a checkpoint of this library, sharded or not, or Hugging Face's safetensors with their index. torch's
     distributed checkpoints are refused, as they are pickles.
     """
-    from trainer_kit.checkpoint.convert import export
+    from trainer_kit.checkpoint.weights import export
 
     click.echo(export(directory, output, max_shard_size=max_shard_size))

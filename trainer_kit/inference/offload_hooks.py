@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.move import map_movable, move_to_device
-from trainer_kit.inference.checkpoints import OnDisk
+from trainer_kit.inference.lazy_weights import OnDisk
 
 __all__ = ["Call", "Lock", "OffloadedTensor", "Root", "Visit", "is_meta", "put"]
 

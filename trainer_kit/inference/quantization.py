@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.inference.budget import Device
-from trainer_kit.inference.checkpoints import Lazy, open_weights, same_bits
-from trainer_kit.inference.device_map import resolve_device_map
-from trainer_kit.inference.dispatch import dispatch_model
+from trainer_kit.inference.device_map import Device, resolve_device_map
+from trainer_kit.inference.dispatch import check_device_map, dispatch_model, find_tied, first_names
+from trainer_kit.inference.lazy_weights import Lazy, open_weights, same_bits
 from trainer_kit.inference.loading import load_weights, pick_dtype
 from trainer_kit.inference.offload_hooks import is_meta
-from trainer_kit.inference.placement import check_device_map, find_tied, first_names
 from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
 
 __all__ = ["BnbQuantizationConfig", "load_and_quantize_model"]

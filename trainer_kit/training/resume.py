@@ -12,7 +12,7 @@ from typing import Any
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
-from trainer_kit.checkpoint.repairs import candidates, newest_verified, set_aside
+from trainer_kit.checkpoint.store import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import on_rank_zero, together
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -260,7 +260,7 @@ def read_rest(
         return state
     if not (path.is_dir() and is_complete(path)):
         return together(strategy.world, lambda: read_state(path, weights_only))
-    from trainer_kit.checkpoint.reshard import read_divided  # torch.distributed's planner
+    from trainer_kit.checkpoint.sharded import read_divided  # torch.distributed's planner
 
     known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
     like, absent = together(strategy.world, lambda: held_of(strategy, module))

@@ -11,8 +11,7 @@ import pytest
 from trainer_kit.checkpoint import checkpoints, repair, verify_checkpoint, write_checkpoint
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import dump_manifest
-from trainer_kit.checkpoint.repairs import candidates, newest_verified, set_aside
-from trainer_kit.checkpoint.store import lookup, mark
+from trainer_kit.checkpoint.store import candidates, lookup, mark, newest_verified, set_aside
 from trainer_kit.core.errors import CheckpointError
 
 

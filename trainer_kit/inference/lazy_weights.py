@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.files import TENSOR_DTYPES, safetensors_bytes, write_file
-from trainer_kit.checkpoint.huggingface import holds_weight_files, read_index
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, TensorLayout
 from trainer_kit.checkpoint.manifest import MANIFEST
-from trainer_kit.checkpoint.weights import map_weights, read_weights, weight_layout
+from trainer_kit.checkpoint.weights import holds_weight_files, map_weights, read_index, read_weights, weight_layout
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import RemotePath, locate
 
