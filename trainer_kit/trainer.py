@@ -29,10 +29,9 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.entry_points import Verb
+from trainer_kit.training.entry_points import Verb, run_on_processes
 from trainer_kit.training.explain import explain, show_results
 from trainer_kit.training.fit import fit
-from trainer_kit.training.processes import run_on_processes
 from trainer_kit.training.run_metadata import plain_arguments
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings

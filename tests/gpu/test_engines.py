@@ -25,7 +25,7 @@ from tests.gpu.devices import (
 )
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy
 from trainer_kit.testing import run_distributed
-from trainer_kit.training import auto_strategy as room
+from trainer_kit.training import compose as room
 
 
 class Seen(tk.Callback):

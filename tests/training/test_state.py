@@ -14,8 +14,7 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.state.collect import plain_hparams
-from trainer_kit.state.optimizer_states import optimizer_state, owned_parameters, restore_optimizer
-from trainer_kit.state.parameter_groups import configured
+from trainer_kit.state.optimizer_states import configured, optimizer_state, owned_parameters, restore_optimizer
 from trainer_kit.strategies import SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
 

@@ -26,7 +26,7 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
 from trainer_kit.core.text import Text
 from trainer_kit.precision.precision import Precision
-from trainer_kit.state.parameter_groups import note_configured
+from trainer_kit.state.optimizer_states import note_configured
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.compile import Compile
 

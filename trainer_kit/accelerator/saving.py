@@ -27,8 +27,13 @@ from trainer_kit.core.collective_errors import on_every_rank, on_rank_zero, toge
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
-from trainer_kit.state.optimizer_states import optimizer_state, owned_parameters, parameter_names, restore_optimizer
-from trainer_kit.state.schedulers import restore_scheduler
+from trainer_kit.state.optimizer_states import (
+    optimizer_state,
+    owned_parameters,
+    parameter_names,
+    restore_optimizer,
+    restore_scheduler,
+)
 from trainer_kit.training.resume import held_of
 
 __all__ = ["Saving"]

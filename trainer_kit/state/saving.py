@@ -9,29 +9,38 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, final
 
+from torch import Tensor
+
 from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.collective_errors import together, told
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, NonFiniteError
+from trainer_kit.core.finite import are_finite
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.state.collect import without_own_buffers
-from trainer_kit.state.finite import check_finite, finite_weights
 from trainer_kit.step.run import Fit
 from trainer_kit.step.saver import Outcome, Save, Saver
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.sharded import ShardedSnapshot
 
-__all__ = ["abandon_save", "save_requested", "save_to", "settle_save"]
+__all__ = [
+    "abandon_save",
+    "check_finite",
+    "finite_weights",
+    "save_requested",
+    "save_to",
+    "settle_save",
+]
 
 _SLOW: Final = 60.0
 """Seconds after which a save under way is worth a line."""
@@ -345,3 +354,29 @@ def _nobody(path: Location) -> None:
 
 def _nothing() -> None:
     """Nobody deletes anything for it."""
+
+
+_OVERFLOWS: Final = 20
+"""Steps without one finite loss that gradient scaling is given."""
+
+
+def check_finite(run: Fit) -> None:
+    """Look at the losses since the last look, on every rank at once; the run ends where one is NaN or infinite."""
+    first, step, world = run.finite + 1, run.progress.step, run.strategy.world
+    if step == run.finite or (run.precision.scales and step - run.finite < _OVERFLOWS):
+        return  # overflowed steps in a row are skipped, and the scale finds its way: too early to judge
+    run.finite = step
+    finite = run.micro.is_finite()
+    if world.size > 1:
+        finite = all(row[0] for row in world.agree([finite]))
+    if not finite:
+        raise NonFiniteError(
+            f"the loss is not finite between steps {first} and {run.progress.step}",
+            found=f"NaN or infinity in what training_step returned; the last loss is {run.micro.loss}",
+            fix="lower the learning rate, clip gradients, or look for the step with detect_anomaly=True",
+        )
+
+
+def finite_weights(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
+    """Whether what a checkpoint holds of the parameters ``names`` is finite; buffers may hold infinities on purpose."""
+    return are_finite(weights[name] for name in names if name in weights)

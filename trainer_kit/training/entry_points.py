@@ -2,48 +2,69 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from functools import partial
-from types import TracebackType
-from typing import Any, final
+from types import FrameType, TracebackType
+from typing import Any, Final, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import nn
+from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import deterministic_products
-from trainer_kit.core.errors import ConfigurationError, DataError, NonFiniteError, RankError
+from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import (
+    ConfigurationError,
+    DataError,
+    LaunchError,
+    NonFiniteError,
+    RankError,
+    TrainerKitError,
+    add_note,
+    printable,
+)
 from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.iterables import as_list
+from trainer_kit.core.move import move_to_device
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore
-from trainer_kit.state.parameter_groups import reset_flags, watch_groups
-from trainer_kit.state.runs import check_records
+from trainer_kit.state.optimizer_states import reset_flags, watch_groups
+from trainer_kit.state.runs import check_records, count_fit, hand_over
 from trainer_kit.state.saving import abandon_save, save_requested
 from trainer_kit.step.bus import Bus, sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation, evaluate
 from trainer_kit.step.requests import requeue_once, terminable
 from trainer_kit.step.run import Fit
 from trainer_kit.step.teardown import Unwinding
-from trainer_kit.training.auto_strategy import build_module
-from trainer_kit.training.compose import check_module, compose_evaluation, compose_fit, prepare_data, trainable_in_eval
+from trainer_kit.training.compose import (
+    build_module,
+    check_module,
+    compose_evaluation,
+    compose_fit,
+    prepare_data,
+    trainable_in_eval,
+)
 from trainer_kit.training.directories import take_directories
-from trainer_kit.training.error_notes import note_batch
 from trainer_kit.training.loaders import find_loaders
 from trainer_kit.training.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
 from trainer_kit.training.run_metadata import go_on_logging
 from trainer_kit.training.session import Session
 from trainer_kit.training.settle import settle_end
 
-__all__ = ["Verb"]
+__all__ = [
+    "Verb",
+    "note_batch",
+    "run_on_processes",
+]
 
 
 @final
@@ -431,3 +452,133 @@ def _dry_run(trainer: Session, run: Fit) -> None:
             f"hyperparameters that a checkpoint holds by their repr only: {', '.join(refused)}"
             " (load_from_checkpoint will ask for them)"
         )
+
+
+_MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
+
+
+def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -> Any:
+    """Run ``verb`` on the Trainer's processes.
+
+    As the agent this never returns: the ranks run the script again and reach the verb themselves. With forked
+    processes (notebooks) it returns rank 0's result, and the module, callbacks and metrics here are brought up to date.
+    """
+    if trainer.start == "agent":
+        from trainer_kit.launch import run_agent
+
+        run_agent(trainer.processes, extra_env=hand_over(trainer), max_restarts=_max_restarts())
+    from trainer_kit.launch import run_forked
+
+    def on_rank(rank: int) -> Any:
+        trainer.start = None
+        trainer.environment = Environment.detect()
+        trainer.strategy.device = pick_device(trainer.strategy.device.type, rank)
+        result = getattr(trainer, verb)(model, *arguments)
+        if rank != 0:
+            return None
+        module = trainer.module
+        return {
+            "result": result,
+            "weights": move_to_device(dict(module.state_dict()), "cpu"),  # sync point: at the end
+            "progress": trainer.progress.state_dict(),
+            "metrics": (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
+            "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
+        }
+
+    made = run_forked(on_rank, trainer.processes)
+    if verb == "fit":
+        count_fit()
+    module = trainer.module if model is None else model
+    module.load_state_dict(made["weights"])
+    trainer.module = module
+    trainer.progress.load_state_dict(made["progress"])
+    trainer.metrics.forget()  # as a verb does here: neither the bar nor the monitors of a test see anything of training
+    for here, there in zip(
+        (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar), made["metrics"], strict=True
+    ):
+        here.update(there)
+    for callback, state in zip(trainer.callbacks, made["callbacks"], strict=True):
+        if state:
+            callback.load_state_dict(state)
+    return made["result"]
+
+
+def _max_restarts() -> int:
+    """How often a run whose ranks fail is started again, for an agent that no command line asks."""
+    value = os.environ.get(_MAX_RESTARTS, "0")
+    if not value.isdigit():
+        raise LaunchError(f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}")
+    return int(value)
+
+
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+_TWICE: Final = "backward through the graph a second time"
+_LONGEST: Final = 400  # characters of a description
+
+
+def note_batch(error: BaseException, module: Any) -> None:
+    """Attach the layer that failed and the shapes of the batch to an exception from a step.
+
+    Everything is read from the traceback: a step that does not fail pays nothing.
+
+    Args:
+        error: the exception on its way to the user; errors of this library and interrupts stay as they are.
+        module: the module that ran.
+    """
+    if isinstance(error, TrainerKitError) or not isinstance(error, Exception):
+        return
+    with suppress(Exception):  # a batch or a layer of the user's that cannot be described must not hide the error
+        frames = list(_frames(error.__traceback__))
+        at = next((i for i, frame in enumerate(frames) if _is_step(frame, module)), None)
+        if at is not None:
+            add_note(error, _described(frames[at], frames[at + 1 :], module))
+        if _TWICE in str(error):
+            add_note(error, _twice(module))
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
+    while traceback is not None:
+        yield traceback.tb_frame
+        traceback = traceback.tb_next
+
+
+def _is_step(frame: FrameType, module: Any) -> bool:
+    names = frame.f_code.co_varnames
+    return frame.f_code.co_name in _STEPS and len(names) > 1 and frame.f_locals.get(names[0]) is module
+
+
+def _described(step: FrameType, inner: list[FrameType], module: nn.Module) -> str:
+    names = {id(part): name for name, part in module.named_modules() if name}
+    failed = [frame.f_locals.get("self") for frame in inner]
+    layers = [part for part in failed if isinstance(part, nn.Module) and id(part) in names]
+    where = f"in {type(module).__name__}.{step.f_code.co_name}"
+    if layers:
+        layer = layers[-1]
+        where += f", module {names[id(layer)]!r}: {type(layer).__name__}({printable(layer.extra_repr(), 200)})"
+    _, batch, *rest = step.f_code.co_varnames  # self, batch, batch_idx, and what else the step names
+    index = step.f_locals.get(rest[0]) if step.f_code.co_argcount > 2 else None
+    number = f" {index}" if isinstance(index, int) else ""
+    if batch not in step.f_locals:  # deleted
+        return where
+    return f"{where}; batch{number}: {printable(_shapes(step.f_locals[batch]), _LONGEST)}"
+
+
+def _shapes(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{name!r}: {_shapes(part)}' for name, part in list(value.items())[:20])}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} of {len(value)}: ({', '.join(map(_shapes, value[:10]))})"
+    return type(value).__name__
+
+
+def _twice(module: Any) -> str:
+    name = type(module).__name__
+    own = (
+        f"the Trainer calls backward on the loss that {name}.training_step returns: remove backward() from the step, or"
+        " set self.automatic_optimization = False and call self.manual_backward(loss) once"
+        if module.automatic_optimization
+        else f"{name}.training_step calls backward on one loss more than once"
+    )
+    return f"{own}; or the loss reaches back into the graph of an earlier batch: detach what the module keeps"

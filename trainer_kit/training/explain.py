@@ -13,8 +13,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.text import Text
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimize import configure_optimizers
-from trainer_kit.training.auto_strategy import weigh
-from trainer_kit.training.compose import check_module
+from trainer_kit.training.compose import check_module, weigh
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.session import Session
 

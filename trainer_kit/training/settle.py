@@ -8,8 +8,7 @@ import time
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.metrics.entry import Reduced
-from trainer_kit.state.finite import check_finite
-from trainer_kit.state.saving import save_requested, settle_save
+from trainer_kit.state.saving import check_finite, save_requested, settle_save
 from trainer_kit.step.evaluate import evaluate
 from trainer_kit.step.requests import ended_by, requeue_once
 from trainer_kit.step.run import Fit
