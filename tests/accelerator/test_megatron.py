@@ -145,7 +145,7 @@ def test_what_is_said_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPat
         ({"pp_degree": 2}, "megatron_lm_pp_degree.*MeshStrategy"),
         ({"use_precision_aware_optimizer": True}, "megatron_lm_use_precision_aware_optimizer"),
         ({"num_micro_batches": 4}, "gradient_accumulation_steps"),
-        ({"expert_model_parallel_size": 2}, "experts are not here yet"),
+        ({"expert_model_parallel_size": 2}, "experts are not supported yet"),
         ({"recompute_activations": True}, "TransformerConfig"),
         ({"lr_warmup_iters": 10}, "lr_warmup_iters belongs to Megatron-LM's own training script"),
     ):

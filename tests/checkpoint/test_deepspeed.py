@@ -20,7 +20,7 @@ import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net, same_state
 from trainer_kit.checkpoint import read_weights
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.strategies.deepspeed.library import deepspeed_of, quiet
+from trainer_kit.strategies.deepspeed.engine import deepspeed_of, quiet
 from trainer_kit.testing import run_distributed
 from trainer_kit.testing.conformance import assert_same
 

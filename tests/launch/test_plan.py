@@ -154,7 +154,7 @@ def test_megatron_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["megatron.yaml"]), ALONE)
     told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
     assert (made.processes, told["distributed_type"], told["megatron_lm_tp_degree"]) == (4, "MEGATRON_LM", "2")
-    with pytest.raises(ConfigurationError, match="megatron_lm_num_micro_batches is said elsewhere here"):
+    with pytest.raises(ConfigurationError, match="megatron_lm_num_micro_batches is not an option of MegatronStrategy"):
         from_launcher(told)
 
 

@@ -25,8 +25,7 @@ from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision import make_precision
 from trainer_kit.strategies import MegatronStrategy
 from trainer_kit.strategies.megatron.config import KEYS, check_model, from_launcher, megatron_model, optimizer_options
-from trainer_kit.strategies.megatron.costs import megatron_costs
-from trainer_kit.strategies.megatron.state import find_pieces
+from trainer_kit.strategies.megatron.state import find_pieces, megatron_costs
 from trainer_kit.training.resume import read_state
 
 
@@ -228,7 +227,7 @@ def test_what_megatron_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         ({}, "32-true", "tensor_model_parallel_size=1, where this run has 2"),
         ({"bf16": True, **sizes}, "32-true", "bf16=True, where this run has False"),
         (sizes, "bf16-mixed", "bf16=False, where this run has True"),
-        ({"num_moe_experts": 4, **sizes}, "32-true", "num_moe_experts is not here yet"),
+        ({"num_moe_experts": 4, **sizes}, "32-true", "num_moe_experts is not supported yet"),
         ({"gated_linear_unit": True, **sizes}, "32-true", "gated layers"),
     ):
         with pytest.raises(StrategyError, match=told):
@@ -268,7 +267,7 @@ def test_every_key_of_accelerates_is_taken_or_refused() -> None:
         "gradient_clipping": 1.0,
     }
     for key, value in (("pp_degree", "2"), ("recompute_activations", "true"), ("context_parallel_size", "2")):
-        with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is said elsewhere here"):
+        with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is not an option of MegatronStrategy"):
             from_launcher({f"megatron_lm_{key}": value})
 
 

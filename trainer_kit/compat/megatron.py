@@ -60,7 +60,7 @@ class MegatronLMPlugin:
     Example:
         >>> MegatronLMPlugin(pp_degree=2)
         Traceback (most recent call last):
-        trainer_kit.core.errors.ConfigurationError: megatron_lm_pp_degree is said elsewhere here
+        trainer_kit.core.errors.ConfigurationError: megatron_lm_pp_degree is not an option of MegatronStrategy
           found: megatron_lm_pp_degree: 2
           fix:   use MeshStrategy(pp=)
     """

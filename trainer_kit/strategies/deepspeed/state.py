@@ -1,12 +1,14 @@
-"""Weights and moments of a DeepSpeed engine by the user's own parameters: whole, in full precision, and back.
+"""Weights and moments of a DeepSpeed engine by the user's own parameters, and what a rank holds of them and sends.
 
-Below stage 3 the engine keeps one flat master of each group of parameters, of which a rank holds a piece; at stage 3
-it keeps several, and parameters, too, are in pieces. What is written here is what any other strategy writes.
+Below stage 3 the engine keeps one flat master for each group of parameters, of which a rank holds a piece; at stage 3
+it keeps several, and divides parameters, too. Checkpoints hold whole tensors in full precision, as every other strategy
+writes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any, Final
 
 import torch
@@ -15,21 +17,30 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.collective_errors import together
+from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.protocols import Group
+from trainer_kit.strategies.costs import ring
 from trainer_kit.strategies.flat_shards import Piece, unkept, whole_of
 
-__all__ = ["find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states", "shape_of"]
+__all__ = ["deepspeed_costs", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states"]
 
 _STEP: Final = "step"
+_LAYOUTS: Final = (
+    "nothing is divided",
+    "optimizer state and masters are divided",
+    "gradients, optimizer state and masters are divided",
+    "everything is divided, small parameters are whole besides",
+)
+_ALIGNED: Final = 2  # the engine rounds a flat group up to a multiple of so many elements a rank
 
 
-def shape_of(parameter: nn.Parameter) -> torch.Size:
-    """The shape of the whole parameter; stage 3 leaves an empty one."""
+def _shape_of(parameter: nn.Parameter) -> torch.Size:
+    """The shape of the whole parameter; at stage 3 the parameter itself is empty."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
-    """Of every parameter whose master is another tensor than itself; `optimizer` is the engine's."""
+    """Find this rank's piece of every parameter whose master is another tensor; `optimizer` is the engine's."""
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return dict(_pieces_of_stage_3(optimizer))
     found: dict[nn.Parameter, Piece] = {}
@@ -69,20 +80,16 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
             )
 
 
-def _whole(parameter: nn.Parameter, piece: Piece, tensor: Tensor, keep: bool) -> Tensor:
-    return whole_of(piece, shape_of(parameter), tensor, keep)
-
-
 def module_state(
     pieces: Mapping[nn.Parameter, Piece], module: nn.Module, own: Mapping[str, Any], keep: bool
 ) -> dict[str, Any]:
     """``module.state_dict()`` with whole weights in full precision. Every rank must call it.
 
     Args:
-        pieces: of its parameters.
+        pieces: of the module's parameters.
         module: the user's.
-        own: its ``state_dict``, which every rank has.
-        keep: whether this rank wants the values; else weights are zeros that take no memory.
+        own: the module's ``state_dict``, which every rank has.
+        keep: whether this rank needs the values; else weights are zeros that take no memory.
     """
     state = dict(own)
     seen: dict[nn.Parameter, Tensor] = {}
@@ -92,30 +99,30 @@ def module_state(
         if parameter not in seen:
             piece = pieces.get(parameter)
             if piece is None:
-                seen[parameter] = _frozen(parameter, state[name], keep)
+                seen[parameter] = _frozen_weight(parameter, state[name], keep)
             elif parameter.dtype == piece.master.dtype and not hasattr(parameter, "ds_id"):
-                seen[parameter] = state[name]  # nothing is rounded, and every rank has all of it
+                seen[parameter] = state[name]  # not rounded, and whole on every rank
             else:
-                seen[parameter] = _whole(parameter, piece, piece.master, keep)
+                seen[parameter] = whole_of(piece, _shape_of(parameter), piece.master, keep)
         state[name] = seen[parameter]
     return state
 
 
-def _frozen(parameter: nn.Parameter, there: Tensor, keep: bool) -> Tensor:
+def _frozen_weight(parameter: nn.Parameter, own: Tensor, keep: bool) -> Tensor:
     if not hasattr(parameter, "ds_id"):
-        return there
+        return own
     import deepspeed
 
     with deepspeed.zero.GatheredParameters([parameter]):
         if not keep:
-            return unkept(shape_of(parameter), parameter.dtype)
+            return unkept(_shape_of(parameter), parameter.dtype)
         return parameter.detach().clone().cpu()  # sync point: a checkpoint
 
 
 def load_module(
     pieces: Mapping[nn.Parameter, Piece], module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
 ) -> None:
-    """Put `module_state` back, or a ``state_dict`` of the same module under any other strategy."""
+    """Restore `module_state`, or a ``state_dict`` of the same module under any other strategy."""
     divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     if divided:
         _load_divided(module, state, strict, world)
@@ -124,12 +131,12 @@ def load_module(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         piece = pieces.get(parameter)
         if piece is not None and name in state:
-            # What the forward computes with may be rounded; the master is not.
+            # The parameter may be in half precision; its master is not rounded.
             piece.of(piece.master).copy_(piece.in_whole(state[name]))
 
 
 def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group) -> None:
-    """Stage 3: one parameter at a time is whole, and rank 0's value is given to all."""
+    """Stage 3: gather one parameter at a time, and write rank 0's value into it on all ranks."""
     import deepspeed
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -145,21 +152,18 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, wor
 
 
 def _check_names(
-    module: nn.Module,
-    parameters: Mapping[str, nn.Parameter],
-    state: Mapping[str, Any],
-    strict: bool,
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any], strict: bool
 ) -> None:
-    """In torch's words, as for every other strategy."""
+    """Raise torch's own error, as every other strategy does."""
     wrong = [
         f"size mismatch for {name}: copying a param with shape {state[name].shape} from checkpoint, the shape in"
-        f" current model is {shape_of(parameter)}."
+        f" current model is {_shape_of(parameter)}."
         for name, parameter in parameters.items()
-        if name in state and state[name].shape != shape_of(parameter)
+        if name in state and state[name].shape != _shape_of(parameter)
     ]
-    there = set(module.state_dict())
+    known = set(module.state_dict())
     if strict:
-        for kind, names in (("Missing", there - state.keys()), ("Unexpected", state.keys() - there)):
+        for kind, names in (("Missing", known - state.keys()), ("Unexpected", state.keys() - known)):
             if names:
                 wrong.append(f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}.")
     if wrong:
@@ -169,14 +173,14 @@ def _check_names(
 def optimizer_states(
     pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, keep: bool
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """The state of each parameter, whole. Every rank must call it; zeros that take no memory where not kept."""
+    """The whole state of each parameter; every rank must call it. Without ``keep``: zeros that take no memory."""
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for parameter, piece in pieces.items():
         own = optimizer.state.get(piece.master)
         if not own:
             continue
         found[parameter] = {
-            key: _whole(parameter, piece, value, keep)
+            key: whole_of(piece, _shape_of(parameter), value, keep)
             if isinstance(value, Tensor) and key != _STEP and value.shape == piece.master.shape
             else value.clone()
             if isinstance(value, Tensor)
@@ -189,14 +193,16 @@ def optimizer_states(
 def load_optimizer(
     pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, state: Mapping[nn.Parameter, Mapping[str, Any]]
 ) -> None:
-    """Put `optimizer_states` back, or the state of the same parameters under any other strategy."""
+    """Restore `optimizer_states`, or the state of the same parameters under any other strategy."""
     as_tensor = type(optimizer).__module__.startswith("torch.")
     for parameter, piece in pieces.items():
         own = optimizer.state[piece.master] if parameter in state else {}
         for key, value in state.get(parameter, {}).items():
             if key == _STEP:
-                own[key] = _step(value, as_tensor)
-            elif isinstance(value, Tensor) and value.shape == shape_of(parameter):
+                # torch counts steps in tensors, DeepSpeed's own optimizers in integers.
+                count = float(value)  # no sync point: a value of a checkpoint, on the host
+                own[key] = torch.tensor(count, dtype=torch.float32) if as_tensor else int(count)
+            elif isinstance(value, Tensor) and value.shape == _shape_of(parameter):
                 if key not in own:
                     own[key] = torch.zeros_like(piece.master, requires_grad=False)
                 piece.of(own[key]).copy_(piece.in_whole(value))
@@ -204,8 +210,63 @@ def load_optimizer(
                 own[key] = value.clone() if isinstance(value, Tensor) else value
 
 
-def _step(value: Any, as_tensor: bool) -> Any:
-    """torch counts in tensors, DeepSpeed's own optimizers in integers."""
-    if as_tensor:
-        return torch.as_tensor(float(value), dtype=torch.float32)  # no sync point: a checkpoint's, on the host
-    return int(value)  # no sync point: as above
+def deepspeed_costs(
+    stage: int, module: nn.Module, ranks: int, precision: str, groups: Iterable[Sequence[nn.Parameter]] = ()
+) -> Costs:
+    """What one rank holds and sends (Rajbhandari et al., SC 2020, chapters 5 and 7).
+
+    Args:
+        stage: of ZeRO.
+        module: before or after the engine has taken it over.
+        ranks: among which it is divided.
+        precision: the run's, by name.
+        groups: parameters of the optimizer, which at stage 3 has the masters of a group only while it steps it.
+    """
+    low = {"bf16": torch.bfloat16, "16-m": torch.float16, "16-t": torch.float16}.get(precision[:4])
+    parameters = list(module.parameters())
+    sizes = {p: _shape_of(p).numel() for p in parameters}
+    width = {p: (low or p.dtype).itemsize for p in parameters}
+    trained = [p for p in parameters if p.requires_grad]
+    taken = cycle(groups)
+
+    def part(count: int) -> int:
+        return -(-count // ranks)
+
+    def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
+        if any(p not in sizes for p in group):
+            return list(group)  # the engine's own masters
+        group = group or next(taken, [])
+        counts = [sizes[p] for p in group if p.requires_grad]
+        if 1 <= stage <= 2:
+            counts = [_ALIGNED * part(-(-sum(counts) // _ALIGNED))]
+        elif stage == 3:
+            counts = [sum(map(part, counts))]
+        return [torch.empty(count, device="meta", requires_grad=True) for count in counts]
+
+    weights = sum(sizes[p] * width[p] for p in parameters)
+    gradients = sum(sizes[p] * width[p] for p in trained)
+    return Costs(
+        layout=f"ZeRO stage {stage} over {ranks} ranks: {_LAYOUTS[stage]}",
+        parameters=sum(part(sizes[p]) * width[p] for p in parameters) if stage == 3 else weights,
+        gradients=sum(part(sizes[p]) * width[p] for p in trained) if stage >= 2 else gradients,
+        stepped=stepped,
+        masters=0 if stage == 0 and low is None else sum(t.numel() * 4 for t in stepped(trained)),
+        exchanges=[exchange for exchange in _exchanges(stage, ranks, weights, gradients) if exchange.sent],
+    )
+
+
+def _exchanges(stage: int, ranks: int, weights: int, gradients: int) -> list[Exchange]:
+    over = f"over {ranks} ranks"
+    if stage == 0:
+        return [Exchange(what=f"gradients: all-reduce {over}", sent=ring(2, ranks, gradients))]
+    reduced = Exchange(
+        what=f"gradients: reduce {over}, to who steps them", sent=ring(1, ranks, gradients), each_batch=stage >= 2
+    )
+    gathered = ring(1, ranks, weights)
+    if stage < 3:
+        return [reduced, Exchange(what=f"stepped parameters: all-gather {over}", sent=ring(1, ranks, gradients))]
+    return [
+        Exchange(what=f"parameters: all-gather {over} for forward", sent=gathered, each_batch=True),
+        Exchange(what=f"parameters: all-gather {over} for backward", sent=gathered, each_batch=True),
+        reduced,
+    ]

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: optimizer state, gradients and parameters divided among the data ranks; the engine steps."""
+"""ZeRO by DeepSpeed: optimizer state, gradients and parameters are divided among the data ranks; the engine steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any, final
 
 import torch
+from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -18,34 +19,26 @@ from trainer_kit.core.collective_errors import together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.fields import check_timeout
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.deepspeed.config import RunFacts, filled, read_config, with_arguments
-from trainer_kit.strategies.deepspeed.costs import deepspeed_costs
-from trainer_kit.strategies.deepspeed.gradients import OpenWindow, Windows, take_step
-from trainer_kit.strategies.deepspeed.library import (
+from trainer_kit.strategies.deepspeed.config import RunFacts, Sections, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed.engine import (
+    EngineScaler,
+    OpenWindow,
+    Windows,
     check_float16,
     deepspeed_of,
+    destroy_engine,
     dividing,
-    let_go,
     local_rank,
     quiet,
-    release,
+    release_module,
     round_parts,
+    take_step,
 )
-from trainer_kit.strategies.deepspeed.module import (
-    Step,
-    check_clipped,
-    check_module,
-    check_optimizer,
-    check_raw,
-    hidden_size,
-    nothing,
-    refuse_group,
-)
-from trainer_kit.strategies.deepspeed.scaler import EngineScaler
-from trainer_kit.strategies.deepspeed.sections import Sections
 from trainer_kit.strategies.deepspeed.state import (
+    deepspeed_costs,
     find_pieces,
     load_module,
     load_optimizer,
@@ -65,19 +58,18 @@ __all__ = ["DeepSpeedStrategy"]
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO (Rajbhandari et al., SC 2020; https://www.deepspeed.ai).
 
-    The engine runs backward, averages gradients, clips and steps; windows, weights, hooks and checkpoints are ours.
-    A checkpoint holds whole tensors in full precision by the module's own names, so that it loads into any other
-    strategy, stage and number of ranks, and continues there.
+    The engine runs backward, averages gradients, clips and steps; the loop keeps accumulation windows, weights, hooks
+    and checkpoints. A checkpoint holds whole tensors in full precision by the module's own names, so that it loads into
+    any other strategy, stage and number of ranks, and continues there.
 
     Args:
-        device: where this rank computes; the Trainer fills it in.
-        stage: 0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too. The JSON's by default,
-            or 2.
-        offload_optimizer: masters and moments live, and are stepped, in the host's memory.
-        offload_parameters: parameters wait in the host's memory; stage 3 only.
-        config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` stands for what the run says: batch sizes,
-            accumulation, clipping, precision; sizes of buckets follow the model's ``config.hidden_size``. Its
-            optimizer and scheduler are made where the script makes none.
+        device: where this rank computes; the Trainer sets it.
+        stage: 0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too. Default: the JSON's, or 2.
+        offload_optimizer: masters and moments are held, and stepped, in the host's memory.
+        offload_parameters: parameters are held in the host's memory; stage 3 only.
+        config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` takes the run's value: batch sizes, accumulation,
+            clipping, precision; sizes of buckets follow the model's ``config.hidden_size``. The optimizer and the
+            scheduler that it names are built where the script builds none.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: how long a collective may take.
 
@@ -93,8 +85,8 @@ class DeepSpeedStrategy(Strategy):
     engine = "deepspeed"
     lockstep = True
     owns_step = keeps_gradients = completes_gradients = own_buffers = True
-    why_not_averaged = "DeepSpeed steps flat copies of its own of the weights"
-    why_not_again = "DeepSpeed steps parameters of its own"
+    why_not_averaged = "DeepSpeed steps flat copies of the weights"
+    why_not_again = "DeepSpeed steps copies of the parameters"
 
     def __init__(
         self,
@@ -110,10 +102,12 @@ class DeepSpeedStrategy(Strategy):
         if importlib.util.find_spec("deepspeed") is None:
             raise StrategyError("DeepSpeed is not installed", fix='pip install "trainer-kit[deepspeed]"')
         self.device = torch.device(device)
-        self._take(with_arguments(read_config(config), stage, offload_optimizer, offload_parameters))
+        self._set_config(with_arguments(read_config(config), stage, offload_optimizer, offload_parameters))
         check_timeout(timeout, "DeepSpeedStrategy")
-        self.backend, self.timeout = process_group_backend, timeout
-        self._facts, self._step = RunFacts(), Step(nn.Module())
+        self.backend = process_group_backend
+        self.timeout = timeout
+        self._facts = RunFacts()
+        self._step = _Step(nn.Module())
         self._engine: Any = None
         self._scaler = EngineScaler()
         self._optimizer: Optimizer | None = None
@@ -121,24 +115,25 @@ class DeepSpeedStrategy(Strategy):
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._clip = self._own_clip = 0.0
         self._windows = Windows()
-        self._window: OpenWindow | None = None  # in a loop of the user's own
+        self._window: OpenWindow | None = None  # of a raw loop
 
-    def _take(self, config: dict[str, Any]) -> None:
-        self.config, self.sections = config, Sections(config)
+    def _set_config(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.sections = Sections(config)
         self.stage: int = config["zero_optimization"]["stage"]
-        # Offloaded gradients leave the device at the boundary, and only those of its backward would.
+        # At the boundary only the gradients of the last backward would leave the device.
         self._finishes_late = self.stage >= 2 and self._offloads("offload_optimizer")
 
     def use(self, config: dict[str, Any]) -> None:
-        """Another JSON from now on, as ``self.config`` has it.
+        """Replace the JSON by another one that is as complete as ``self.config``.
 
         Raises:
-            StrategyError: a model was prepared with the one before.
+            StrategyError: a model was prepared with the current one.
         """
         if self._window is not None:
             fix = "a second Accelerator for a second model"
             raise StrategyError("a model was prepared with another DeepSpeed plugin", found=self.describe(), fix=fix)
-        self._take(config)
+        self._set_config(config)
 
     def _offloads(self, key: str) -> bool:
         section = self.config["zero_optimization"].get(key) or {}
@@ -146,46 +141,46 @@ class DeepSpeedStrategy(Strategy):
 
     @property
     def gradient_divisor(self) -> int:
-        """The engine averages over the ranks, unless its JSON tells it to sum."""
+        """The engine averages over the ranks, unless its JSON asks for a sum."""
         return 1 if self.config.get("gradient_allreduce_op") == "sum" else self.world.size
 
     def start(self) -> None:
-        """Join the process group, or make one; a process alone makes one of its own."""
+        """Join the process group, or make one, also for a single process."""
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout, alone=True)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
 
     def configure(self, **facts: Any) -> None:
-        """What the run says, for the JSON: fields of `RunFacts`. Contradictions are raised here."""
+        """Take the run's values for the JSON, by the fields of `RunFacts`; contradictions are raised here."""
         self._facts = replace(self._facts, world=self.world.size, **facts)
         filled(self.config, self._facts)
         if self._facts.precision.startswith("16-"):
             check_float16(self.device)
 
     def stop(self) -> None:
-        """The engine lets go of the module; at stage 3 nobody else could run it, so there it stays."""
+        """Destroy the engine. A Trainer's at stage 3 stays: without it the divided module could not be run."""
         if self._engine is not None and (self.stage < 3 or self._window is not None):
-            self._let_go()
+            destroy_engine(self._engine)
+            self._engine = None
+            self._step = _Step(nn.Module())
         if self._window is not None:
-            self._window, self._optimizer, self._pieces, self._step = None, None, {}, Step(nn.Module())
-
-    def _let_go(self) -> None:
-        let_go(self._engine)
-        self._engine, self._step = None, Step(nn.Module())
+            self._window = self._optimizer = None
+            self._pieces = {}
+            self._step = _Step(nn.Module())
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """On the device; at stage 3 every layer is divided as soon as it is made."""
+        """On the device; stage 3 divides every layer as soon as it is built."""
         if self.stage < 3:
             return torch.device(self.device)
-        whole = self._facts.precision.endswith("mixed")  # in another dtype other numbers are drawn
+        whole = self._facts.precision.endswith("mixed")  # random initialisation differs between dtypes
         return dividing(self.device, filled(self.config, self._facts), whole)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Move the module, and give every rank rank 0's weights; one that is divided runs through its engine."""
+        """Move the module, and give every rank rank 0's weights; a divided module gets an engine to run through."""
         if self._engine is not None and self._step.module is module:
             return
         if self._release(module):
-            self._step = Step(module)
+            self._step = _Step(module)
             self._initialize(None)
         else:
             module.to(self.device)
@@ -194,12 +189,13 @@ class DeepSpeedStrategy(Strategy):
         broadcast_buffers(module, self.world)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
-        """Check what the engine cannot do; it takes the module over when the optimizer is known, too."""
-        check_module(module, manual)
-        self.configure(precision=precision.name, hidden_size=hidden_size(module))
+        """Refuse what the engine cannot do; the engine itself is made when the optimizer is known, too."""
+        _check_module(module, manual)
+        self.configure(precision=precision.name, hidden_size=_hidden_size(module))
         precision.hand_over(self._scaler, precision.name.startswith("16-"))
         self._engine = self._optimizer = None
-        self._pieces, self._step = {}, Step(module)
+        self._pieces = {}
+        self._step = _Step(module)
         if not self._release(module):
             module.to(self.device)
         broadcast_buffers(module, self.world)
@@ -211,23 +207,34 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError(
                 "an earlier run divided the parameters of this module",
                 found=f"stage 3, and now stage {self.stage}",
-                fix="make the module anew, and load its checkpoint",
+                fix="build the module again, and load its checkpoint",
             )
-        release(module)
+        release_module(module)
         return divided
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """One module that is trained; others are moved."""
+        """Prepare the one module that is trained; modules without trained parameters are only moved."""
         if not any(parameter.requires_grad for parameter in module.parameters()):
             return module.to(self.device)
-        check_raw(module, None if self._window is None else self._step.module, self.gradient_divisor, self.world.size)
+        if self._window is not None:
+            raise StrategyError(
+                "DeepSpeed trains one model",
+                found=f"{type(self._step.module).__name__}, and now {type(module).__name__}",
+                fix="prepare_model(model, evaluation_mode=True) for one that is not trained; else another Accelerator",
+            )
+        if self.gradient_divisor != self.world.size:
+            raise StrategyError(
+                "a loop of your own has averaged gradients",
+                found='gradient_allreduce_op is "sum"',
+                fix="take it out of DeepSpeed's JSON",
+            )
         self.prepare_module(module, False, precision)
         self._window = OpenWindow()
         self._step.__dict__["forward"] = module
         return EngineModule(module, self._run)
 
     def _run(self, *arguments: Any, **options: Any) -> Any:
-        """Through the engine where gradients are wanted; the engine exists once the optimizer does."""
+        """Call the engine where gradients are needed, else the module; the engine exists once the optimizer does."""
         if self._engine is None and any(hasattr(parameter, "ds_id") for parameter in self._step.parameters()):
             self._initialize(None)
         trains = torch.is_grad_enabled() and self._optimizer is not None
@@ -240,24 +247,37 @@ class DeepSpeedStrategy(Strategy):
             return target(*arguments, **options)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Module and optimizer go to the engine, which puts flat masters of its own into the optimizer's groups."""
-        check_optimizer(optimizer, self._optimizer, self._step)
+        """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
+        self._check_optimizer(optimizer)
         refuse_whole(optimizer)  # the engine steps flat masters, of which each rank has a part
         self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
         self._optimizer = optimizer
         self._initialize(optimizer)
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
-            raise StrategyError(
-                "DeepSpeed makes an optimizer of its own in place of this one", found=type(optimizer).__name__
-            )
+            raise StrategyError("DeepSpeed replaces this optimizer by another one", found=type(optimizer).__name__)
         self._pieces = find_pieces(self._engine.optimizer)
-        if optimizer.state:  # below ZeRO the engine tries a step, which counts and decays weights
+        if optimizer.state:  # without ZeRO the engine tries a step, which counts and decays weights
             optimizer.state.clear()
             for parameter, piece in self._pieces.items():
                 piece.of(piece.master).copy_(piece.in_whole(parameter))
-        # The engine needs the gradients of offloaded masters.
-        optimizer.zero_grad = nothing if self._window is None else self._window.drop  # type: ignore[method-assign]
-        optimizer.add_param_group = refuse_group  # type: ignore[method-assign]
+        # On the user's object, which the user's code and schedulers call: the engine drops gradients in its step, and
+        # needs those of offloaded masters until then; it divides the groups once.
+        optimizer.zero_grad = _keep_gradients if self._window is None else self._window.drop  # type: ignore[method-assign]
+        optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse a second optimizer, one of another model, and one that has been stepped."""
+        if self._optimizer is not None:
+            raise StrategyError("DeepSpeed steps one optimizer", fix="one optimizer, with a group for each part")
+        own = set(self._step.parameters())
+        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+            raise StrategyError(
+                "none of this optimizer's parameters belong to the model that DeepSpeed trains",
+                found=type(optimizer).__name__,
+                fix="model, optimizer = accelerator.prepare(model, optimizer)",
+            )
+        if optimizer.state:
+            raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
         deepspeed = deepspeed_of(self.device)
@@ -269,15 +289,15 @@ class DeepSpeedStrategy(Strategy):
         self._scaler.follow(self._engine)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
-        """Through the engine, which gathers parameters for it at stage 3."""
+        """Call the method through the engine, which gathers parameters for it at stage 3."""
         if several:
             raise StrategyError(
-                "DeepSpeed runs one backward a micro-batch", fix="return one loss and one optimizer, or use DDP"
+                "DeepSpeed runs one backward per micro-batch", fix="return one loss and one optimizer, or use DDP"
             )
         return self._through(method, lambda: self._engine)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """Through the module that the engine gathers parameters for; the method itself below stage 3."""
+        """Call the method through the module for which the engine gathers parameters; below stage 3 directly."""
         if self._engine is None or self.stage < 3:
             return method
         return self._through(method, lambda: self._step)
@@ -290,15 +310,15 @@ class DeepSpeedStrategy(Strategy):
         return run
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The engine's."""
+        """The engine's backward."""
         if backward is not None:
             raise StrategyError("DeepSpeed's engine runs backward by itself", found="backward is overridden")
-        return self._backward if self._window is None else self._backward_alone
+        return self._backward if self._window is None else self._backward_raw
 
     def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(self._scaler.scale(loss), scale_wrt_gas=False)  # each loss is weighed already
+        self._engine.backward(self._scaler.scale(loss), scale_wrt_gas=False)  # each loss is weighted already
 
-    def _backward_alone(self, loss: Tensor, retain_graph: bool = False) -> None:
+    def _backward_raw(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self._optimizer is None or self._window is None:
             raise StrategyError(
                 "DeepSpeed's engine, which runs backward, is made when model and optimizer are known",
@@ -307,23 +327,25 @@ class DeepSpeedStrategy(Strategy):
         self._window.backward(self._engine, self._scaler.scale(loss), retain_graph)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The engine's, which clips."""
+        """The engine's step, which clips."""
         return self._take_step
 
     def _take_step(self, closure: Any = None) -> Any:
-        engine, window, self._scaler.skipped = self._engine, self._window, False
-        found = closure() if closure is not None and window is not None else None
+        window = self._window
+        self._scaler.skipped = False
+        loss = closure() if closure is not None and window is not None else None
         if window is not None:
             if not window.begun:
-                return found
-            window.complete(engine)
-            window.over()
-        self._scaler.skipped = not take_step(engine, self._clip)
-        self._clip, self._windows.unfinished = self._own_clip, False
-        return found
+                return loss
+            window.complete(self._engine)
+            window.end()
+        self._scaler.skipped = not take_step(self._engine, self._clip)
+        self._clip = self._own_clip
+        self._windows.unfinished = False
+        return loss
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """One micro-batch after the other; the engine is told which one is the last of the window."""
+        """Run one micro-batch after the other; the engine reduces gradients with the last one of the window."""
         if self._engine is None:
             raise StrategyError("DeepSpeed has nothing to step", fix="return an optimizer from configure_optimizers")
         self._windows.run(self._engine, micro, self._finishes_late)
@@ -331,27 +353,33 @@ class DeepSpeedStrategy(Strategy):
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
-        """The engine clips all gradients in its step, by norm."""
+        """Set the norm to which the engine clips all gradients in its step."""
         if algorithm != "norm" or norm_type != 2:
             problem, found = "DeepSpeed clips by norm only, and by the 2-norm only", f"{algorithm!r}, p={norm_type:g}"
             raise StrategyError(problem, found=found, fix='algorithm="norm", without norm_type')
         self._clip = value
         if self._window is None:
             return None
-        check_clipped(parameters, self._groups)
+        missing = {parameter for group in self._groups for parameter in group}.difference(parameters)
+        if missing:
+            raise StrategyError(
+                "DeepSpeed clips all gradients together",
+                found=f"{len(missing)} of the parameters that the optimizer steps are left out",
+                fix="clip_grad_norm_(model.parameters(), ...)",
+            )
         return self._window.norm(self._engine, self.world)
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """In a loop of the user's own: what the engine steps, averaged over the ranks."""
+        """The gradients that the engine steps, averaged over the ranks; called in raw loops."""
         return [] if self._window is None else self._window.parts(self._engine)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
-        own = together(self.world, lambda: dict(module.state_dict()))  # ahead of what ranks exchange
+        own = together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
         return module_state(self._pieces, module, own, self.world.rank == 0)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Each rank takes its pieces."""
+        """Restore this rank's pieces."""
         load_module(self._pieces, module, state, strict, self.world)
 
     def optimizer_state(
@@ -368,7 +396,7 @@ class DeepSpeedStrategy(Strategy):
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[nn.Parameter, Mapping[str, Any]],
     ) -> None:
-        """Each rank takes its pieces."""
+        """Restore this rank's pieces."""
         if not self._pieces:
             load_optimizer_state(optimizer, groups, state)
             return
@@ -381,7 +409,7 @@ class DeepSpeedStrategy(Strategy):
         return borrowed_buffers(module, self.world)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """By the stage."""
+        """What the stage holds and sends."""
         return deepspeed_costs(self.stage, module, ranks, precision.name, self._groups)
 
     def describe(self) -> str:
@@ -391,3 +419,51 @@ class DeepSpeedStrategy(Strategy):
         hosted = [word for word, key in keys.items() if self._offloads(key)]
         there = f", {' and '.join(hosted)} on the host" if hosted else ""
         return f"DeepSpeed ZeRO stage {self.stage}{size} on {self.device.type}{there}"
+
+
+@final
+class _Step(nn.Module):
+    """The module that the engine wraps: it holds the user's, and its ``forward`` is the method that is called next."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def _check_module(module: nn.Module, manual: bool) -> None:
+    """Refuse a module whose own code steps."""
+    if manual:
+        raise StrategyError(
+            "DeepSpeed's engine steps by itself, which manual optimization does not allow",
+            fix="automatic_optimization = True, or another strategy",
+        )
+    if isinstance(module, TrainModule) and is_overridden("optimizer_step", module, TrainModule):
+        raise StrategyError(
+            "DeepSpeed's engine steps by itself", found=f"{type(module).__name__}.optimizer_step", fix="remove it"
+        )
+
+
+def _refuse_group(param_group: Any) -> None:
+    """Refuse a later group (takes the place of ``add_param_group``)."""
+    raise StrategyError(
+        "DeepSpeed divides parameters once: a group that is added later would not be trained",
+        found="add_param_group",
+        fix="put all parameters into the optimizer from the start, later ones with lr=0; or use DDP or FSDP",
+    )
+
+
+def _keep_gradients(set_to_none: bool = True) -> None:
+    """Takes the place of ``zero_grad``: the engine drops gradients in its step."""
+
+
+def _hidden_size(module: nn.Module) -> int | None:
+    """The size in the first ``config.hidden_size`` of the module, as Hugging Face's models have it."""
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        size = getattr(config, "hidden_size", None)
+        several = getattr(config, "hidden_sizes", None)
+        if size is None and isinstance(several, (list, tuple)):
+            size = max(several)
+        if isinstance(size, int):
+            return size
+    return None

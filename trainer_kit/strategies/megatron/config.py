@@ -1,4 +1,4 @@
-"""What the user says, in Megatron's words: its optimizer for torch's, and Accelerate's ``megatron_lm_config``."""
+"""Megatron's options: from the launcher's ``megatron_lm_config``, from the model and from torch's optimizer."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _READ: Final = {
     "megatron_lm_use_distributed_optimizer": "distributed_optimizer",
     "megatron_lm_gradient_clipping": "gradient_clipping",
 }
-_IN_THE_MODEL: Final = "say it in the TransformerConfig that configure_model builds with"
+_IN_THE_MODEL: Final = "set it in the TransformerConfig that configure_model builds with"
 _REFUSED: Final = {
     "megatron_lm_context_parallel_size": "use MeshStrategy(cp=)",
-    "megatron_lm_expert_model_parallel_size": "experts are not here yet",
-    "megatron_lm_expert_tensor_parallel_size": "experts are not here yet",
+    "megatron_lm_expert_model_parallel_size": "experts are not supported yet",
+    "megatron_lm_expert_tensor_parallel_size": "experts are not supported yet",
     "megatron_lm_num_micro_batches": "accumulate_grad_batches=, or gradient_accumulation_steps= and accumulate(model)",
     "megatron_lm_optimizer_cpu_offload": "use FSDPStrategy(cpu_offload=True)",
     "megatron_lm_pp_degree": "use MeshStrategy(pp=)",
@@ -42,43 +42,45 @@ _REFUSED: Final = {
     "megatron_lm_no_save_optim": "ModelCheckpoint(save_weights_only=True)",
     "megatron_lm_overlap_cpu_optimizer_d2h_h2d": "use FSDPStrategy(cpu_offload=True)",
 }  # fmt: skip
-_HARMLESS: Final = {"megatron_lm_calculate_per_token_loss"}  # losses are weighed by the loop, always
+_HARMLESS: Final = {"megatron_lm_calculate_per_token_loss"}  # the loop always weights losses
 KEYS: Final = (*_READ, *_REFUSED, *_HARMLESS)
-"""Of ``megatron_lm_config``."""
+"""Options of the launcher's ``megatron_lm_config``."""
 _ON: Final = {"1", "true", "yes"}
 _OFF: Final = {"", "0", "1", "false", "no", "none", "unfused"}
 
 
-def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
-    """Arguments of the strategy from ``megatron_lm_config``.
+def from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
+    """Arguments of the strategy from the launcher's ``megatron_lm_config``.
 
     Args:
-        told: the texts of what the launcher was given.
+        options: the launcher's, as texts, by the names in `KEYS`.
 
     Raises:
-        ConfigurationError: for a key that asks for what is said, or done, elsewhere.
+        ConfigurationError: for an option that is set elsewhere, or not supported; the error says where.
 
     Example:
         >>> from_launcher({"megatron_lm_tp_degree": "2", "megatron_lm_pp_degree": "1"})
         {'tensor_parallel': 2, 'sequence_parallel': False, 'distributed_optimizer': False, 'gradient_clipping': 1.0}
     """
     for key, instead in _REFUSED.items():
-        if told.get(key, "").lower() not in _OFF:
-            raise ConfigurationError(f"{key} is said elsewhere here", found=f"{key}: {told[key]}", fix=instead)
+        if options.get(key, "").lower() not in _OFF:
+            raise ConfigurationError(
+                f"{key} is not an option of MegatronStrategy", found=f"{key}: {options[key]}", fix=instead
+            )
     return {
-        "tensor_parallel": int(told.get("megatron_lm_tp_degree", 1)),
-        "sequence_parallel": told.get("megatron_lm_sequence_parallelism", "").lower() in _ON,
-        "distributed_optimizer": told.get("megatron_lm_use_distributed_optimizer", "").lower() in _ON,
-        # A Trainer has an argument for it; in other loops 1 is what Accelerate takes where nothing is said.
-        "gradient_clipping": float(told.get("megatron_lm_gradient_clipping", 1.0)),  # no sync point: a text
+        "tensor_parallel": int(options.get("megatron_lm_tp_degree", 1)),
+        "sequence_parallel": options.get("megatron_lm_sequence_parallelism", "").lower() in _ON,
+        "distributed_optimizer": options.get("megatron_lm_use_distributed_optimizer", "").lower() in _ON,
+        # 1 is Accelerate's default. A Trainer has an argument for it.
+        "gradient_clipping": float(options.get("megatron_lm_gradient_clipping", 1.0)),  # no sync point: a text
     }
 
 
 def megatron_model(module: nn.Module) -> nn.Module:
-    """The part of a module that is Megatron's.
+    """Find Megatron's model in a module.
 
     Raises:
-        StrategyError: there is none, or something is trained outside it.
+        StrategyError: there is none, or parameters outside it are trained.
     """
     several = [module] if hasattr(module, "set_input_tensor") else module.children()
     found = [part for part in several if hasattr(part, "set_input_tensor")]
@@ -94,15 +96,15 @@ def megatron_model(module: nn.Module) -> nn.Module:
 
 
 def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
-    """Whether a model was built for this strategy.
+    """Check that a model was built for this strategy and precision.
 
     Args:
         config: the model's ``TransformerConfig``.
-        sizes: what the strategy has, by the names that the configuration has.
-        precision: the run's.
+        sizes: the strategy's, by the names of the configuration's fields.
+        precision: the run's, by name.
 
     Raises:
-        StrategyError: it was not.
+        StrategyError: the model was built for another one, or has layers that are not supported.
     """
     half = {"bf16": precision.startswith("bf16"), "fp16": precision.startswith("16")}
     for name, wanted in {**sizes, **half}.items():
@@ -113,25 +115,25 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
                 fix=f"TransformerConfig(..., {name}={wanted!r}) in configure_model",
             )
     for name, why in (
-        ("num_moe_experts", "the losses that balance experts are weighed by tokens there"),
-        ("mtp_num_layers", "the losses of further predicted tokens are weighed by tokens there"),
+        ("num_moe_experts", "Megatron weights the losses that balance experts by tokens"),
+        ("mtp_num_layers", "Megatron weights the losses of further predicted tokens by tokens"),
     ):
         if getattr(config, name, None):
-            raise StrategyError(f"{name} is not here yet", found=f"{name}={getattr(config, name)!r}: {why}")
+            raise StrategyError(f"{name} is not supported yet", found=f"{name}={getattr(config, name)!r}: {why}")
     if sizes["tensor_model_parallel_size"] > 1 and getattr(config, "gated_linear_unit", False):
         raise StrategyError(
-            "gated layers cannot be put together from tensor ranks yet",
+            "gated layers cannot be gathered from tensor ranks yet",
             found="gated_linear_unit=True: a rank has a part of the gate and one of the rest in one tensor",
             fix="tensor_parallel=1, or MeshStrategy(tp=)",
         )
 
 
 def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[str, Any]:
-    """Fields of Megatron's ``OptimizerConfig`` that make it step as torch's optimizer does.
+    """Fields of Megatron's ``OptimizerConfig`` with which it steps as torch's optimizer does.
 
     Args:
         optimizer: of torch.
-        distributed: whether by the distributed one, which has Adam only.
+        distributed: whether for the distributed optimizer, which has Adam only.
 
     Raises:
         StrategyError: Megatron has no such optimizer.
@@ -143,7 +145,7 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
     """
     if len(optimizer.param_groups) != 1:
         raise StrategyError(
-            "Megatron steps one group of parameters here",
+            "Megatron steps one group of parameters",
             found=f"{len(optimizer.param_groups)} groups",
             fix="one lr and weight_decay for all, or MeshStrategy(tp=)",
         )

@@ -1,30 +1,32 @@
-"""What Megatron's optimizer keeps, by the module's parameters, and their places among the tensor ranks.
+"""The state of Megatron's optimizer by the module's parameters, their tensor parallel layout, and costs.
 
-Without its distributed optimizer every data rank steps, and keeps, all that its tensor rank has. With it a data rank
-steps a flat piece of each parameter: the pieces are put together for a checkpoint, and taken out of the whole again.
+Without the distributed optimizer every data rank steps, and holds, everything that its tensor rank has. With it a data
+rank steps a flat piece of each parameter: saving gathers the pieces, loading takes them out of the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.protocols import Group
+from trainer_kit.strategies.costs import ring
 from trainer_kit.strategies.flat_shards import Piece, whole_of
 from trainer_kit.strategies.gradients import local
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["TensorParts", "find_pieces", "keep_state", "kept_state"]
+__all__ = ["TensorParts", "find_pieces", "load_state", "megatron_costs", "optimizer_states"]
 
 _STEP: Final = "step"
 
 
 @final
 class TensorParts:
-    """Knows what a tensor rank's part is a part of.
+    """The layout of parameters among the tensor ranks.
 
     Args:
         ranks: of a tensor parallel group.
@@ -35,7 +37,7 @@ class TensorParts:
         self._meshes: dict[str, Any] = {}
 
     def counts(self, parameter: Any) -> bool:
-        """Whether a parameter is a part, or that of the first tensor rank, which stands for the same of the others."""
+        """Whether a norm counts the gradient of this rank: ranks with equal gradients count once."""
         if self._ranks == 1 or getattr(parameter, "tensor_model_parallel", False):
             return True
         from megatron.core import parallel_state
@@ -43,27 +45,27 @@ class TensorParts:
         return bool(parallel_state.get_tensor_model_parallel_rank() == 0)
 
     def placed(self, value: Tensor, parameter: Any) -> Tensor:
-        """The value with its place among the tensor ranks, where ``parameter``, whose it is, is a part."""
+        """The value of a parameter: a ``DTensor`` over the tensor ranks where they divide the parameter."""
         if self._ranks == 1 or not getattr(parameter, "tensor_model_parallel", False):
             return value
         from megatron.core import parallel_state
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
-        there = value.device.type  # what is put together for a checkpoint is on the host
-        if there not in self._meshes:
-            self._meshes[there] = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), there)
-        place = [Shard(parameter.partition_dim)]
-        return DTensor.from_local(value.detach(), self._meshes[there], place, run_check=False)
+        kind = value.device.type  # gathered state is on the host
+        if kind not in self._meshes:
+            self._meshes[kind] = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), kind)
+        placements = [Shard(parameter.partition_dim)]
+        return DTensor.from_local(value.detach(), self._meshes[kind], placements, run_check=False)
 
 
 def find_pieces(stepper: Any, parameters: Iterable[nn.Parameter], divided: bool) -> dict[nn.Parameter, Piece]:
-    """What of each parameter is stepped on this rank.
+    """Find which piece of each parameter this rank steps.
 
     Args:
-        stepper: Megatron's, around one of torch's.
+        stepper: Megatron's optimizer, around one of torch's.
         parameters: those that are trained.
-        divided: whether it is the distributed one.
+        divided: whether the optimizer is the distributed one.
     """
     if not divided:
         masters = {p: getattr(p, "main_param", p) for p in parameters}
@@ -80,21 +82,21 @@ def find_pieces(stepper: Any, parameters: Iterable[nn.Parameter], divided: bool)
     return found
 
 
-def kept_state(
+def optimizer_states(
     stepper: Any, pieces: Mapping[nn.Parameter, Piece], parts: TensorParts, data: Group, keep: bool
 ) -> dict[nn.Parameter, dict[str, Any]]:
-    """What Megatron's optimizer keeps of each parameter, as torch's would. Every rank must call it.
+    """The state of each parameter as torch's optimizer would have it. Every rank must call it.
 
     Args:
-        stepper: Megatron's, around one of torch's.
+        stepper: Megatron's optimizer, around one of torch's.
         pieces: of the module's parameters.
-        parts: their places.
+        parts: the layout of the parameters.
         data: the ranks that have the pieces.
-        keep: whether this rank wants the values; else they are zeros that take no memory.
+        keep: whether this rank needs the values; else they are zeros that take no memory.
     """
     kinds, steps = _kinds(stepper.optimizer)
-    if any(piece.divided for piece in pieces.values()):  # a rank may have nothing but what fills the last bucket up
-        kinds, steps = max(data.all_gather_object((kinds, steps)), key=lambda told: len(told[0]))
+    if any(piece.divided for piece in pieces.values()):  # a rank may hold padding of the last bucket only
+        kinds, steps = max(data.all_gather_object((kinds, steps)), key=lambda found: len(found[0]))
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for parameter, piece in pieces.items() if kinds else ():
         own = stepper.optimizer.state.get(piece.master, {})
@@ -107,7 +109,7 @@ def kept_state(
 
 
 def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
-    """What there is of each parameter, and how many steps were taken: of a parameter in torch, of a group elsewhere."""
+    """Names and dtypes of a parameter's state, and the number of steps, which torch counts for each parameter."""
     steps = next((group[_STEP] for group in optimizer.param_groups if _STEP in group), None)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -118,21 +120,21 @@ def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
     return {}, None
 
 
-def keep_state(
+def load_state(
     stepper: Any,
     pieces: Mapping[nn.Parameter, Piece],
     state: Mapping[nn.Parameter, Mapping[str, Any]],
     parts: TensorParts,
 ) -> None:
-    """Each rank takes its pieces of what `kept_state` found, or of torch's own state.
+    """Restore this rank's pieces of `optimizer_states`, or of the state of torch's own optimizer.
 
     Args:
-        stepper: as there.
-        pieces: as there.
-        state: of any layout.
-        parts: as there.
+        stepper: as for `optimizer_states`, like the next and the last.
+        pieces: of the module's parameters.
+        state: in any layout.
+        parts: the layout of the parameters.
     """
-    # As Apex and TransformerEngine have it, which Megatron prefers to torch's.
+    # The optimizers of Apex and Transformer Engine, which Megatron prefers, count steps for each group.
     by_group = not type(stepper.optimizer).__module__.startswith("torch.")
     for parameter, saved in state.items():
         piece, own = pieces[parameter], dict(saved)
@@ -152,3 +154,50 @@ def keep_state(
                 value = piece.in_whole(part).view(master.shape).to(master.device, copy=True)
             mine[name] = value
         stepper.optimizer.state[master] = mine
+
+
+def megatron_costs(
+    module: nn.Module, precision: str, data_ranks: int, tensor_ranks: int, distributed: bool = False
+) -> Costs:
+    """What one rank, whose module has only its part of the layers, holds and sends.
+
+    Args:
+        module: before or after it is wrapped.
+        precision: the run's, by name.
+        data_ranks: among which gradients are averaged.
+        tensor_ranks: that compute each layer together.
+        distributed: whether each data rank holds only a part of the optimizer's state.
+    """
+    low = 2 if precision.startswith(("bf16", "16")) else None
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    gradients = 4 * trained  # Megatron sums in float32, whatever the dtype of the weights
+
+    def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
+        if not distributed:
+            return [torch.empty(p.shape, device="meta", requires_grad=p.requires_grad) for p in group]
+        count = sum(p.numel() for p in group if p.requires_grad)
+        return [torch.empty(-(-count // data_ranks), device="meta", requires_grad=True)]
+
+    layout = f"{data_ranks} data ranks, each with everything"
+    over = f"over {data_ranks} data ranks"
+    sent = [Exchange(what=f"gradients: all-reduce {over}", sent=ring(2, data_ranks, gradients))]
+    if distributed:
+        layout = f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
+        weights = sum(p.numel() * (low or p.element_size()) for p in module.parameters() if p.requires_grad)
+        sent = [
+            Exchange(what=f"gradients: reduce-scatter {over}", sent=ring(1, data_ranks, gradients)),
+            Exchange(what=f"stepped parameters: all-gather {over}", sent=ring(1, data_ranks, weights)),
+        ]
+    if tensor_ranks > 1:
+        part = " and of the optimizer's state" if distributed else ""
+        layout = f"{data_ranks} data ranks; each of {tensor_ranks} tensor ranks holds a part of every layer{part}"
+        what = f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward"
+        sent.append(Exchange(what=what, sent=None, each_batch=True))
+    return Costs(
+        layout=layout,
+        parameters=sum(p.numel() * (low or p.element_size()) for p in module.parameters()),
+        gradients=gradients,
+        stepped=stepped,
+        masters=0 if low is None else gradients // (data_ranks if distributed else 1),
+        exchanges=[exchange for exchange in sent if exchange.sent != 0],
+    )

@@ -1,4 +1,4 @@
-"""Megatron: its layers, its reduction of gradients and its optimizer, under our loop."""
+"""Megatron: its layers, its gradient reduction and its optimizer, under the loop of the Trainer or of the user."""
 
 from __future__ import annotations
 
@@ -22,10 +22,16 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.flat_shards import Piece, whole_of
 from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron.config import check_model, megatron_model
-from trainer_kit.strategies.megatron.costs import megatron_costs
-from trainer_kit.strategies.megatron.library import finalize, make_groups, make_optimizer, unwrapped, weighed, wrap
-from trainer_kit.strategies.megatron.scaler import MegatronScaler
-from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, keep_state, kept_state
+from trainer_kit.strategies.megatron.engine import (
+    MegatronScaler,
+    finalize,
+    keep_weighted,
+    make_groups,
+    make_optimizer,
+    unwrapped,
+    wrap,
+)
+from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, load_state, megatron_costs, optimizer_states
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, part_of
 from trainer_kit.strategies.strategy import Strategy
@@ -37,19 +43,19 @@ __all__ = ["MegatronStrategy"]
 class MegatronStrategy(Strategy):
     """megatron-core (https://docs.nvidia.com/megatron-core/): data and tensor parallel, for models of its layers.
 
-    ``configure_model`` builds the model, as ``self.net = GPTModel(TransformerConfig(...), ...)``, with the sizes that
-    this strategy has; ``training_step`` calls it and returns a loss. Megatron's schedule runs forward and backward, its
-    wrapper adds gradients up, its optimizer (float32 masters for half precision) scales and steps. In a loop of the
-    user's own the model is built after the Accelerator, and backward is the loop's.
+    ``configure_model`` builds the model, as ``self.net = GPTModel(TransformerConfig(...), ...)``, with the sizes of
+    this strategy; ``training_step`` calls it and returns a loss. Megatron's schedule runs forward and backward, its
+    wrapper sums gradients, its optimizer (float32 masters for half precision) scales and steps. In a raw loop the model
+    is built after the Accelerator, and the loop calls backward.
 
     Args:
-        device: where this rank computes; the Trainer fills it in.
+        device: where this rank computes; the Trainer sets it.
         tensor_parallel: ranks that compute each layer together; the rest is data parallel.
-        sequence_parallel: norms and dropout are divided along the sequence among them.
-        distributed_optimizer: a data rank gets, steps and keeps the state of its part of all parameters (ZeRO's
-            stage 1, in Megatron's buffers); Adam and AdamW only. Checkpoints are the same with it and without.
-        gradient_clipping: largest norm of all gradients in a loop of the user's own, where Accelerate clips by itself;
-            0: it does not. A Trainer has ``gradient_clip_val``.
+        sequence_parallel: tensor ranks divide norms and dropout along the sequence.
+        distributed_optimizer: a data rank reduces, steps and holds the state of its part of all parameters (ZeRO's
+            stage 1, in Megatron's buffers); Adam and AdamW only. Checkpoints are the same with and without it.
+        gradient_clipping: largest norm of all gradients in a raw loop, where the engine clips in each step; 0: it does
+            not. A Trainer has ``gradient_clip_val``.
         timeout: how long a collective may take.
 
     Raises:
@@ -59,10 +65,10 @@ class MegatronStrategy(Strategy):
     name = "megatron"
     engine = "megatron"
     data: ProcessGroup
-    lockstep = True  # its schedule wants a loss for each micro-batch
+    lockstep = True  # Megatron's schedule needs a loss for each micro-batch
     keeps_gradients = completes_gradients = own_buffers = True
-    why_not_averaged = "Megatron's optimizer steps copies of its own of the weights"
-    why_not_again = "Megatron steps parameters of its own"
+    why_not_averaged = "Megatron's optimizer steps copies of the weights"
+    why_not_again = "Megatron steps copies of the parameters"
 
     def __init__(
         self,
@@ -78,12 +84,15 @@ class MegatronStrategy(Strategy):
             raise StrategyError("megatron-core is not installed", fix='pip install "megatron-core>=0.16"')
         self.device = torch.device(device)
         check_timeout(timeout, "MegatronStrategy")
-        self.tensor_parallel, self.sequence_parallel, self.timeout = tensor_parallel, sequence_parallel, timeout
-        self.sharded, self.gradient_clipping = tensor_parallel > 1, gradient_clipping
+        self.tensor_parallel = tensor_parallel
+        self.sequence_parallel = sequence_parallel
         self.distributed_optimizer = distributed_optimizer
+        self.gradient_clipping = gradient_clipping
+        self.timeout = timeout
+        self.sharded = tensor_parallel > 1
         self._chunk: Any = None
         self._optimizer: Any = None
-        self._schedule: Any = None  # None: the loop is the user's own
+        self._schedule: Any = None  # None: a raw loop
         self._scaler = MegatronScaler()
         self._gradients: dict[nn.Parameter, Tensor] = {}
         self._pieces: dict[nn.Parameter, Piece] = {}
@@ -92,7 +101,7 @@ class MegatronStrategy(Strategy):
         self._half = ""
 
     def places(self, processes: int) -> dict[str, int]:
-        """The data ranks and the tensor ranks."""
+        """The numbers of data ranks and tensor ranks."""
         if processes % self.tensor_parallel:
             raise StrategyError(
                 f"{processes} processes are no multiple of {self.tensor_parallel}",
@@ -116,12 +125,12 @@ class MegatronStrategy(Strategy):
         self.reporter = self.world.rank
 
     def stop(self) -> None:
-        """Take the wrapper out of the module's way; a checkpoint of what was trained may still be asked for."""
+        """Detach the wrapper from the module; its state stays, for a checkpoint after the run."""
         if self._chunk is not None:
             unwrapped(self._chunk).__dict__.pop("forward", None)
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are built where they run, each rank its part."""
+        """On the device; each rank builds its part of the layers."""
         return torch.device(self.device)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
@@ -129,28 +138,28 @@ class MegatronStrategy(Strategy):
         module.to(self.device)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
-        """Wrap Megatron's model as its own training does; every data rank gets the weights of the first."""
+        """Wrap Megatron's model as Megatron's own training does; every data rank gets the weights of the first."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if manual:
             raise StrategyError("Megatron steps by itself", fix="automatic_optimization = True, or another strategy")
         self._schedule = get_forward_backward_func()
-        # Losses are weighed by the loop: gradients are added up, and nothing is divided by anybody.
-        self._prepare(module, precision, added_up=True)
+        # The loop weights losses, so Megatron sums gradients and divides nothing.
+        self._prepare(module, precision, summed=True)
         self._chunk.config.no_sync_func = self._chunk.no_sync
         self._chunk.config.finalize_model_grads_func = finalize
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """The same for a loop of the user's own, whose losses are weighed for gradients that are averaged."""
+        """Wrap the model for a raw loop, whose losses are weighted for averaged gradients."""
         if self._chunk is not None and "forward" in unwrapped(self._chunk).__dict__:
             raise StrategyError(
                 "Megatron trains one model", fix="prepare_model(other, evaluation_mode=True), or accelerator.clear()"
             )
         self._schedule = None
-        self._prepare(module, precision, added_up=False)
+        self._prepare(module, precision, summed=False)
         return module
 
-    def _prepare(self, module: nn.Module, precision: Precision, added_up: bool) -> None:
+    def _prepare(self, module: nn.Module, precision: Precision, summed: bool) -> None:
         model = megatron_model(module)
         config: Any = model.config
         sizes = {"tensor_model_parallel_size": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
@@ -160,12 +169,14 @@ class MegatronStrategy(Strategy):
         if self._half == "fp16":
             precision.hand_over(self._scaler, True)
         module.to(self.device)
-        self._chunk = wrap(model, self._half, added_up, self.distributed_optimizer)
-        self._optimizer, self._gradients, self._pieces = None, {}, {}
-        model.__dict__["forward"] = partial(self._called, model.forward)
+        self._chunk = wrap(model, self._half, summed, self.distributed_optimizer)
+        self._optimizer = None
+        self._gradients = {}
+        self._pieces = {}
+        model.__dict__["forward"] = partial(self._call_wrapped, model.forward)
 
-    def _called(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The module calls the model; it is the wrapper's turn first."""
+    def _call_wrapped(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Takes the place of the model's ``forward``, so that the user's module calls Megatron's wrapper."""
         if self._inside:
             return own(*args, **kwargs)
         self._inside = True
@@ -175,26 +186,26 @@ class MegatronStrategy(Strategy):
             self._inside = False
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Megatron's optimizer in place of this one, whose options it follows from step to step."""
+        """Make the optimizer of Megatron that steps in place of this one, and takes its options in each step."""
         if self._optimizer is not None:
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
         if self._chunk is None:
             raise StrategyError("Megatron has no model to step", fix="prepare the model with its optimizer, or before")
         self._optimizer = make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
         trained = [p for p in self._chunk.parameters() if p.requires_grad]
-        self._pieces = find_pieces(self._bottom(), trained, self.distributed_optimizer)
-        self._scaler.follow(self._bottom())
+        self._pieces = find_pieces(self._inner(), trained, self.distributed_optimizer)
+        self._scaler.follow(self._inner())
         if self._schedule is None:
-            optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]  # those that Megatron keeps
+            optimizer.zero_grad = self._zero_gradients  # type: ignore[method-assign]  # on the user's object: gradients are Megatron's
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
-        """The method itself: the wrapper is where it calls the model."""
+        """The method itself, which calls the model through its wrapper."""
         if several:
-            raise StrategyError("Megatron runs one backward a micro-batch", fix="return one loss, or use DDP")
+            raise StrategyError("Megatron runs one backward per micro-batch", fix="return one loss, or use DDP")
         return method
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """Its schedule's; autograd's in a loop of the user's own, where its optimizer scales the loss for float16."""
+        """Megatron's schedule calls backward; in a raw loop autograd does, on a scaled loss in float16."""
         if backward is not None:
             raise StrategyError("Megatron runs backward by itself", found="backward is overridden")
         return self._scaled_backward if self._schedule is None and self._half == "fp16" else None
@@ -207,12 +218,12 @@ class MegatronStrategy(Strategy):
         self._optimizer.zero_grad()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Average them over the data ranks; what its wrapper keeps of them."""
+        """Average gradients over the data ranks; returns those that Megatron's wrapper keeps."""
         finalize([self._chunk])
         return [self._gradient(parameter) for parameter in optimizer.param_groups[0]["params"]]
 
     def _gradient(self, parameter: Any) -> Tensor:
-        """What this rank has of it once gradients are complete; the rest of the buffer is not added up."""
+        """This rank's part of a parameter's gradient; the rest of the buffer is not reduced."""
         kept = self._gradients
         if parameter not in kept:
             piece, gradient = self._pieces[parameter], parameter.main_grad
@@ -220,26 +231,26 @@ class MegatronStrategy(Strategy):
         return kept[parameter]
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """Megatron's, with the learning rate and the weight decay of now."""
+        """Megatron's step, with the current learning rate and weight decay."""
 
         def step(closure: Any = None) -> None:
-            now = optimizer.param_groups[0]
+            options = optimizer.param_groups[0]
             if self._schedule is None and closure is not None:
                 raise StrategyError("Megatron steps without a closure", fix="accelerator.backward(loss), then step()")
             if self._schedule is None and self.gradient_clipping > 0:
-                self.clip_gradients(now["params"], self.gradient_clipping, "norm")
+                self.clip_gradients(options["params"], self.gradient_clipping, "norm")
             for group in self._optimizer.param_groups:
-                group["lr"], group["weight_decay"] = now["lr"], now["weight_decay"]
+                group["lr"], group["weight_decay"] = options["lr"], options["weight_decay"]
             updated, *_ = self._optimizer.step()
             self._scaler.skipped = not updated
             if self._schedule is None:
-                self._optimizer.zero_grad()  # only lets go of `.grad`, which may be what its wrapper adds up
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # its schedulers ask whether it was stepped
+                self._optimizer.zero_grad()  # clears `.grad` only, not the buffers of the wrapper
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # as schedulers check
 
         return step
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """All micro-batches through its schedule, which calls backward and, in the end, adds gradients up."""
+        """Run all micro-batches through Megatron's schedule, which calls backward and sums gradients at the end."""
         if micro.hears_backward:
             raise StrategyError(
                 "on_before_backward and on_after_backward are not called: Megatron runs backward by itself",
@@ -257,20 +268,20 @@ class MegatronStrategy(Strategy):
             loss = micro.forward(index)
             if loss is None:
                 raise StrategyError(
-                    "training_step returned no loss, and Megatron's schedule wants one",
-                    fix="return one; what is multiplied by zero adds nothing",
+                    "training_step returned no loss, and Megatron's schedule needs one",
+                    fix="return one; a loss times zero adds nothing",
                 )
             if not index:
                 micro.start_gradients()
                 self._zero_gradients()
-            return loss, weighed
+            return loss, keep_weighted
 
         self._schedule(
             forward_step_func=forward,
             data_iterator=iter(range(micro.count)),
             model=[chunk],
             num_microbatches=micro.count,
-            seq_length=1,  # this and the next are read by pipelines alone
+            seq_length=1,  # only pipelines read this and the next
             micro_batch_size=1,
             forward_only=False,
         )
@@ -279,22 +290,22 @@ class MegatronStrategy(Strategy):
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip what its wrapper keeps, over the tensor ranks too; its optimizer would read the norm on the host."""
+        """Clip the wrapper's gradients, also over tensor ranks; Megatron itself would read the norm on the host."""
         scale = self._optimizer.get_loss_scale().reshape(()) if self._half == "fp16" else 1.0
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         gradients = [self._gradient(parameter) for parameter in trained]
         if not self.distributed_optimizer:
             norm = clip_parts(gradients, value * scale, algorithm, norm_type)
         else:
-            # Empty ones, too: a rank may have nothing, and takes part in the sum.
+            # Empty gradients, too: a rank may have none, and takes part in the sum.
             counted = [g if self._parts.counts(p) else g[:0] for p, g in zip(trained, gradients, strict=True)]
             norm = clip_parts(gradients, value * scale, algorithm, norm_type, stages=self.world, counted=counted)
         return None if norm is None else norm / scale
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """By the module's names; masters in place of weights that are rounded, parts with what they are parts of."""
+        """The state by the module's names: masters in place of rounded weights, parts as ``DTensor``."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        own = together(self.world, lambda: dict(module.state_dict()))  # ahead of what ranks exchange
+        own = together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
         state = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         for name, value in state.items():
             parameter = parameters.get(name)
@@ -306,11 +317,11 @@ class MegatronStrategy(Strategy):
 
     @property
     def _keeps(self) -> bool:
-        """Whether a checkpoint wants the values of this rank."""
+        """Whether a checkpoint needs the values of this rank."""
         return self.sharded or self.world.rank == 0
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Each rank takes its part."""
+        """Restore this rank's part."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         extra = {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
         like = {n: self._parts.placed(v, parameters.get(n)) for n, v in module.state_dict().items() if n not in extra}
@@ -320,15 +331,15 @@ class MegatronStrategy(Strategy):
             self._optimizer.reload_model_params()
         for name, parameter in parameters.items():
             piece = self._pieces.get(parameter)
-            if piece is not None and name in parts:  # what is read has digits that the model's dtype may not have
+            if piece is not None and name in parts:  # the checkpoint may be more precise than the weights
                 piece.of(piece.master).copy_(piece.in_whole(parts[name]))
 
     def optimizer_state(
         self, optimizer: Optimizer
     ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
-        """What Megatron's optimizer keeps, by the module's parameters."""
+        """The state of Megatron's optimizer, by the module's parameters."""
         groups, _ = optimizer_state(optimizer)
-        return groups, kept_state(self._bottom(), self._pieces, self._parts, self.data, self._keeps)
+        return groups, optimizer_states(self._inner(), self._pieces, self._parts, self.data, self._keeps)
 
     def load_optimizer_state(
         self,
@@ -336,23 +347,23 @@ class MegatronStrategy(Strategy):
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[nn.Parameter, Mapping[str, Any]],
     ) -> None:
-        """Each rank takes its parts; the options are torch's."""
+        """Restore this rank's parts, and the options of torch's optimizer."""
         load_optimizer_state(optimizer, groups, {})
-        keep_state(self._bottom(), self._pieces, state, self._parts)
+        load_state(self._inner(), self._pieces, state, self._parts)
 
-    def _bottom(self) -> Any:
-        """What holds torch's optimizer, and is asked in a step."""
+    def _inner(self) -> Any:
+        """Megatron's optimizer that holds torch's."""
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         if len(chained) != 1:
             raise StrategyError("Megatron made several optimizers", found=f"{len(chained)}, where one is known")
         return chained[0]
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, buffers are those of data rank 0."""
+        """Inside, every data rank has the buffers of data rank 0."""
         return borrowed_buffers(module, self.data)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """Of a tensor rank, as it was built."""
+        """What one tensor rank holds and sends."""
         data_ranks = ranks // self.tensor_parallel
         return megatron_costs(module, precision.name, data_ranks, self.tensor_parallel, self.distributed_optimizer)
 

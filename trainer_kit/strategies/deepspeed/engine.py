@@ -1,0 +1,398 @@
+"""DeepSpeed's engine: importing the library, the gradients of an accumulation window, the step and the loss scale."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import PrecisionError, StrategyError
+from trainer_kit.core.protocols import Group, MicroSteps
+
+__all__ = [
+    "EngineScaler",
+    "OpenWindow",
+    "Windows",
+    "check_float16",
+    "deepspeed_of",
+    "destroy_engine",
+    "dividing",
+    "local_rank",
+    "quiet",
+    "release_module",
+    "round_parts",
+    "take_step",
+]
+
+_OWN_COUNTERS: Final = ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+# -- the library ---------------------------------------------------------------------------------------------------
+
+
+def deepspeed_of(device: torch.device) -> Any:
+    """Import DeepSpeed for ranks that compute on this kind of device, over the process group that exists already."""
+    # DeepSpeed calls these at least once a step, and has no replacement for them yet.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+    )
+    with _environment("DS_ACCELERATOR", device.type), quiet():
+        import deepspeed
+
+        if device.type == "cpu":
+            # DeepSpeed would first compile shared-memory collectives, for minutes; only inference uses them.
+            importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]
+        if not deepspeed.comm.is_initialized():
+            with local_rank():
+                deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    return deepspeed
+
+
+def check_float16(device: torch.device) -> None:
+    """Raise a PrecisionError where DeepSpeed has no float16."""
+    if not deepspeed_of(device).accelerator.get_accelerator().is_fp16_supported():
+        raise PrecisionError(
+            "DeepSpeed cannot run float16 on this device", found=device.type, fix='precision="bf16-mixed"'
+        )
+
+
+@contextmanager
+def dividing(device: torch.device, config: Mapping[str, Any], full: bool = False) -> Iterator[None]:
+    """Inside, stage 3 divides the parameters of every layer among the ranks as soon as the layer is built.
+
+    Args:
+        device: where layers are built.
+        config: the JSON.
+        full: build in full precision; `round_parts` then rounds to the dtype of the engine.
+    """
+    deepspeed = deepspeed_of(device)
+    low = {key: {"enabled": False} for key in ("bf16", "fp16")} if full else {}
+    with quiet(), local_rank(), torch.device(device), deepspeed.zero.Init(config_dict_or_path={**config, **low}):
+        yield
+
+
+def round_parts(module: nn.Module, config: Mapping[str, Any]) -> None:
+    """Round divided parameters in full precision to the half precision that the JSON enables."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    chosen = [dtype for name, dtype in dtypes.items() if (config.get(name) or {}).get("enabled")]
+    for parameter in module.parameters() if chosen else ():
+        part = getattr(parameter, "ds_tensor", None)
+        if part is not None and part.dtype == torch.float32:
+            rounded = part.data.to(chosen[0])
+            part.data = rounded.pin_memory() if part.is_pinned() else rounded
+            parameter.data = parameter.data.to(chosen[0])
+
+
+def release_module(module: nn.Module) -> None:
+    """Destroy the stage 3 optimizer of an earlier run; parameters stay divided, for the next engine to take over."""
+    earlier: set[Any] = {getattr(parameter, "_z3_optimizer", None) for parameter in module.parameters()} - {None}
+    with quiet():
+        for optimizer in earlier:
+            optimizer._partition_all_parameters()
+            optimizer.destroy()
+
+
+def destroy_engine(engine: Any) -> None:
+    """Remove the engine's hooks from the module, and free what the engine holds."""
+    with quiet():
+        engine.module_forward_pre_hook.remove()
+        engine.module_forward_post_hook.remove()
+        engine.destroy()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, DeepSpeed logs errors only: not every setting, and no deprecation of what it imports from torch."""
+    logger = logging.getLogger("DeepSpeed")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            yield
+    finally:
+        logger.setLevel(before)
+
+
+@contextmanager
+def local_rank() -> Iterator[None]:
+    """Inside, the environment has the local rank that DeepSpeed reads; a process without a launcher has none."""
+    with _environment("LOCAL_RANK", "0"):
+        yield
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    given = name in os.environ
+    os.environ.setdefault(name, value)
+    try:
+        yield
+    finally:
+        if not given:
+            del os.environ[name]
+
+
+# -- gradients of an accumulation window -----------------------------------------------------------------------------
+
+
+def _begin(engine: Any, unfinished: bool) -> None:
+    """Drop all gradients of an earlier window.
+
+    The engine overwrites what it kept only where a parameter gets a gradient: a parameter that this window does not
+    use would be stepped with the gradient of an earlier window.
+
+    Args:
+        engine: DeepSpeed's.
+        unfinished: whether the window before ended without a step.
+    """
+    optimizer = engine.optimizer
+    if unfinished:
+        optimizer.zero_grad(set_to_none=True)
+        if hasattr(optimizer, "micro_step_id"):
+            optimizer.micro_step_id = 0 if engine.zero_optimization_stage() == 3 else -1
+        for name in ("all_grad_tensors", "averaged_gradients"):
+            kept = getattr(optimizer, name, None)
+            if isinstance(kept, dict):
+                kept.update(dict.fromkeys(kept))
+    if getattr(optimizer, "grad_partitions_flat_buffer", None) is not None:  # stage 3
+        optimizer.grad_partitions_flat_buffer.zero_()
+        offloaded = optimizer.fp32_partitioned_groups_flat if optimizer.offload_optimizer else ()
+    elif getattr(optimizer, "cpu_offload", False):
+        for gradient in optimizer.accumulated_grads_in_cpu.values():
+            gradient.zero_()
+        offloaded = optimizer.single_partition_of_fp32_groups
+    else:
+        offloaded = ()
+    for gradient in _gradients(offloaded):
+        gradient.zero_()
+
+
+def _finish(engine: Any) -> None:
+    """Reduce gradients as the engine does in the last backward of a window, where that backward did not."""
+    if engine.zero_optimization_partition_gradients():
+        engine.optimizer.finalize_gradient_accumulation_boundary()
+    else:
+        engine.allreduce_gradients()
+
+
+def take_step(engine: Any, clip: float) -> bool:
+    """Clip and step; returns False where gradients overflowed and the engine skipped the step.
+
+    Args:
+        engine: DeepSpeed's.
+        clip: the largest 2-norm of all gradients; 0: no limit.
+    """
+    engine._config.gradient_clipping = clip
+    if hasattr(engine.optimizer, "clip_grad"):
+        engine.optimizer.clip_grad = clip
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    return bool(engine.was_step_applied())
+
+
+@final
+class Windows:
+    """The accumulation windows of a Trainer, whose number of micro-batches is known when a window begins.
+
+    Attributes:
+        unfinished: whether there are gradients that have not been stepped.
+    """
+
+    def __init__(self) -> None:
+        self.unfinished = False
+
+    def run(self, engine: Any, micro: MicroSteps, finishes_late: bool) -> None:
+        """Run one micro-batch after the other; the engine learns which one is the last.
+
+        Args:
+            engine: DeepSpeed's.
+            micro: the micro-batches.
+            finishes_late: gradients are reduced after the last backward, not in it.
+        """
+        last = micro.count - 1
+        _begin(engine, self.unfinished)
+        for index in range(micro.count):
+            micro.begin(index)
+            engine.set_gradient_accumulation_boundary(index == last and not finishes_late)
+            loss = micro.forward(index)
+            if loss is not None:
+                self.unfinished = True
+                micro.backward(index, loss)
+            if index == last and self.unfinished and (finishes_late or loss is None):
+                _finish(engine)
+            micro.end(index)
+
+
+@final
+class OpenWindow:
+    """The accumulation window of a raw loop: it begins with a backward, and no backward is known to be the last.
+
+    Gradients are therefore reduced when they are read or stepped, not in the last backward.
+
+    Attributes:
+        begun: whether there is anything to step.
+    """
+
+    def __init__(self) -> None:
+        self.begun = self._complete = self._left = False
+
+    def backward(self, engine: Any, loss: Tensor, retain_graph: bool) -> None:
+        """Run one backward of the window; the loss is weighted already.
+
+        Raises:
+            StrategyError: the gradients so far have been clipped.
+        """
+        if self._complete:
+            raise StrategyError(
+                "a backward after gradients were clipped, and before they were stepped",
+                fix="clip_grad_norm_ at the end of the window: if accelerator.sync_gradients",
+            )
+        if not self.begun:
+            if self._left:
+                for parameter in engine.module.parameters():
+                    parameter.grad = None
+            _begin(engine, self._left)
+            self.begun, self._left = True, False
+        if hasattr(engine.optimizer, "clear_backward_seen_flag"):
+            # The engine counts forwards, and would overwrite gradients between two of them.
+            engine.optimizer.clear_backward_seen_flag()
+        engine.set_gradient_accumulation_boundary(False)
+        engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def complete(self, engine: Any) -> None:
+        """Average over the ranks, and put each rank's part where the engine steps it; every rank calls it."""
+        if self.begun and not self._complete:
+            engine.set_gradient_accumulation_boundary(True)
+            _finish(engine)
+            self._complete = True
+
+    def drop(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of the window without a step (takes the place of ``zero_grad``)."""
+        self._left = self._left or self.begun
+        self.end()
+
+    def end(self) -> None:
+        """Called after the engine has stepped, and dropped its gradients."""
+        self.begun = self._complete = False
+
+    def parts(self, engine: Any) -> list[Tensor]:
+        """This rank's part of all gradients, and the norms that the engine keeps of them to clip by."""
+        self.complete(engine)
+        if not self.begun:
+            return []
+        kept = getattr(engine.optimizer, "norm_for_param_grads", None)  # where they are offloaded
+        return [*_stepped_gradients(engine), *(kept.values() if kept else ())]
+
+    def norm(self, engine: Any, world: Group) -> Tensor:
+        """The 2-norm of all gradients of all ranks, without the scale of float16."""
+        self.complete(engine)
+        parts = _stepped_gradients(engine) if self.begun else []
+        norms = torch._foreach_norm(parts) if parts else [torch.zeros((), device=engine.device)]
+        squares = torch.stack([norm.float() for norm in norms]).square().sum().to(engine.device)
+        if engine.zero_optimization():  # each rank has a part
+            world.all_reduce(squares)
+        scale = float(getattr(engine.optimizer, "loss_scale", 1.0))  # no sync point: a number on the host
+        return squares.sqrt() / scale
+
+
+def _stepped_gradients(engine: Any) -> list[Tensor]:
+    """This rank's gradients in the tensors from which the engine steps them; padding is zero."""
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
+        masters = optimizer.fp32_partitioned_groups_flat if optimizer.offload_optimizer else None
+    elif hasattr(optimizer, "averaged_gradients"):  # stages 1 and 2
+        masters = optimizer.single_partition_of_fp32_groups if optimizer.cpu_offload else None
+    elif hasattr(optimizer, "fp32_groups_gradient_flat_partition"):  # bfloat16 with sums in float32
+        return list(optimizer.fp32_groups_gradient_flat_partition)
+    else:
+        return _gradients(list(engine.module.parameters()))
+    if masters is not None:  # gradients are offloaded
+        return _gradients(masters)
+    return [part for group in optimizer.averaged_gradients.values() for part in group or ()]
+
+
+def _gradients(tensors: Sequence[Tensor] | Sequence[nn.Parameter]) -> list[Tensor]:
+    return [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+# -- the loss scale --------------------------------------------------------------------------------------------------
+
+
+@final
+class EngineScaler:
+    """The loss scale of the current engine in float16; its state has the keys of ``torch.amp.GradScaler``.
+
+    The state of the last engine stays readable after the engine is gone, for a checkpoint after the run.
+
+    Attributes:
+        skipped: whether the engine skipped the last step, because gradients were not finite.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = False
+        self._numbers: Any = None
+        self._scales = False  # whether the loss is scaled here
+
+    def follow(self, engine: Any) -> None:
+        """Read the loss scale of this engine from now on."""
+        self.skipped, self._numbers = False, None
+        if engine.fp16_enabled():
+            self._numbers = getattr(engine.optimizer, "loss_scaler", None)
+        # Without ZeRO the engine divides gradients by the scale, and does not multiply the loss by it.
+        self._scales = self._numbers is None and engine.fp16_enabled()
+        if self._scales:
+            self._numbers = getattr(engine.optimizer, "loss_scale_config", None)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss on which the engine's backward is called."""
+        return loss.float() * self._numbers.cur_scale if self._scales else loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its counters under GradScaler's keys, for any other engine, and DeepSpeed's own counters."""
+        scaler = self._numbers
+        if scaler is None:
+            return {}
+        window, since = int(getattr(scaler, "scale_window", None) or 2000), _steps_since_overflow(scaler)
+        return {
+            "scale": float(scaler.cur_scale),  # no sync point: a number on the host
+            "growth_factor": 2.0,  # fixed in the engine, as is the next one
+            "backoff_factor": 0.5,
+            "growth_interval": window,
+            # After an overflow the engine waits for one step more than the window.
+            "_growth_tracker": max(since - 1, 0) % window,
+            "deepspeed": {key: getattr(scaler, key) for key in _OWN_COUNTERS if getattr(scaler, key, None) is not None},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`, or the state of a GradScaler; a scale that the JSON fixes stays, as does its window.
+
+        Args:
+            state: empty where nothing was scaled.
+        """
+        scaler = self._numbers
+        if scaler is None or not state or _steps_since_overflow(scaler) < 0:
+            return
+        scaler.cur_scale = float(state["scale"])  # no sync point: as above
+        own = state.get("deepspeed", {})
+        if "last_overflow_iter" in own:
+            for key in _OWN_COUNTERS:
+                if key in own and hasattr(scaler, key):
+                    setattr(scaler, key, own[key])
+        else:
+            # The scale grows after as many further steps without an overflow as under the other scaler.
+            scaler.last_overflow_iter = -1
+            scaler.cur_iter = int(state["_growth_tracker"]) + 1
+
+
+def _steps_since_overflow(scaler: Any) -> int:
+    """Steps since the last overflow; -1 where the scale is fixed."""
+    last = getattr(scaler, "last_overflow_iter", None)
+    return -1 if last is None else scaler.cur_iter - last - 1
