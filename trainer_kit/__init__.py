@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     )
     from trainer_kit.core.datamodule import DataModule
     from trainer_kit.core.datamodule import DataModule as LightningDataModule
-    from trainer_kit.core.duration import Duration
     from trainer_kit.core.errors import (
         CheckpointError,
         ConfigurationError,
@@ -72,10 +71,10 @@ if TYPE_CHECKING:
     from trainer_kit.core.hooks import Callback
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.module import TrainModule as LightningModule
-    from trainer_kit.core.move import move_to_device as send_to_device
     from trainer_kit.core.parallel import ContextPlan, ParallelPlan, PipelinePlan
-    from trainer_kit.core.progress import Progress
+    from trainer_kit.core.progress import Duration, Progress
     from trainer_kit.core.seed import seed_everything
+    from trainer_kit.core.tensors import move_to_device as send_to_device
     from trainer_kit.data import CombinedLoader
     from trainer_kit.inference.device_map import (
         compute_module_sizes,
@@ -213,7 +212,7 @@ _HOME = {
     "DistributedType": "accelerator.process:DistributedType",
     "DummyOptim": "compat.deepspeed:DummyOptim",
     "DummyScheduler": "compat.deepspeed:DummyScheduler",
-    "Duration": "core.duration:Duration",
+    "Duration": "core.progress:Duration",
     "DurationError": "core.errors:DurationError",
     "FullyShardedDataParallelPlugin": "compat.options:FullyShardedDataParallelPlugin",
     "GeneralTracker": "accelerator.trackers:GeneralTracker",
@@ -280,7 +279,7 @@ _HOME = {
     "register_tracker_class": "accelerator.trackers:register_tracker_class",
     "release_memory": "accelerator.batch_size:release_memory",
     "seed_everything": "core.seed:seed_everything",
-    "send_to_device": "core.move:move_to_device",
+    "send_to_device": "core.tensors:move_to_device",
     "set_seed": "accelerator.generators:set_seed",
     "skip_first_batches": "accelerator.loader:skip_first_batches",
     "synchronize_rng_states": "accelerator:synchronize_rng_states",

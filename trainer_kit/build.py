@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from trainer_kit.compat.fp8 import launched_recipe
+from trainer_kit.core.arguments import as_list
 from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
-from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES

@@ -15,16 +15,15 @@ from trainer_kit.build import (
     with_launchers,
 )
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
-from trainer_kit.core.duration import DurationLike
+from trainer_kit.core.arguments import as_list, known_arguments
+from trainer_kit.core.display import Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.iterables import as_list
 from trainer_kit.core.location import locate
+from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import CALLBACKS
-from trainer_kit.core.signatures import known_arguments
-from trainer_kit.core.text import Text
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening

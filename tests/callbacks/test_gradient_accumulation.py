@@ -1,9 +1,9 @@
 import pytest
 
 from trainer_kit.callbacks import GradientAccumulation, GradientAccumulationScheduler
-from trainer_kit.core.duration import Duration
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.progress import Duration
 
 
 class CountsTokens(TrainModule):

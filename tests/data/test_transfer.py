@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from trainer_kit.core.move import move_to_device
+from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, Ahead, transfer
 
 Pair = namedtuple("Pair", "x name")

@@ -12,7 +12,7 @@ import torch
 import trainer_kit as tk
 from tests.gpu.devices import Net, assert_same, batches, device_of, fit, on_each_device
 from trainer_kit.checkpoint.background import HostBuffers
-from trainer_kit.core.memory import device_memory, free_memory
+from trainer_kit.core.devices import device_memory, free_memory
 from trainer_kit.core.seed import rng_state
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import trainer_kit as tk
+from trainer_kit.core.devices import free_memory
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.core.memory import free_memory
 from trainer_kit.inference.device_map import resolve_device_map, tensor_sizes
 
 infer = tk.infer_auto_device_map
@@ -197,7 +197,7 @@ def test_what_is_free_is_measured_and_a_container_limits_it(tmp_path: Any) -> No
     used_now.write_text("4000000\n")
     table.write_text("anon 1\ninactive_file 500000\n")
     names = {"_LIMITS": limit, "_USED": used_now, "_STATISTICS": table}
-    with mock.patch.multiple("trainer_kit.core.memory", **{key: (str(file),) for key, file in names.items()}):
+    with mock.patch.multiple("trainer_kit.core.devices", **{key: (str(file),) for key, file in names.items()}):
         assert free_memory(torch.device("cpu")) == 1_500_000
     assert resolve_device_map(Net(), "auto")[""] in ("cpu", 0)
 

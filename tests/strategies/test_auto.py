@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import trainer_kit as tk
-from trainer_kit.core.memory import device_memory
+from trainer_kit.core.devices import device_memory
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, SingleDeviceStrategy
 from trainer_kit.testing import run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
@@ -121,7 +121,7 @@ def test_a_rank_of_a_cpu_has_its_share_of_the_host(tmp_path: Path) -> None:
     assert alone > 10**8
     assert device_memory(torch.device("cpu"), 4) == alone // 4
     limit = tmp_path / "memory.max"
-    with mock.patch("trainer_kit.core.memory._LIMITS", (str(limit),)):
+    with mock.patch("trainer_kit.core.devices._LIMITS", (str(limit),)):
         limit.write_text("1000000\n")
         assert device_memory(torch.device("cpu"), 2) == 500000
         limit.write_text("max\n")

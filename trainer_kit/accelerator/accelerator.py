@@ -43,12 +43,12 @@ from trainer_kit.compat.options import (
     check_arguments,
     micro_batches,
 )
+from trainer_kit.core.arguments import as_list
 from trainer_kit.core.configuration_sources import Chosen, choose, describe_origins, is_true, steps_of, variable
+from trainer_kit.core.display import Text
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.iterables import as_list
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.text import Text
 from trainer_kit.precision.overflow import make_scaler
 from trainer_kit.strategies.strategy import Strategy
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trainer_kit.core.collective_errors import compare, same_everywhere, signature
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.shapes import compare, same_everywhere, signature
 
 __all__ = [
     "broadcast",

@@ -12,8 +12,8 @@ from trainer_kit.accelerator.accumulation_window import Window
 from trainer_kit.accelerator.collective_debug import meet
 from trainer_kit.accelerator.hang_watchdog import Waiting
 from trainer_kit.accelerator.process import Processes
+from trainer_kit.core.collective_errors import compare
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.shapes import compare
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Gathering"]

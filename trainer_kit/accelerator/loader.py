@@ -15,8 +15,8 @@ from trainer_kit.accelerator.turns import Turn, evened
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
-from trainer_kit.core.move import move_to_device
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
 
 __all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]

@@ -21,10 +21,10 @@ from trainer_kit.accelerator.process import DistributedType
 from trainer_kit.accelerator.wrapping import apply_precision, compile_options, compiled, uncompiled, unwrap
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler, made_optimizer, made_scheduler
 from trainer_kit.compat.options import DataLoaderConfiguration, GradientAccumulationPlugin, TorchDynamoPlugin
+from trainer_kit.core.display import Text
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
-from trainer_kit.core.text import Text
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
 from trainer_kit.strategies.strategy import Strategy

@@ -8,12 +8,12 @@ from typing import Any, final
 
 from lightning_utilities.core.overrides import is_overridden
 
-from trainer_kit.core.duration import Duration
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.overrides import leave_out
+from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.signatures import leave_out
 
 __all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
 

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any, Final, TypeVar, cast, final
 
 from trainer_kit.callbacks.schedule import following, in_run
-from trainer_kit.core.duration import Duration, DurationLike
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import takes
 

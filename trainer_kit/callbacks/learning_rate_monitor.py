@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from trainer_kit.callbacks.schedule import following
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.overrides import leave_out
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.signatures import leave_out
 
 __all__ = ["LearningRateMonitor"]
 

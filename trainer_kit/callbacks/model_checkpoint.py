@@ -17,13 +17,13 @@ from trainer_kit.callbacks.checkpoint_name import CheckpointName
 from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
 from trainer_kit.callbacks.retention import Retention
 from trainer_kit.callbacks.schedule import following, in_run, the_only
-from trainer_kit.core.duration import DurationLike
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
-from trainer_kit.core.finite import are_finite
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import absolute, locate
-from trainer_kit.core.overrides import leave_out
+from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.signatures import leave_out
+from trainer_kit.core.tensors import are_finite
 
 __all__ = ["ModelCheckpoint"]
 

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, ClassVar, Final, Literal, TextIO
 
 from trainer_kit.callbacks.progress_line import Line, PlainLine, TerminalLine, View
-from trainer_kit.core.bars import bar_class
+from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from trainer_kit.core.duration import Duration, DurationLike
 from trainer_kit.core.errors import ConfigurationError, DurationError
+from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import TrainerLike
 
 __all__ = ["following", "in_run", "the_only"]

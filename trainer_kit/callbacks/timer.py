@@ -8,11 +8,11 @@ from datetime import timedelta
 from time import monotonic
 from typing import Any, ClassVar, Final, Literal, final
 
-from trainer_kit.core.duration import Duration
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.overrides import leave_out
+from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.signatures import leave_out
 
 __all__ = ["Timer"]
 

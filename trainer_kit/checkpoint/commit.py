@@ -37,9 +37,9 @@ from trainer_kit.checkpoint.manifest import (
 )
 from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, upload_directory
 from trainer_kit.core.atomic_files import Hidden, hidden_path, sync_directory
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
-from trainer_kit.core.memory import in_units
 
 __all__ = [
     "STAGED",

@@ -20,9 +20,9 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
-from trainer_kit.core.memory import in_units
 
 __all__ = [
     "CARRIERS",

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, read_file, read_header
 from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, load_json
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
-from trainer_kit.core.memory import in_units
 
 __all__ = [
     "Assembled",

@@ -12,9 +12,9 @@ from pathlib import PurePosixPath
 from typing import Any, Final
 
 from trainer_kit.checkpoint.files import checksum, read_file, stated_size
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
-from trainer_kit.core.memory import in_units
 
 __all__ = [
     "AGAIN",

@@ -43,7 +43,7 @@ def _ls(directory: Location) -> None:
     """List the complete checkpoints in DIRECTORY: step, epoch, size, age, names (last, best)."""
     from trainer_kit.checkpoint.read import size_of
     from trainer_kit.checkpoint.store import checkpoints, read_index
-    from trainer_kit.core.memory import in_units
+    from trainer_kit.core.display import in_units
 
     named = read_index(directory) or {}
     rows = [("CHECKPOINT", "STEP", "EPOCH", "SIZE", "SAVED (UTC)", "NAMES")]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.core.seed import seed_everything
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import yaml
 
 from trainer_kit.commands.keys import misplaced, parameters, prefixes, subclasses
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import did_you_mean, printable
-from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 
 __all__ = ["FileProblem", "check_file", "check_keys", "check_words", "complaint"]

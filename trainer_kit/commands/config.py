@@ -11,8 +11,8 @@ import click
 
 from trainer_kit.commands.paths import FilePath
 from trainer_kit.commands.questions import ask, choose
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_on
 
 __all__ = ["config"]

@@ -277,6 +277,6 @@ def _clock(directory: Path) -> Iterator[Finding]:
 
 
 def _units(size: int) -> Any:
-    from trainer_kit.core.memory import in_units
+    from trainer_kit.core.display import in_units
 
     return in_units(size)

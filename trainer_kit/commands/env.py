@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import click
 
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import TrainerKitError
-from trainer_kit.core.secrets import mask_secrets
 
 __all__ = ["env"]
 

@@ -25,7 +25,7 @@ def estimate_memory(model: str, args: str) -> None:
     MODEL is a class (package.module:Class), a directory with a Hugging Face config.json, a safetensors file, or a
     checkpoint. Nothing is downloaded, and no weight is read or allocated.
     """
-    from trainer_kit.core.memory import in_units
+    from trainer_kit.core.display import in_units
     from trainer_kit.planning import memory
 
     shapes = memory.describe_module(_shapes(model, args))

@@ -13,8 +13,8 @@ import click
 
 from trainer_kit.commands.paths import FilePath
 from trainer_kit.core.configuration_sources import Chosen, describe_origins
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.secrets import mask_secrets
 from trainer_kit.launch.options import Option, all_options
 
 if TYPE_CHECKING:

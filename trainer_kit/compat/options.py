@@ -12,10 +12,9 @@ from typing import Any, Final
 
 from torch.profiler import ProfilerActivity, schedule
 
+from trainer_kit.core.arguments import as_list, check_fields, check_timeout, positive
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
-from trainer_kit.core.fields import check_fields, check_timeout, positive
-from trainer_kit.core.iterables import as_list
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.strategies.comm_hooks import check_comm_hook
 from trainer_kit.strategies.fsdp_config import KEYS, from_launcher

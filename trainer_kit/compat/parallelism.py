@@ -8,9 +8,9 @@ from numbers import Integral
 from typing import Any
 
 from trainer_kit.compat.options import FullyShardedDataParallelPlugin
+from trainer_kit.core.arguments import check_fields
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.fields import check_fields
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.strategies.axes import AXES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.memory import in_units
+from trainer_kit.core.display import in_units
 
 __all__ = ["Costs", "Exchange", "cost_lines", "optimizer_bytes", "part_bytes"]
 

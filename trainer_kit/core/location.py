@@ -13,8 +13,8 @@ from pathlib import Path, PurePath
 from typing import Any, Final, TypeAlias, final
 from urllib.parse import unquote, urlsplit
 
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
-from trainer_kit.core.secrets import mask_secrets
 
 __all__ = ["Location", "RemotePath", "absolute", "is_url", "locate"]
 

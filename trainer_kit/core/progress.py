@@ -1,10 +1,16 @@
-"""How far a run is: counts of *completed* things, and nothing else."""
+"""How far a run is, as counts of completed things, and lengths of training in those counts."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from datetime import timedelta
+from typing import Final
 
-__all__ = ["Progress"]
+from trainer_kit.core.errors import DurationError
+
+__all__ = ["Duration", "DurationLike", "Progress"]
 
 
 @dataclass(slots=True)
@@ -52,3 +58,119 @@ class Progress:
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])
+
+
+_SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_COUNTER: Final = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
+_CLOCK: Final = re.compile(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*")
+_PATTERN: Final = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]+)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    """A length of training in one unit.
+
+    Args:
+        value: how many; whole for counted units.
+        unit: ``ep`` epochs, ``ba`` micro-batches, ``st`` optimizer steps, ``sp`` samples, ``tok`` tokens,
+            ``s`` seconds, ``dur`` a fraction of the whole run.
+
+    Raises:
+        DurationError: for an unknown unit, a negative value, or a fraction of a counted unit.
+
+    Example:
+        >>> Duration.parse("3ep"), Duration.parse("1e6sp"), Duration.parse("2h"), Duration.parse(7, "st")
+        (Duration('3ep'), Duration('1000000sp'), Duration('7200.0s'), Duration('7st'))
+        >>> Duration.parse("5000ba").reached(Progress(batch=5000))
+        True
+    """
+
+    value: int | float
+    unit: str
+
+    def __post_init__(self) -> None:
+        if self.unit not in (*_COUNTER, "dur"):
+            raise DurationError(
+                f"unknown unit {self.unit!r} of a duration", fix="use one of: ep, ba, st, sp, tok, s, min, h, d, dur"
+            )
+        if not self.value >= 0 or self.value == float("inf"):
+            raise DurationError("a duration is a finite number, zero or more", found=f"{self.value}{self.unit}")
+        if self.unit not in ("s", "dur") and self.value != int(self.value):
+            raise DurationError(
+                "this unit is counted in whole numbers", found=f"{self.value}{self.unit}", fix="round it"
+            )
+
+    def __repr__(self) -> str:
+        return f"Duration('{self}')"
+
+    def __str__(self) -> str:
+        return f"{self.value}{self.unit}"
+
+    @property
+    def counter(self) -> str:
+        """The field of ``Progress`` that this duration is held against."""
+        if self.unit == "dur":
+            raise DurationError(
+                "a fraction of the run has no counter of its own", found=str(self), fix='count in a unit: "500ba"'
+            )
+        return _COUNTER[self.unit]
+
+    @classmethod
+    def parse(cls, length: DurationLike, unit: str | None = None) -> Duration:
+        """Read a duration.
+
+        Args:
+            length: a ``Duration``, a string such as ``"3ep"``, a ``timedelta``, its arguments as a dict, time as
+                ``"DD:HH:MM:SS"``, or a number of ``unit``.
+            unit: what a bare number counts; None refuses bare numbers.
+        """
+        if isinstance(length, Duration):
+            return length
+        if isinstance(length, timedelta):
+            return cls(length.total_seconds(), "s")
+        if isinstance(length, Mapping):
+            return cls(_seconds(length), "s")
+        if isinstance(length, bool) or not isinstance(length, (int, float, str)):
+            raise DurationError(
+                "a duration is a string with a unit or a number",
+                found=repr(length),
+                fix='write "3ep", "5000ba", "2h", …',
+            )
+        if isinstance(length, (int, float)):
+            if unit is None:
+                raise DurationError("this duration needs a unit", found=repr(length), fix=f'write "{length}ep"')
+            return cls(_whole(length, unit), unit)
+        if clock := _CLOCK.fullmatch(length):
+            days, hours, minutes, seconds = map(int, clock.groups())
+            return cls(_seconds({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}), "s")
+        match = _PATTERN.fullmatch(length.lower())
+        if match is None:
+            raise DurationError(
+                "this duration cannot be read",
+                found=repr(length),
+                fix='write "3ep", "5000ba", "1e9tok", "2h", "00:02:00:00", "0.3dur"',
+            )
+        number, name = float(match[1].replace("_", "")), match[2]
+        if name in _SECONDS:
+            return cls(number * _SECONDS[name], "s")
+        return cls(_whole(number, name), name)
+
+    def reached(self, progress: Progress) -> bool:
+        """Whether ``progress`` has come this far."""
+        return bool(getattr(progress, self.counter) >= self.value)
+
+
+DurationLike = Duration | str | int | float | timedelta | Mapping[str, float]
+
+
+def _seconds(parts: Mapping[str, float]) -> float:
+    try:
+        return timedelta(**parts).total_seconds()
+    except TypeError as error:
+        raise DurationError(
+            "not a length of time", found=f"{dict(parts)}", fix="use days, hours, minutes, seconds, …"
+        ) from error
+
+
+def _whole(number: float, unit: str) -> int | float:
+    return int(number) if unit not in ("s", "dur") and number % 1 == 0 else number

@@ -1,19 +1,15 @@
-"""Hooks are checked when a class is created, by name and number of positional arguments; constructors when called."""
+"""Checks of a class when it is created: names and parameters of hooks, and overrides that would never be called."""
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Collection
+from typing import Any, Final
 
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 
-__all__ = ["check_hooks", "known_arguments", "takes"]
-
-_Taken = ParamSpec("_Taken")
-_Returned = TypeVar("_Returned")
+__all__ = ["check_hooks", "check_overrides", "leave_out", "takes"]
 
 
 # Hooks of Lightning's earlier versions: nobody calls them any more, and what took their place.
@@ -89,40 +85,44 @@ def takes(method: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def known_arguments(
-    former: Mapping[str, str],
-) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
-    """Decorate a constructor: an argument that it does not take is refused with what to write instead.
+_OURS: Final = "trainer_kit."
+_HOOKS: Final = "override a hook (on_train_batch_end, on_validation_end, ...) or a public method instead"
+
+
+def check_overrides(cls: type, root: type) -> None:
+    """Refuse a subclass of a shipped class that overrides what is never called, or a private name of that class.
+
+    ``never_called`` of the shipped class maps each name that is never called to what to do instead.
 
     Args:
-        former: the replacement for names that earlier or other versions take; ``{value}`` in it is what was given.
+        cls: the class that is being created.
+        root: the base class that is there to be extended.
 
-    Example:
-        >>> class Runner:
-        ...     @known_arguments({"gpus": "devices={value}"})
-        ...     def __init__(self, *, devices=1):
-        ...         self.devices = devices
-        >>> Runner(devices=2).devices
-        2
-        >>> Runner(gpus=2)
-        Traceback (most recent call last):
-        trainer_kit.core.errors.ConfigurationError: Runner has no argument 'gpus'
-          found: gpus=2
-          fix:   devices=2
+    Raises:
+        ConfigurationError: naming the override and the way out.
     """
+    shipped = [base for base in cls.__mro__[1:] if base.__module__.startswith(_OURS) and base is not root]
+    shipped = [base for base in shipped if issubclass(base, root)]
+    if cls.__module__.startswith(_OURS) or not shipped:
+        return
+    refused: dict[str, str] = {}
+    for base in reversed([*shipped, root]):
+        refused.update(vars(base).get("never_called", {}))
+    for name in vars(cls):
+        if name in refused:
+            problem, found = "would never be called", "does not call it"
+        elif name.startswith("_") and not name.startswith("__") and any(name in vars(base) for base in shipped):
+            problem, found = "replaces a private name", "may change it"
+        else:
+            continue
+        raise ConfigurationError(
+            f"{cls.__name__}.{name} {problem}",
+            found=f"a subclass of {shipped[0].__name__}, which {found}",
+            fix=refused.get(name, _HOOKS),
+        )
 
-    def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
-        known = list(inspect.signature(constructor).parameters)[1:]
 
-        @wraps(constructor)
-        def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
-            for name, value in kwargs.items():
-                if name not in known:
-                    fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
-                    kind = constructor.__qualname__.split(".")[0]
-                    raise ConfigurationError(f"{kind} has no argument {name!r}", found=f"{name}={value!r}", fix=fix)
-            return constructor(*args, **kwargs)
-
-        return checked
-
-    return decorate
+def leave_out(callback: Any, hook: str, owner: type) -> None:
+    """Let the bus leave out a hook in which ``owner`` has nothing to do now; a subclass's override stays."""
+    if getattr(type(callback), hook) is getattr(owner, hook):
+        setattr(callback, hook, getattr(super(owner, callback), hook))

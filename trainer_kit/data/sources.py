@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from trainer_kit.core.bars import bar_class
+from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.order import EMPTY, MISSING, BatchTurns, SampleBlocks, Split, derive_seed, length_of, seed_globals

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from trainer_kit.core.move import BLOCKING, map_movable
+from trainer_kit.core.tensors import BLOCKING, map_movable
 from trainer_kit.data.order import EMPTY
 
 __all__ = ["Ahead"]

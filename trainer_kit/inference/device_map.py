@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.checkpoint.files import in_bytes, torch_dtype
-from trainer_kit.core.devices import count_accelerators, present_accelerator
+from trainer_kit.core.devices import count_accelerators, free_memory, present_accelerator
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
-from trainer_kit.core.memory import free_memory, in_units
 
 __all__ = [
     "WORDS",

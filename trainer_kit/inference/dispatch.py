@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError, did_you_mean
-from trainer_kit.core.move import move_to_device
+from trainer_kit.core.tensors import move_to_device
 from trainer_kit.inference.device_map import Device, accelerators, name_of, resolve_device
 from trainer_kit.inference.lazy_weights import OnDisk, open_weights, write_weights
 from trainer_kit.inference.offload_hooks import Call, Lock, OffloadedTensor, Root, Visit, is_meta, put

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.move import map_movable, move_to_device
+from trainer_kit.core.tensors import map_movable, move_to_device
 from trainer_kit.inference.lazy_weights import OnDisk
 
 __all__ = ["Call", "Lock", "OffloadedTensor", "Root", "Visit", "is_meta", "put"]

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from trainer_kit.core.secrets import mask_secrets
+from trainer_kit.core.display import mask_secrets
 
 __all__ = ["HANDED_OVER", "arguments", "handed_over", "launches", "script"]
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.overrides import check_overrides
+from trainer_kit.core.signatures import check_overrides
 from trainer_kit.loggers.params import params_dict, plain
 
 __all__ = ["DEFAULT_NAME", "DirectoryLogger"]

@@ -9,8 +9,8 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import LogError
-from trainer_kit.core.secrets import mask_secrets
 
 __all__ = ["flatten", "numbers", "params_dict", "plain"]
 

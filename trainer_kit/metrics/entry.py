@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.core.errors import LogError
-from trainer_kit.core.move import move_to_device
+from trainer_kit.core.tensors import move_to_device
 
 __all__ = ["BATCH_HOOKS", "CLOSED_HOOKS", "Entry", "Reduced"]
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.collective_errors import on_every_rank, together
+from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
-from trainer_kit.core.secrets import holds_secret, mask_secrets
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.state.optimizer_states import (
     add_groups,

@@ -23,9 +23,9 @@ from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapsho
 from trainer_kit.checkpoint.store import checkpoints, mark
 from trainer_kit.core.collective_errors import together, told
 from trainer_kit.core.errors import CheckpointError, NonFiniteError
-from trainer_kit.core.finite import are_finite
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.core.tensors import are_finite
 from trainer_kit.state.collect import without_own_buffers
 from trainer_kit.step.run import Fit
 from trainer_kit.step.saver import Outcome, Save, Saver

@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 
-from trainer_kit.core.modes import forget_modes, keep_modes, restore_modes
+from trainer_kit.core.hooks import forget_modes, keep_modes, restore_modes
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.signatures import takes

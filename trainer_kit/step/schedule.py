@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from trainer_kit.core.duration import Duration
-from trainer_kit.core.progress import Progress
+from trainer_kit.core.progress import Duration, Progress
 
 __all__ = ["Schedule"]
 

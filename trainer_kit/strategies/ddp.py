@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.comm_hooks import check_comm_hook, register_comm_hook

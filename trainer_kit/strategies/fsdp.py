@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.exchanging_backward import ExchangingBackward

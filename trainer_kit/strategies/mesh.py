@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
-from trainer_kit.core.overrides import check_overrides
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.core.signatures import check_overrides
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.state import load_optimizer_state, optimizer_state

@@ -11,11 +11,12 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from trainer_kit.core.duration import Duration
+from trainer_kit.core.devices import device_memory
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
-from trainer_kit.core.memory import device_memory, in_units
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.progress import Duration
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced

@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import encode
+from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import deterministic_products
@@ -31,9 +32,8 @@ from trainer_kit.core.errors import (
     printable,
 )
 from trainer_kit.core.hooks import Callback, DataHooks
-from trainer_kit.core.iterables import as_list
-from trainer_kit.core.move import move_to_device
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore

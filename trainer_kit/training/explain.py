@@ -8,9 +8,9 @@ from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.display import Text
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.text import Text
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimize import configure_optimizers
 from trainer_kit.training.compose import check_module, weigh

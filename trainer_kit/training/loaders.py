@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.hooks import DataHooks
-from trainer_kit.core.move import move_to_device
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import CombinedLoader, Feed, is_tree, limit_batches, read_together
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy

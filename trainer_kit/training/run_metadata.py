@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer_kit.core.secrets import mask_secrets
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.training.session import Session
 
 __all__ = ["about_run", "go_on_logging", "plain_arguments"]

@@ -13,18 +13,16 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.collective_errors import on_rank_zero, same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
-from trainer_kit.core.duration import Duration
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute, is_url, locate
-from trainer_kit.core.progress import Progress
+from trainer_kit.core.progress import Duration, Progress
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.core.seed import order_seed
-from trainer_kit.core.shapes import same_everywhere
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from trainer_kit.core.duration import Duration, DurationLike
 from trainer_kit.core.errors import ConfigurationError, DurationError, did_you_mean
+from trainer_kit.core.progress import Duration, DurationLike
 
 __all__ = ["Settings", "check_switches", "make_settings"]
 

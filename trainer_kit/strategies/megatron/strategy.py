@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.collective_errors import together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.fields import check_timeout
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.flat_shards import Piece, whole_of

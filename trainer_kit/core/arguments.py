@@ -1,19 +1,23 @@
-"""Option records: values of another type than their annotation are refused in words."""
+"""Checks of arguments: the types of option records, unknown names, and one value or several."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from numbers import Integral, Real
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["check_fields", "check_timeout", "positive"]
+__all__ = ["as_list", "check_fields", "check_timeout", "known_arguments", "positive"]
+
+_Taken = ParamSpec("_Taken")
+_Returned = TypeVar("_Returned")
 
 
 def check_fields(record: Any) -> None:
@@ -116,3 +120,60 @@ def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
         several = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
         return several and all(_fits(part, parts[0]) for part in value if parts)
     return isinstance(value, kind)
+
+
+def as_list(given: Any, *single: type) -> list[Any]:
+    """The elements of an argument that takes one thing or any iterable of them; none for None and False.
+
+    Args:
+        given: the argument.
+        single: classes whose objects are one thing, although they may be iterable. Strings and mappings are one thing.
+
+    Example:
+        >>> as_list(None), as_list(3), as_list("ab"), as_list({"a": 1, "b": 2}.values())
+        ([], [3], ['ab'], [1, 2])
+    """
+    if given is None or given is False:
+        return []
+    if isinstance(given, (str, bytes, Mapping, *single)) or not isinstance(given, Iterable):
+        return [given]
+    return list(given)
+
+
+def known_arguments(
+    former: Mapping[str, str],
+) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
+    """Decorate a constructor: an argument that it does not take is refused with what to write instead.
+
+    Args:
+        former: the replacement for names that earlier or other versions take; ``{value}`` in it is what was given.
+
+    Example:
+        >>> class Runner:
+        ...     @known_arguments({"gpus": "devices={value}"})
+        ...     def __init__(self, *, devices=1):
+        ...         self.devices = devices
+        >>> Runner(devices=2).devices
+        2
+        >>> Runner(gpus=2)
+        Traceback (most recent call last):
+        trainer_kit.core.errors.ConfigurationError: Runner has no argument 'gpus'
+          found: gpus=2
+          fix:   devices=2
+    """
+
+    def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+        known = list(inspect.signature(constructor).parameters)[1:]
+
+        @wraps(constructor)
+        def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+            for name, value in kwargs.items():
+                if name not in known:
+                    fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
+                    kind = constructor.__qualname__.split(".")[0]
+                    raise ConfigurationError(f"{kind} has no argument {name!r}", found=f"{name}={value!r}", fix=fix)
+            return constructor(*args, **kwargs)
+
+        return checked
+
+    return decorate

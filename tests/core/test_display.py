@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_kit.core.secrets import MASK, mask_secrets
+from trainer_kit.core.display import MASK, mask_secrets
 
 
 @pytest.mark.parametrize(
