@@ -28,7 +28,7 @@ __all__ = [
     "choose_precision",
     "choose_strategy",
     "launched_on_xla",
-    "roomier_strategy",
+    "sharded_alternative",
     "with_launchers",
 ]
 
@@ -175,7 +175,7 @@ def choose_strategy(
     return made, wanted, start
 
 
-def roomier_strategy(asked: Any, made: Strategy) -> Strategy | None:
+def sharded_alternative(asked: Any, made: Strategy) -> Strategy | None:
     """What takes the place of a strategy that ``"auto"`` stands for where a model does not fit; None: nothing does."""
     return _make_strategy("fsdp", made.device) if asked == "auto" and made.engine == "ddp" else None
 

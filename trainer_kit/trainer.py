@@ -11,7 +11,7 @@ from trainer_kit.build import (
     choose_loggers,
     choose_precision,
     choose_strategy,
-    roomier_strategy,
+    sharded_alternative,
     with_launchers,
 )
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
@@ -31,9 +31,8 @@ from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.entry_points import Verb, run_on_processes
 from trainer_kit.training.explain import explain, show_results
 from trainer_kit.training.fit import fit
-from trainer_kit.training.run_metadata import plain_arguments
 from trainer_kit.training.session import Session
-from trainer_kit.training.settings import check_switches, make_settings
+from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
 
 __all__ = ["Trainer"]
 
@@ -170,7 +169,7 @@ class Trainer(Session):
         self.arguments = plain_arguments(locals())
         callbacks = as_list(callbacks, Callback)
         _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
-        self.settings = make_settings(
+        settings = make_settings(
             fast_dev_run=fast_dev_run,
             max_epochs=max_epochs,
             max_steps=max_steps,
@@ -203,9 +202,10 @@ class Trainer(Session):
             accelerator, precision, accumulate_grad_batches, callbacks
         )
         chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
-        quiet = bool(barebones or self.settings.fast)
+        quiet = bool(barebones or settings.fast)
         root = str(locate(default_root_dir or os.getcwd()))
         super().__init__(
+            settings=settings,
             environment=environment,
             strategy=chosen,
             precision=choose_precision(precision, plugins, chosen),
@@ -216,7 +216,7 @@ class Trainer(Session):
             processes=processes,
             resume=resume,
         )
-        self.roomier = roomier_strategy(strategy, chosen)
+        self.sharded_alternative = sharded_alternative(strategy, chosen)
         self.switches = {
             "deterministic": deterministic,
             "benchmark": benchmark,

@@ -194,7 +194,7 @@ def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path
     assert not attempt(server, directory, 1, 2)
     lines = said(directory).splitlines()
     finished = f"resuming from step 14 (verified) of run {root / 'version_0'}, which has finished"
-    assert lines[0] == f'resume="auto": no unfinished run of script.py in {directory}: starting anew'
+    assert lines[0] == f'resume="auto": no unfinished run of script.py in {directory}: starting a new run'
     assert lines.count(finished) == 2, lines
     assert lines.count("nothing to train: max_epochs=2 reached") == 2
     begun = (
@@ -211,4 +211,4 @@ def test_once_the_script_is_over_a_new_run_starts(server: Server, tmp_path: Path
     for number in (1, 2):
         assert server.run(directory, SCRIPT, 1, ("1",))["ended"] == [0], said(directory)
         assert len(os.listdir(directory / "trainer_kit_logs")) == number
-    assert said(directory).count("starting anew") == 2
+    assert said(directory).count("starting a new run") == 2

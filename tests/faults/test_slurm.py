@@ -227,7 +227,7 @@ def test_a_restart_ahead_of_the_first_checkpoint_is_the_same_run(batch):
             'count = os.environ.get("TRAINER_KIT_RESTART_COUNT")\n'
             'if count is not None: os.environ["CODE_AT"] = "2" if count == "0" else "-1"\n'
             "trainer.fit(module, data)\n"
-            "print(trainer.data_seed, trainer.record.id, flush=True) if trainer.is_global_zero else None",
+            "print(trainer.data_seed, trainer.files.record.id, flush=True) if trainer.is_global_zero else None",
         )
     )
     with batch("2", CODE="75", TRAINER_KIT_MAX_RESTARTS="1") as agent:

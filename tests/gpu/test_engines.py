@@ -105,7 +105,7 @@ def test_a_model_that_does_not_fit(kind: str) -> None:
     assert memory is not None
     trainer = SimpleNamespace(
         strategy=DDPStrategy(device),
-        roomier=FSDPStrategy(),
+        sharded_alternative=FSDPStrategy(),
         precision_plugin=SimpleNamespace(name="32-true"),
         processes=1,
         environment=SimpleNamespace(local_world_size=1),
@@ -114,6 +114,6 @@ def test_a_model_that_does_not_fit(kind: str) -> None:
         small, large = torch.nn.Linear(8, 8), torch.nn.Linear(1024, memory // (4 * 4 * 1024))
     assert room.weigh(trainer, small, "fit")[0] is trainer.strategy
     taken, why = room.weigh(trainer, large, "fit")
-    assert taken is trainer.roomier
+    assert taken is trainer.sharded_alternative
     assert taken.device == device
     assert "do not fit" in why

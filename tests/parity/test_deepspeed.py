@@ -31,9 +31,9 @@ from tests.parity.plain import (
     sgd,
     train,
 )
+from trainer_kit.state.resume import read_state
 from trainer_kit.strategies import DeepSpeedStrategy
 from trainer_kit.testing.conformance import whole
-from trainer_kit.training.resume import read_state
 
 pytestmark = [
     pytest.mark.slow,

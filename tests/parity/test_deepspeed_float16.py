@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import trainer_kit as tk
 from tests.parity.plain import Batch, Classifier, case, make_batches, make_net, same_state, sgd
+from trainer_kit.state.resume import read_state
 from trainer_kit.strategies import DeepSpeedStrategy
-from trainer_kit.training.resume import read_state
 
 pytestmark = [
     pytest.mark.slow,

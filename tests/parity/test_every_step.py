@@ -217,7 +217,7 @@ class Watcher(tk.Callback):
         self.state: dict[str, Any] = {}
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
-        lines = list(read_journal(trainer.journal.path)) if trainer.is_global_zero else []
+        lines = list(read_journal(trainer.files.journal.path)) if trainer.is_global_zero else []
         self.taken[trainer.global_step] = len(lines), len(module.seen)
         self.values[trainer.global_step] = known(trainer)
 
@@ -353,7 +353,7 @@ def fit(name: str, directory: Path, keep: bool = False, ckpt: Path | None = None
 def journal(trainer: Any) -> list[dict[str, Any]]:
     if not trainer.is_global_zero:
         return []
-    return [{k: v for k, v in line.items() if k != "time"} for line in read_journal(trainer.journal.path)]
+    return [{k: v for k, v in line.items() if k != "time"} for line in read_journal(trainer.files.journal.path)]
 
 
 def resume_everywhere(name: str, root: str) -> None:

@@ -23,10 +23,10 @@ from trainer_kit.core.costs import optimizer_bytes
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision import make_precision
+from trainer_kit.state.resume import read_state
 from trainer_kit.strategies import MegatronStrategy
 from trainer_kit.strategies.megatron.config import KEYS, check_model, from_launcher, megatron_model, optimizer_options
 from trainer_kit.strategies.megatron.state import find_pieces, megatron_costs
-from trainer_kit.training.resume import read_state
 
 
 class Task(tk.TrainModule):

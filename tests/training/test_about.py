@@ -18,7 +18,7 @@ from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
 from trainer_kit.testing import TinyModule, run_distributed
-from trainer_kit.training.run_metadata import plain_arguments
+from trainer_kit.training.settings import plain_arguments
 
 BATCHES = [torch.ones(2, 32)] * 4
 

@@ -20,7 +20,6 @@ from trainer_kit.loggers import CSVLogger, JSONLLogger
 from trainer_kit.state import runs
 from trainer_kit.state.records import read_records
 from trainer_kit.testing import TinyModule
-from trainer_kit.training import directories
 
 BATCHES = [torch.full((2, 32), value) for value in (0.1, 0.2, 0.3, 0.4)]
 QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
@@ -110,7 +109,8 @@ def test_a_failed_run_is_taken_up_where_it_was_saved(tmp_path, script, capsys):
     script()
     first = fit(broken=5)
     assert record(first.log_dir).status == "failed"
-    assert capsys.readouterr().out == f'resume="auto": no unfinished run of train.py in {tmp_path}: starting anew\n'
+    line = f'resume="auto": no unfinished run of train.py in {tmp_path}: starting a new run\n'
+    assert capsys.readouterr().out == line
     script()
     again = fit()
     said = f"resuming from step 3 (verified) of run {os.path.abspath(first.log_dir)}\n"
@@ -152,7 +152,7 @@ def test_another_root_or_logger_is_another_run(script, capsys, other, tmp_path):
     fit(broken=5, logger=CSVLogger(tmp_path / "logs", name="one"))
     script()
     fit(**({"logger": CSVLogger(tmp_path / "logs", name="one")} | other))
-    assert capsys.readouterr().out.count("starting anew") == 2
+    assert capsys.readouterr().out.count("starting a new run") == 2
 
 
 def test_other_arguments_are_told(script, capsys):
@@ -594,9 +594,9 @@ def test_a_record_does_not_lead_to_checkpoints_outside_of_its_root(script, tmp_p
     edited(first.run_dir / "run.json", {"checkpoints": [str(elsewhere), str(first.run_dir / "checkpoints")]})
     script()
     locks = []
-    lock = directories.DirectoryLock
+    lock = runs.DirectoryLock
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(directories, "DirectoryLock", lambda place: locks.append(str(place)) or lock(place))
+        patch.setattr(runs, "DirectoryLock", lambda place: locks.append(str(place)) or lock(place))
         again = fit(default_root_dir=tmp_path / "root")
     assert "resuming from step 3 (verified)" in capsys.readouterr().out
     assert locks == [str(first.run_dir / "checkpoints")]
@@ -651,4 +651,4 @@ def test_several_ranks_take_up_the_same_run(tmp_path):
     assert trainer.run_dir == tmp_path / "trainer_kit_logs" / "version_0"
     assert trainer.global_step == 4
     assert seeds == [seeds[0]] * 2 == trainer.strategy.world.all_gather_object(seeds)[0]
-    assert trainer.taken.id == trainer.record.id
+    assert trainer.files.continued.id == trainer.files.record.id

@@ -18,9 +18,9 @@ from trainer_kit.checkpoint import sharded
 from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.core.errors import RankError
 from trainer_kit.state import saving
+from trainer_kit.state.resume import read_start
 from trainer_kit.step.saver import Save, Saver
 from trainer_kit.strategies import process_group
-from trainer_kit.training.resume import read_start
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]

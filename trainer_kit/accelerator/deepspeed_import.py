@@ -13,8 +13,8 @@ from trainer_kit.core.collective_errors import together
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import Group
 from trainer_kit.state.optimizer_states import owned_parameters, parameter_names, restore_optimizer
+from trainer_kit.state.resume import held_of
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.resume import held_of
 
 __all__ = ["load_deepspeed"]
 

@@ -34,7 +34,7 @@ from trainer_kit.state.optimizer_states import (
     restore_optimizer,
     restore_scheduler,
 )
-from trainer_kit.training.resume import held_of
+from trainer_kit.state.resume import held_of
 
 __all__ = ["Saving"]
 

@@ -1,4 +1,4 @@
-"""Which run is it: what a fit goes on with, and what the next start will be told of it."""
+"""Which run a fit belongs to: its directories, its loggers, its record, and the run that it continues."""
 
 from __future__ import annotations
 
@@ -6,50 +6,54 @@ import atexit
 import json
 import multiprocessing
 import os
+import re
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Final, final
 
+from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.commit import versions as library_versions
+from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import read_manifest
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.core.atomic_files import discard_torn
+from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Group
+from trainer_kit.core.seed import order_seed
 from trainer_kit.launch.identity import HANDED_OVER, arguments, handed_over, launches, script
+from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.state.records import RUN, RunRecord, read_records, record_problem, write_record
+from trainer_kit.step.requests import Requests
 
-__all__ = [
-    "begin_run",
-    "check_records",
-    "choose_run",
-    "count_fit",
-    "distinct",
-    "follow",
-    "hand_over",
-    "logger_states",
-    "recorded_places",
-]
+__all__ = ["Cleanup", "RunFiles", "call_optional", "check_records", "count_fit", "take_directories"]
+
+Cleanup = list[Callable[[BaseException | None], Any]]
+"""What an entry point calls at its end, each with the exception or None."""
+_STEP: Final = re.compile(r"\bstep[-=](\d+)")
 
 
 @final
 class _Execution:
-    """This process's run of its script."""
+    """This process's execution of its script."""
 
     def __init__(self) -> None:
         self.id = secrets.token_hex(8)
         self.fits = 0
-        self.chosen = False  # a fit was resumed, or might have been: the next ones belong to the same execution
+        self.chosen = False  # a fit was resumed, or could have been: the next fits belong to the same execution
         self.begun: dict[str, RunRecord] = {}
         self.pid = 0
 
     def at_exit(self) -> None:
-        """The script is over; unless an exception or a signal ended it, nothing of it is to be taken up again."""
+        """Mark the runs of this script as ended, unless an exception or a signal ended it: they are not continued."""
         failed = hasattr(sys, "last_value") or any(record.status != "finished" for record in self.begun.values())
         if failed or os.getpid() != self.pid:
             return
@@ -58,7 +62,7 @@ class _Execution:
                 write_record(replace(record, ended=True))
 
     def note(self, record: RunRecord) -> None:
-        """A record of this process, as it was written last."""
+        """Keep a record of this process as it was last written."""
         if not self.pid:
             self.pid = os.getpid()
             atexit.register(self.at_exit)
@@ -69,185 +73,330 @@ _EXECUTION: Final = _Execution()
 
 
 def count_fit() -> None:
-    """One more fit of this process has begun."""
+    """Count one more fit of this process."""
     _EXECUTION.fits += 1
 
 
-def choose_run(trainer: Any) -> tuple[RunRecord | None, RunRecord | None]:
-    """The record of the next fit, and the one that it goes on with, if any: then the loggers go on there.
-
-    On rank 0. A restart goes on with what it restarts; ``resume="auto"`` with the newest unfinished run of the same
-    key. A finished fit counts as unfinished until its script is: it is loaded, not trained again.
-    """
-    if trainer.settings.fast:
-        return None, None
-    path, again, words = script(), launches(), arguments()
-    restarted = [name for name, is_restart in again.items() if is_restart]
-    known = (record for directory in _run_directories(trainer) for record in _sound(directory / RUN))
-    found = sorted(known, key=lambda record: record.number, reverse=True)
-    given = handed_over() if _EXECUTION.fits == 0 else {}
-    new = RunRecord(
-        id=given.get("id") or secrets.token_hex(8),
-        number=1 + max((record.number for record in found), default=0),
-        root=str(absolute(trainer.default_root_dir)),
-        script=path or "",
-        # Cells are run in any order, any number of times: there the newest one is meant, whatever its place.
-        fit=0 if path is None else _EXECUTION.fits,
-        name=_name(trainer),
-        execution=_EXECUTION.id,
-        launches=list(again),
-        args=words,
-        seed=trainer.data_seed,
-        loggers=[],
-        started=_now(),
-        libraries={"python": sys.version.split()[0], **library_versions()},
-        checkpoints=[],
-    )
-    same = [record for record in found if record.is_attempt_of(new)]
-    taken = next((r for r in same if r.args == words and any(name in r.launches for name in restarted)), None)
-    if taken is None and trainer.resume == "auto":
-        if _EXECUTION.chosen and path is not None:
-            taken = next((record for record in same if record.execution == _EXECUTION.id), None)
-        else:
-            taken = next((r for i, r in enumerate(same) if r.status != "finished" or (i == 0 and not r.ended)), None)
-    if taken is None:
-        follow(trainer.loggers, given.get("loggers", []))
-        trainer.forget_directory()
-        if "seed" in given and trainer.seed is None:
-            trainer.data_seed = given["seed"]
-        return replace(new, seed=trainer.data_seed, loggers=logger_states(trainer.loggers)), None
-    _EXECUTION.id = taken.execution
-    follow(trainer.loggers, taken.loggers)
-    trainer.forget_directory()
-    if trainer.seed is None:
-        trainer.data_seed = taken.seed
-    keeps = {name: getattr(taken, name) for name in ("id", "number", "execution", "started")}
-    return replace(new, seed=trainer.data_seed, loggers=logger_states(trainer.loggers), **keeps), taken
-
-
-def hand_over(trainer: Any) -> dict[str, str]:
-    """The variable by which ranks and restarts get the run that is drawn here."""
-    trainer.read_seed()
-    drawn = {"id": secrets.token_hex(8), "seed": trainer.data_seed, "loggers": logger_states(trainer.loggers)}
-    return {HANDED_OVER: json.dumps(drawn)}
-
-
-def begin_run(trainer: Any, directories: list[Location], cleanup: list[Callable[[BaseException | None], Any]]) -> None:
-    """Write the record, and see to it that it tells how the fit ended. On rank 0, once the directories are its own.
+@final
+class RunFiles:
+    """What a run has on disk: its directory, its loggers, its record.
 
     Args:
-        trainer: whose run.
-        directories: where checkpoints go.
-        cleanup: is given what closes the record.
+        loggers: of the Trainer, in the user's order. Rank 0 alone calls them.
+        root: ``default_root_dir``.
+        seed: the argument ``seed=``; None for the seed that the script has set.
+        resume: ``"auto"`` or None.
+        records: whether fits are recorded; False for ``fast_dev_run``, which writes nothing.
+        say: prints a line on rank 0.
 
-    Raises:
-        CheckpointError: it cannot be written.
+    Attributes:
+        data_seed: of the order of the data.
+        record: of the running or last fit, where checkpoints are kept.
+        continued: the record of the run that this fit continues, as it was found.
+        journal: a file in the run's directory that gets every logged value, also those at which a logger raises.
     """
-    trainer.record = record = replace(
-        trainer.record,
-        directory=os.path.abspath(trainer.run_dir),
-        checkpoints=[str(directory) for directory in directories],
-    )
-    _EXECUTION.chosen = _EXECUTION.chosen or trainer.taken is not None or trainer.resume == "auto"
-    discard_torn(trainer.run_dir / RUN)
-    if not write_record(record):
-        trainer.print(f'{trainer.run_dir / RUN} is not ours: resume="auto" will not know of this run')
-        return
-    typed_in = not record.script or multiprocessing.parent_process() is not None
 
-    def end(error: BaseException | None) -> None:
-        interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
-        status = "finished" if error is None else "interrupted" if interrupted else "failed"
-        last = replace(
-            record,
-            status=status,
-            step=trainer.progress.step,
-            stopped=trainer.requests.stop if error is None else None,
-            finished=_now(),
-            ended=error is None and typed_in,  # no script will end
+    def __init__(
+        self,
+        *,
+        loggers: Sequence[Any],
+        root: str,
+        seed: int | None,
+        resume: str | None,
+        records: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.loggers, self.root, self.seed, self.resume = list(loggers), root, seed, resume
+        self.records, self.say = records, say
+        self.record: RunRecord | None = None
+        self.continued: RunRecord | None = None
+        self.journal: JSONLLogger | None = None
+        self._directory: str | None = None
+        self.read_seed()
+
+    # -- directories -----------------------------------------------------------------------------------------------
+
+    @property
+    def directory(self) -> Path:
+        """Where this run writes on this machine; the same on every rank."""
+        if self._directory is None:
+            self._directory = self._logger_directory()
+        return Path(self._directory)
+
+    def _logger_directory(self) -> str:
+        directories = (getattr(logger, "log_dir", None) for logger in self.loggers)
+        here = os.getcwd() if is_url(self.root) else self.root
+        return next((str(directory) for directory in directories if directory), here)
+
+    @property
+    def checkpoint_dir(self) -> Location:
+        """Where checkpoints without a directory of their own go; a URL where the root directory is one."""
+        root = locate(self.root) if is_url(self.root) else self.directory
+        return root / "checkpoints"
+
+    def checkpoint_directories(self, callbacks: Sequence[Any]) -> list[Location]:
+        """The directories of the checkpoint callbacks, in their order, else the run's own."""
+        return _named(callbacks) or [self.checkpoint_dir]
+
+    def recorded_directories(self, callbacks: Sequence[Any]) -> list[Location]:
+        """Where the continued run keeps checkpoints, by its record.
+
+        Only directories inside the root or the run's own, those of today's callbacks, and those that hold a checkpoint
+        of this run: a record may have been edited.
+        """
+        if self.continued is None:
+            return []
+        today = {_real(directory) for directory in _named(callbacks)}
+        inside = tuple(os.path.realpath(parent) + os.sep for parent in (self.root, self.continued.directory))
+        return [
+            locate(place)
+            for place in self.continued.places
+            if _real(place) in today
+            or _real(place).startswith(inside)
+            or any(one.info.get("run") == self.continued.id for one in checkpoints(place))
+        ]
+
+    def run_directories(self) -> list[Path]:
+        """This run's directory and its siblings that the same logger made: with a record, or with checkpoints."""
+        here = Path(os.path.abspath(self.directory))
+        found = {here}
+        if self.loggers and here != Path(os.path.abspath(self.root)):
+            base = Path(os.path.abspath(getattr(self.loggers[0], "root_dir", None) or here.parent))
+            if base in here.parents:
+                for name in (RUN, "checkpoints"):
+                    files = base.glob("/".join(["*", *here.relative_to(base).parts[1:], name]))
+                    found.update(file.parent for file in files)
+        return sorted(found)
+
+    # -- the run -----------------------------------------------------------------------------------------------------
+
+    def read_seed(self) -> None:
+        """Take the seed of the data order from the argument, else from the script; resuming may replace the latter."""
+        self.data_seed = order_seed() if self.seed is None else self.seed
+
+    def agree(self, world: Group, fits: bool, fitted: bool) -> None:
+        """Choose the run on rank 0, send its directory and seed to every rank, open the journal. Every rank calls it.
+
+        Args:
+            world: all ranks.
+            fits: whether the entry point is `fit`.
+            fitted: whether there is the state of a finished fit, which keeps its seed.
+        """
+        if fits or not fitted:
+            self.read_seed()
+        if fits or self._directory is None:
+            # An evaluation before a fit writes into the directory of that fit.
+            chosen = on_rank_zero(world, self._choose)
+            self.record, self.continued = chosen if fits else (None, None)
+        if fits:
+            count_fit()
+        if world.size > 1:
+            mine = (str(self.directory), _logger_states(self.loggers)) if world.rank == 0 else ("", [])
+            (self._directory, states), self.data_seed = world.broadcast((mine, self.data_seed))
+            if world.rank:  # names and directories of loggers are read on every rank
+                _load_loggers(self.loggers, states)
+        if self.loggers and self.journal is None and world.rank == 0:
+            journal = JSONLLogger(str(self.directory), "", "")
+            if all(getattr(logger, "path", None) != journal.path for logger in self.loggers):
+                self.journal = journal
+
+    def _choose(self) -> tuple[RunRecord | None, RunRecord | None]:
+        """The record of the next fit, and that of the run that it continues, if any: then the loggers continue there.
+
+        A restart continues what it restarts; ``resume="auto"`` the newest unfinished run of the same key. A finished
+        fit counts as unfinished until its script is: it is loaded, not trained again.
+        """
+        if not self.records:
+            return None, None
+        path, again, words = script(), launches(), arguments()
+        restarted = [name for name, is_restart in again.items() if is_restart]
+        known = (record for directory in self.run_directories() for record in _sound(directory / RUN))
+        found = sorted(known, key=lambda record: record.number, reverse=True)
+        given = handed_over() if _EXECUTION.fits == 0 else {}
+        name = getattr(self.loggers[0], "name", "") if self.loggers else ""
+        new = RunRecord(
+            id=given.get("id") or secrets.token_hex(8),
+            number=1 + max((record.number for record in found), default=0),
+            root=str(absolute(self.root)),
+            script=path or "",
+            # Cells run in any order, any number of times: there the newest fit is meant, whatever its position.
+            fit=0 if path is None else _EXECUTION.fits,
+            name=name if isinstance(name, str) else "",
+            execution=_EXECUTION.id,
+            launches=list(again),
+            args=words,
+            seed=self.data_seed,
+            loggers=[],
+            started=_now(),
+            libraries={"python": sys.version.split()[0], **library_versions()},
+            checkpoints=[],
         )
-        with suppress(CheckpointError):  # then it counts as unfinished, and the next start finds nothing left to do
-            write_record(last)
+        same = [record for record in found if record.is_attempt_of(new)]
+        old = next((r for r in same if r.args == words and any(name in r.launches for name in restarted)), None)
+        if old is None and self.resume == "auto":
+            if _EXECUTION.chosen and path is not None:
+                old = next((record for record in same if record.execution == _EXECUTION.id), None)
+            else:
+                old = next((r for i, r in enumerate(same) if r.status != "finished" or (i == 0 and not r.ended)), None)
+        _load_loggers(self.loggers, given.get("loggers", []) if old is None else old.loggers)
+        self._forget_directory()
+        seed = given.get("seed") if old is None else old.seed
+        if seed is not None and self.seed is None:
+            self.data_seed = seed
+        new = replace(new, seed=self.data_seed, loggers=_logger_states(self.loggers))
+        if old is not None:
+            _EXECUTION.id = old.execution
+            new = replace(new, id=old.id, number=old.number, execution=old.execution, started=old.started)
+        return new, old
+
+    def _forget_directory(self) -> None:
+        """Ask the loggers for their directory again: they may continue in another one."""
+        if self.journal is not None and self.journal.save_dir != self._logger_directory():
+            self.journal.finalize("interrupted")
+            self.journal = None
+        self._directory = None
+
+    def hand_over(self) -> dict[str, str]:
+        """The variable by which ranks and restarts get the id, the seed and the loggers that are drawn here."""
+        self.read_seed()
+        drawn = {"id": secrets.token_hex(8), "seed": self.data_seed, "loggers": _logger_states(self.loggers)}
+        return {HANDED_OVER: json.dumps(drawn)}
+
+    def begin(self, directories: list[Location], requests: Requests, progress: Progress, cleanup: Cleanup) -> None:
+        """Write the record, and have its end written when the fit ends. On rank 0, which holds the directories' locks.
+
+        Args:
+            directories: where checkpoints go.
+            requests: of the fit; they say what ended it.
+            progress: of the fit.
+            cleanup: gets what closes the record.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        assert self.record is not None
+        self.record = record = replace(
+            self.record, directory=os.path.abspath(self.directory), checkpoints=list(map(str, directories))
+        )
+        _EXECUTION.chosen = _EXECUTION.chosen or self.continued is not None or self.resume == "auto"
+        discard_torn(self.directory / RUN)
+        if not write_record(record):
+            self.say(f'{self.directory / RUN} is not ours: resume="auto" will not know of this run')
+            return
+        typed_in = not record.script or multiprocessing.parent_process() is not None
+
+        def end(error: BaseException | None) -> None:
+            interrupted = isinstance(error, KeyboardInterrupt) or requests.signal
+            last = replace(
+                record,
+                status="finished" if error is None else "interrupted" if interrupted else "failed",
+                step=progress.step,
+                stopped=requests.stop if error is None else None,
+                finished=_now(),
+                ended=error is None and typed_in,  # no script will end
+            )
+            with suppress(CheckpointError):  # then it counts as unfinished, and the next start finds nothing left to do
+                write_record(last)
+            if not typed_in:
+                _EXECUTION.note(last)
+
+        cleanup.append(end)
         if not typed_in:
-            _EXECUTION.note(last)
+            _EXECUTION.note(record)
 
-    cleanup.append(end)
-    if not typed_in:
-        _EXECUTION.note(record)
+    # -- loggers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def every_logger(self) -> list[Any]:
+        """The journal, then the loggers: the journal has the values at which a logger raises."""
+        return self.loggers if self.journal is None else [self.journal, *self.loggers]
+
+    def logging_state(self, first: bool) -> dict[str, Any]:
+        """What a checkpoint keeps of the loggers, and of the directory in which they write; ``first`` on rank 0."""
+        states = zip(self.loggers, _logger_states(self.loggers), strict=True) if first else ()
+        each = [{"logger": type(logger).__name__, "state": state} for logger, state in states]
+        return {"run_dir": self._masked_directory(), "each": each}
+
+    def continue_logging(self, state: Mapping[str, Any]) -> None:
+        """Let loggers continue the runs of a `logging_state` of this directory, unless configured otherwise."""
+        if state.get("run_dir") != self._masked_directory():
+            return
+        for logger, before in zip(self.loggers, state["each"], strict=False):
+            if type(logger).__name__ == before["logger"] and before["state"]:
+                call_optional(logger, "load_state_dict", before["state"])
+
+    def _masked_directory(self) -> Any:
+        return mask_secrets(os.path.abspath(self.directory))
 
 
-def follow(loggers: Sequence[Any], states: Sequence[Any]) -> None:
-    """Let loggers be those of the run that these `logger_states` are of."""
+def call_optional(logger: Any, method: str, *arguments: Any) -> Any:
+    """Call a method that a `Logger` need not have; None where it has none."""
+    called = getattr(logger, method, None)
+    return None if called is None else called(*arguments)
+
+
+def _load_loggers(loggers: Sequence[Any], states: Sequence[Any]) -> None:
+    """Let loggers continue the runs that these `_logger_states` belong to."""
     for logger, state in zip(loggers, states, strict=False):
-        if isinstance(state, dict) and state and hasattr(logger, "load_state_dict"):
-            with suppress(KeyError):  # of another logger, since the script was changed
-                logger.load_state_dict(state)
+        if isinstance(state, dict) and state:
+            with suppress(KeyError):  # the state of another logger: the script was changed
+                call_optional(logger, "load_state_dict", state)
 
 
-def logger_states(loggers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Which run each of them writes."""
-    return [dict(one.state_dict()) if hasattr(one, "state_dict") else {} for one in loggers]
-
-
-def _name(trainer: Any) -> str:
-    name = getattr(trainer.loggers[0], "name", "") if trainer.loggers else ""
-    return name if isinstance(name, str) else ""
+def _logger_states(loggers: Sequence[Any]) -> list[dict[str, Any]]:
+    """Which of its runs each logger writes."""
+    return [dict(call_optional(logger, "state_dict") or {}) for logger in loggers]
 
 
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat(" ", "seconds")
 
 
-def _run_directories(trainer: Any) -> list[Path]:
-    """This run's directory and those beside it, which the same logger made: with a record, or with checkpoints."""
-    here = Path(os.path.abspath(trainer.run_dir))
-    found = {here}
-    if trainer.loggers and here != Path(os.path.abspath(trainer.default_root_dir)):
-        base = Path(os.path.abspath(getattr(trainer.loggers[0], "root_dir", None) or here.parent))
-        if base in here.parents:
-            for name in (RUN, "checkpoints"):
-                files = base.glob("/".join(["*", *here.relative_to(base).parts[1:], name]))
-                found.update(file.parent for file in files)
-    return sorted(found)
-
-
 def _sound(file: Path) -> list[RunRecord]:
     return [] if record_problem(file) else read_records(file) or []
 
 
-def check_records(trainer: Any) -> None:
-    """Refuse to start a new run where the records cannot say which run the checkpoints that are there belong to.
+def _named(callbacks: Sequence[Any]) -> list[Location]:
+    directories = (getattr(callback, "dirpath", None) for callback in callbacks)
+    return list(dict.fromkeys(absolute(directory) for directory in directories if directory))
 
-    On rank 0, before anything is written. After a restart by a launcher without ``resume="auto"`` only records that
-    cannot be relied on are refused.
+
+def check_records(files: RunFiles, callbacks: Sequence[Any]) -> None:
+    """Refuse to start a new run where the records do not say to which run the checkpoints found there belong.
+
+    On rank 0, before anything is written. After a restart by a launcher without ``resume="auto"`` only damaged records
+    are refused.
+
+    Args:
+        files: of the run.
+        callbacks: that keep checkpoints.
 
     Raises:
         ConfigurationError: naming what is wrong, the newest checkpoint, and both ways on.
     """
     restarted = any(launches().values())
-    if trainer.settings.fast or trainer.checkpoint_callback is None or not (restarted or trainer.resume == "auto"):
+    if not files.records or not callbacks or not (restarted or files.resume == "auto"):
         return
-    directories = _run_directories(trainer)
+    directories = files.run_directories()
     problems = {
         directory: f"{directory / RUN} {why}" for directory in directories if (why := record_problem(directory / RUN))
     }
     records = []
     for record in (record for directory in directories for record in _sound(directory / RUN)):
-        lost = "" if trainer.taken is not None else _lost(trainer.record, record)
+        lost = "" if files.record is None or files.continued is not None else _lost(files.record, record)
         if lost:
             problems[Path(record.directory)] = lost
         else:
             records.append(record)
-    if trainer.resume != "auto" and not problems:
+    if files.resume != "auto" and not problems:
         return
     ids = {record.id for record in records}
     listed = {_real(place) for record in records for place in record.places}
-    own = [keeper.dirpath for keeper in trainer.checkpoint_callbacks if keeper.dirpath]
-    beside = [directory / "checkpoints" for directory in directories]
-    for place in dict.fromkeys(map(absolute, [*own, trainer.checkpoint_dir, *beside])):
+    beside = [absolute(directory / "checkpoints") for directory in directories]
+    for place in dict.fromkeys([*_named(callbacks), absolute(files.checkpoint_dir), *beside]):
         there = [one for one in checkpoints(place) if one.info.get("run") and _is_whole(one.path)]
         unknown = [one for one in there if one.info["run"] not in ids]
-        # A later run of the same directory has taken the record's place, so sound records need not know all of them.
+        # A later run of the same directory has replaced the record, so sound records need not list all of them.
         explained = not problems and (len(unknown) < len(there) or _real(place) in listed)
         if not unknown or explained:
             continue
@@ -265,11 +414,11 @@ def _is_whole(path: Location) -> bool:
     return "progress" in read_manifest(path)["parts"]
 
 
-def distinct(places: Iterable[Location]) -> list[Location]:
-    """Each directory once, by whichever path it is named first."""
+def distinct(directories: Iterable[Location]) -> list[Location]:
+    """Each directory once, under the first of its paths."""
     found: dict[str, Location] = {}
-    for place in places:
-        found.setdefault(_real(place), place)
+    for directory in directories:
+        found.setdefault(_real(directory), directory)
     return list(found.values())
 
 
@@ -278,7 +427,7 @@ def _real(place: str | os.PathLike[str]) -> str:
 
 
 def _lost(new: RunRecord, record: RunRecord) -> str:
-    """What keeps an unfinished run from being found again: its script or root is no longer where it was."""
+    """Why an unfinished run cannot be found again: its script or root is no longer where it was."""
     if record.is_attempt_of(new) or (record.status == "finished" and record.ended):
         return ""
     if (record.fit, record.name, record.program) != (new.fit, new.name, new.program):
@@ -292,20 +441,66 @@ def _lost(new: RunRecord, record: RunRecord) -> str:
     return ""
 
 
-def recorded_places(trainer: Any) -> list[Location]:
-    """Where the run that is continued keeps checkpoints, by its record.
+def take_directories(
+    files: RunFiles, callbacks: Sequence[Any], world: Group, requests: Requests, progress: Progress, cleanup: Cleanup
+) -> list[str]:
+    """Lock the checkpoint directories, discard incomplete saves there, and record the run. Every rank calls it.
 
-    Only directories inside the root or the run's own, those of today's callbacks, and those that hold a checkpoint of
-    this run: a record may have been edited.
+    Args:
+        files: of the run.
+        callbacks: that keep checkpoints.
+        world: all ranks; rank 0 does the work, and an error of it is raised on all of them.
+        requests: of the fit.
+        progress: of the fit.
+        cleanup: gets what closes the record and releases the locks.
+
+    Returns:
+        The names of the discarded saves; for a new run they are printed already.
+
+    Raises:
+        CheckpointError: another run writes there, or the directories are not writable.
     """
-    taken = trainer.taken
-    if taken is None:
+    if not callbacks or not files.records:
+        files.record = files.continued = None
         return []
-    today = {_real(keeper.dirpath) for keeper in trainer.checkpoint_callbacks if keeper.dirpath}
-    inside = [os.path.realpath(place) + os.sep for place in (trainer.default_root_dir, taken.directory)]
-    found = []
-    for place in taken.places:
-        own = _real(place) in today or _real(place).startswith(tuple(inside))
-        if own or any(one.info.get("run") == taken.id for one in checkpoints(place)):
-            found.append(locate(place))
-    return found
+
+    def take() -> list[str]:
+        names: list[str] = []
+        today = [absolute(directory) for directory in files.checkpoint_directories(callbacks)]
+        recorded = [directory for directory in files.recorded_directories(callbacks) if directory.is_dir()]
+        locks: Cleanup = []
+        try:
+            for directory in distinct([*today, *recorded]):
+                locks.append(_releasing(DirectoryLock(directory)))
+                found = clean_directory(directory)
+                names.extend(found)
+                if files.continued is None and found:
+                    files.say(f"{discarded(found)} in {directory}")
+            files.begin(today, requests, progress, cleanup)
+        finally:
+            cleanup.extend(locks)
+        return names
+
+    return on_rank_zero(world, take)
+
+
+def _releasing(lock: DirectoryLock) -> Callable[[BaseException | None], None]:
+    return lambda error: lock.release()
+
+
+def clean_directory(directory: Location) -> list[str]:
+    """Discard the incomplete saves of dead runs; returns their names."""
+    with suppress(OSError):  # what stays is hidden and harmless
+        return clean_incomplete(directory)
+    return []
+
+
+def discarded(names: list[str]) -> str:
+    """A line for users about discarded saves.
+
+    Example:
+        >>> discarded(["step-00000130"]), discarded([".lock", "step-00000120-v1", "epoch=3"])
+        ('discarded 1 incomplete save (step 130)', 'discarded 3 incomplete saves (.lock, step 120, epoch=3)')
+    """
+    steps = [f"step {int(match[1])}" if (match := _STEP.search(name)) else name for name in names]
+    return f"discarded {len(names)} incomplete save{'s' * (len(names) > 1)} ({', '.join(steps)})"

@@ -15,12 +15,14 @@ from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.location import Location
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
+from trainer_kit.state.runs import call_optional
 from trainer_kit.step.accumulation_window import Windows
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.early_exit import left_together
@@ -33,7 +35,6 @@ from trainer_kit.step.run import Fit
 from trainer_kit.step.saver import Saver
 from trainer_kit.step.schedule import Schedule
 from trainer_kit.strategies.transforms.compile import Compile
-from trainer_kit.training.directories import checkpoint_directories
 from trainer_kit.training.loaders import (
     NAMES,
     agreed_limits,
@@ -42,7 +43,6 @@ from trainer_kit.training.loaders import (
     mover,
     training_feed,
 )
-from trainer_kit.training.run_metadata import about_run
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import Settings
 
@@ -179,10 +179,10 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         validation=validation,
         publish=trainer.log_metrics,
         collect=trainer.collect_state,
-        directory=lambda: checkpoint_directories(trainer)[0],
+        directory=lambda: trainer.files.checkpoint_directories(trainer.checkpoint_callbacks)[0],
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
-        about=partial(about_run, trainer),
-        announce=trainer.announce_checkpoint,
+        about=partial(_run_metadata, trainer),
+        announce=partial(_announce_checkpoint, trainer),
         say=trainer.print,
         saver=Saver(trainer.async_save),
         frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
@@ -190,6 +190,28 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     if stepper.evaluates:
         micro.remember(stepper.draws)
     return run
+
+
+def _run_metadata(trainer: Session) -> dict[str, Any]:
+    """Part of every checkpoint of a run. Nothing of it is restored over what the user asks for today."""
+    return {
+        "configuration": {
+            "trainer": trainer.arguments,
+            "module": type(trainer.module).__qualname__,
+            "datamodule": None if trainer.datamodule is None else type(trainer.datamodule).__qualname__,
+            "callbacks": [callback.state_key for callback in trainer.callbacks],
+            "strategy": trainer.strategy.describe(),
+            "precision": trainer.precision,
+            "world_size": trainer.world_size,
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+        "loggers": trainer.files.logging_state(trainer.is_global_zero),
+    }
+
+
+def _announce_checkpoint(trainer: Session, path: Location) -> None:
+    for logger in trainer.files.every_logger if trainer.is_global_zero else ():
+        call_optional(logger, "after_save_checkpoint", path)
 
 
 def _windows(trainer: Session, module: Any, feed: Feed, micro: Micro, limit: int | None, ahead: Any) -> Windows:
@@ -388,17 +410,18 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     """Call ``configure_model``, and take the other strategy where ``"auto"`` finds that what it built does not fit."""
     strategy, precision = trainer.strategy, trainer.precision_plugin
     strategy.configure(precision=precision.name)
-    # What may have to be divided is built in host memory.
-    with precision.init_context(), strategy.init_context() if trainer.roomier is None else torch.device("cpu"):
+    final = trainer.sharded_alternative is None
+    # A model that may have to be sharded is built in host memory.
+    with precision.init_context(), strategy.init_context() if final else torch.device("cpu"):
         module.configure_model()
-    if trainer.roomier is None:
+    if final:
         return
     taken, why = weigh(trainer, module, stage, strategy.world)
     if taken is strategy:
         return
     precision.check(taken.device, taken.engine)
     taken.start()
-    trainer.strategy, trainer.roomier = taken, None  # for good: what is divided stays divided
+    trainer.strategy, trainer.sharded_alternative = taken, None  # for good: what is divided stays divided
     trainer.metrics.heard_on(taken, module)
     trainer.print(f'strategy="auto": {why}')
 
@@ -412,7 +435,7 @@ def weigh(trainer: Session, module: nn.Module, stage: str, world: Any = None) ->
         stage: fit, or an evaluation, which needs weights alone.
         world: all ranks, which decide alike; None: they are not there yet.
     """
-    strategy, other = trainer.strategy, trainer.roomier
+    strategy, other = trainer.strategy, trainer.sharded_alternative
     local = max(1, trainer.environment.local_world_size if world is not None else trainer.processes)
     memory = device_memory(strategy.device, local) or 0
     if world is not None:

@@ -38,7 +38,8 @@ from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
-from trainer_kit.state.runs import check_records, count_fit, hand_over
+from trainer_kit.state.resume import Search, holds_weights, load_weights, read_rest, read_start
+from trainer_kit.state.runs import call_optional, check_records, count_fit, take_directories
 from trainer_kit.state.saving import abandon_save, save_requested
 from trainer_kit.step.bus import Bus, sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation, evaluate
@@ -53,10 +54,7 @@ from trainer_kit.training.compose import (
     prepare_data,
     trainable_in_eval,
 )
-from trainer_kit.training.directories import take_directories
 from trainer_kit.training.loaders import find_loaders
-from trainer_kit.training.resume import find_checkpoint, find_start, holds_weights, load_weights, read_rest, read_start
-from trainer_kit.training.run_metadata import go_on_logging
 from trainer_kit.training.session import Session
 from trainer_kit.training.settle import settle_end
 
@@ -129,7 +127,7 @@ class Verb:
             trainer.begin_fit()
         else:
             trainer.metrics.forget()  # neither the bar nor the monitors of a test see anything of training
-        trainer.agree_on_run()
+        trainer.files.agree(trainer.strategy.world, stage == "fit", fitted=trainer.run is not None)
         trainer.datamodule = self.datamodule
         module.trainer = trainer
         if self.datamodule is not None:
@@ -204,20 +202,21 @@ class Verb:
         interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
         status = "success" if error is None else "interrupted" if interrupted else "failed"
         ending = Unwinding()
-        for logger in trainer.every_logger if trainer.is_global_zero else ():
-            if hasattr(logger, "finalize"):
-                ending.cleanup.append(_ignoring_error(partial(logger.finalize, status)))
+        for logger in trainer.files.every_logger if trainer.is_global_zero else ():
+            ending.cleanup.append(_ignoring_error(partial(call_optional, logger, "finalize", status)))
         with ending:
             pass
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
         """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
-        trainer, module = self.trainer, self.module
+        trainer, module, files = self.trainer, self.module, self.trainer.files
+        world, keepers = trainer.strategy.world, trainer.checkpoint_callbacks
         _check_keepers(trainer)
         if ckpt_path is None:
-            on_rank_zero(trainer.strategy.world, lambda: check_records(trainer))
-        removed = take_directories(trainer, self.unwinding.cleanup)
-        path, weights_only, told = find_start(trainer, ckpt_path, weights_only, removed)
+            on_rank_zero(world, lambda: check_records(files, keepers))
+        removed = take_directories(files, keepers, world, trainer.requests, trainer.progress, self.unwinding.cleanup)
+        search = Search(files, keepers, world, fits=True)
+        path, weights_only, found = search.start(ckpt_path, weights_only, removed)
         if path is None and trainer.trained_before:
             trainer.print(
                 f"this fit starts at step 0 with new optimizers; the last one ended at step {trainer.trained_before}"
@@ -228,8 +227,8 @@ class Verb:
             raise holds_weights(path)
         if state is not None and not weights_only:
             reset_flags(module)
-        if state is not None and trainer.seed is None:
-            trainer.data_seed = state.get("seed", trainer.data_seed)
+        if state is not None and files.seed is None:
+            files.data_seed = state.get("seed", files.data_seed)
         loaders = trainer.load_train()
         if loaders is None:
             raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
@@ -237,23 +236,10 @@ class Verb:
             self.module = module = _sync_batchnorm(module, trainer.strategy)
         run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
         self.unwinding.cleanup.append(watch_groups(run))
-        run.id = "" if trainer.record is None else trainer.record.id
+        run.id = "" if files.record is None else files.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
         if state is not None and path is not None:
-            state = read_rest(state, path, weights_only, trainer.strategy, module)
-            strict = module.strict_loading
-            size = trainer.settings.global_batch_size
-            restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
-            go_on_logging(trainer, state)
-            trainer.print(told.replace("{step}", str(trainer.progress.step), 1))
-            if trainer.progress.epoch_batch and state.get("seed", trainer.data_seed) != trainer.data_seed:
-                trainer.print(
-                    f"Trainer(seed={trainer.seed}) changes the order of the data inside an epoch: samples that the"
-                    " epoch has read may come again; leave seed= out to keep the checkpoint's order"
-                )
-            ended = trainer.taken
-            if ended is not None and ended.status == "finished" and trainer.progress.step >= ended.step:
-                run.requests.stop = ended.stopped  # what a request ended stays ended; a limit is looked at anew
+            self._restore(run, read_rest(state, path, weights_only, trainer.strategy, module), found)
         if run.checkpoints:
             _dry_run(trainer, run)
         run.requests.wake = run.wake
@@ -268,6 +254,22 @@ class Verb:
                 hook()
         self._check_sanity(run)
         return run
+
+    def _restore(self, run: Fit, state: dict[str, Any], found: str) -> None:
+        trainer, files = self.trainer, self.trainer.files
+        strict, size = self.module.strict_loading, trainer.settings.global_batch_size
+        restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
+        if trainer.is_global_zero:
+            files.continue_logging(state.get("loggers", {}))
+        trainer.print(found.replace("{step}", str(trainer.progress.step), 1))
+        if trainer.progress.epoch_batch and state.get("seed", files.data_seed) != files.data_seed:
+            trainer.print(
+                f"Trainer(seed={files.seed}) changes the order of the data inside an epoch: samples that the"
+                " epoch has read may come again; leave seed= out to keep the checkpoint's order"
+            )
+        old = files.continued
+        if old is not None and old.status == "finished" and trainer.progress.step >= old.step:
+            run.requests.stop = old.stopped  # a run that a request ended stays ended; limits are checked again
 
     def _save_after(self, error: BaseException) -> None:
         """Callbacks that keep a checkpoint of a failed run have just asked for it; other ranks may be gone by now."""
@@ -294,7 +296,8 @@ class Verb:
         trainer, module = self.trainer, self.module
         keepers = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
         chosen = ckpt_path is None and self.fitted and keepers and keepers[0].best_model_path
-        path = find_checkpoint(trainer, "best" if chosen else ckpt_path, keepers)
+        search = Search(trainer.files, keepers, trainer.strategy.world, fits=False)
+        path = search.find("best" if chosen else ckpt_path)
         if path is not None:
             why = f": {_best(keepers[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
             trainer.print(f"{self.stage}: weights of {path}{why}")
@@ -325,11 +328,10 @@ class Verb:
         for owner in (self.datamodule, self.module):
             if owner is not None and vars(owner).get("_log_hparams"):
                 values.update(owner.hparams)
-        for logger in trainer.every_logger:
-            if values and hasattr(logger, "log_hyperparams"):
-                logger.log_hyperparams(values)
-            if hasattr(logger, "log_graph"):
-                logger.log_graph(self.module)
+        for logger in trainer.files.every_logger:
+            if values:
+                call_optional(logger, "log_hyperparams", values)
+            call_optional(logger, "log_graph", self.module)
 
     def _check_sanity(self, run: Fit) -> None:
         """Try a few validation batches, so that a mistake in them shows before hours of training."""
@@ -466,7 +468,7 @@ def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
 
-        run_agent(trainer.processes, extra_env=hand_over(trainer), max_restarts=_max_restarts())
+        run_agent(trainer.processes, extra_env=trainer.files.hand_over(), max_restarts=_max_restarts())
     from trainer_kit.launch import run_forked
 
     def on_rank(rank: int) -> Any:

@@ -84,7 +84,7 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         if isinstance(loaders, DataModule):
             loaders, datamodule = None, loaders
         _prepare(trainer, module, datamodule)
-        if trainer.roomier is not None and any(True for _ in module.parameters()):
+        if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):
             strategy, why = weigh(trainer, module, "fit")
     lines = [
         f"strategy     {strategy.describe()}",

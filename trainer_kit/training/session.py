@@ -13,21 +13,19 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
-from trainer_kit.core.collective_errors import on_rank_zero, same_everywhere
+from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.core.registry import LOGGERS
-from trainer_kit.core.seed import order_seed
+from trainer_kit.loggers.dummy import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect
-from trainer_kit.state.records import RunRecord
-from trainer_kit.state.runs import choose_run, count_fit, follow, logger_states
+from trainer_kit.state.runs import RunFiles, call_optional
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.manual import ManualStepper
@@ -59,33 +57,32 @@ class _Elsewhere:
 
 
 class Session:
-    """The state that hooks see. `Trainer` adds the verbs.
+    """What a Trainer has between and during its entry points, by the names of this field; hooks see this state.
+
+    `Trainer` adds the constructor and the entry points. It sets the attributes that are only declared here.
 
     Attributes:
         settings: limits and intervals.
-        progress: completed things of the last fit.
-        metrics: what `TrainModule.log` writes into.
-        requests: what was asked for and is not done yet.
-        strategy: where tensors live.
-        precision_plugin: in what dtype computations run.
-        state_verb: fit, validate, test, predict, or empty between verbs.
-        data_seed: of the order of the data.
-        resume: ``"auto"`` or None.
-        record: of the running or last fit, where checkpoints are kept.
-        taken: of the run that it goes on with.
+        progress: completed epochs, batches and steps of the last fit.
+        metrics: where `TrainModule.log` writes.
+        requests: requested and not settled yet.
+        strategy: where tensors are.
+        precision_plugin: the dtypes of computations.
+        files: the run's directory, loggers and record.
+        state_verb: fit, validate, test, predict, or empty between entry points.
         arguments: of the Trainer, for the run's record.
-        origins: where each value came from that a launcher or a file may give.
-        roomier: the strategy that takes over where the model does not fit this one; None: no other does.
+        origins: the source of each value that a launcher or a file may give.
+        sharded_alternative: the strategy that replaces this one where the model does not fit; None: no other does.
         switches: process-wide settings of torch that an entry point sets.
         compile_options: of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
         async_save: whether checkpoints are written in the background.
+        find_train_loaders: finds the training loaders of the fit that is being set up.
     """
 
-    settings: Settings
     arguments: dict[str, Any]
     origins: dict[str, Chosen]
-    roomier: Strategy | None
+    sharded_alternative: Strategy | None
     switches: dict[str, Any]
     compile_options: dict[str, Any] | None
     compile_regional: bool
@@ -96,6 +93,7 @@ class Session:
     def __init__(
         self,
         *,
+        settings: Settings,
         environment: Environment,
         strategy: Strategy,
         precision: Precision,
@@ -106,10 +104,12 @@ class Session:
         processes: int,
         resume: str | None,
     ) -> None:
-        self.environment, self.strategy, self.precision_plugin = environment, strategy, precision
-        self._loggers, self.default_root_dir, self.seed = list(loggers), root, seed
-        self.read_seed()
-        self.start, self.processes, self.resume = start, processes, resume
+        self.settings, self.environment = settings, environment
+        self.strategy, self.precision_plugin = strategy, precision
+        self.start, self.processes = start, processes
+        self.files = RunFiles(
+            loggers=loggers, root=root, seed=seed, resume=resume, records=not settings.fast, say=self.print
+        )
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
         self.state_verb, self.sanity_checking = "", False
@@ -124,15 +124,11 @@ class Session:
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
         self.train_batch_samples: int | None = None
-        self.trained_before = 0  # steps of the fit ahead of the running one
+        self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
         self.run: Fit | None = None
-        self.record: RunRecord | None = None
-        self.taken: RunRecord | None = None
-        self.journal: Any = None
         self._callbacks: list[Callback] = []
         self._given: list[Callback] = self._callbacks  # without those that the module brings
-        self._run_dir: str | None = None
 
     # -- position: read-only, each from one place ----------------------------------------------------------------
 
@@ -445,22 +441,15 @@ class Session:
 
     @property
     def loggers(self) -> list[Any]:
-        """All loggers; on other ranks than the first what takes every call of those that write alone."""
+        """All loggers; on other ranks than the first, a `DummyLogger` for each that writes alone."""
         if self.is_global_zero:
-            return self._loggers
-        return [LOGGERS.get("dummy")(one) if getattr(one, "writes_alone", False) else one for one in self._loggers]
-
-    @property
-    def every_logger(self) -> list[Any]:
-        """The loggers, and ahead of them the journal: it has what a logger raises at."""
-        return self._loggers if self.journal is None else [self.journal, *self._loggers]
+            return self.files.loggers
+        return [DummyLogger(one) if getattr(one, "writes_alone", False) else one for one in self.files.loggers]
 
     @property
     def logger(self) -> Any:
         """The first logger, or None; with ``fast_dev_run`` one that takes every call and writes nothing."""
-        if self.settings.fast:
-            return LOGGERS.get("dummy")()
-        return next(iter(self.loggers), None)
+        return DummyLogger() if self.settings.fast else next(iter(self.loggers), None)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -520,7 +509,7 @@ class Session:
         values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
         values.setdefault("epoch", self.progress.epoch)
         at = int(values.pop("step", self.progress.step if step is None else step))
-        for logger in self.every_logger:
+        for logger in self.files.every_logger:
             logger.log_metrics(values, at)
 
     def begin_fit(self) -> None:
@@ -539,9 +528,8 @@ class Session:
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or of its weights; every rank must call it."""
         assert self.run is not None
-        for logger in self._loggers if self.is_global_zero else ():
-            if hasattr(logger, "save"):
-                logger.save()  # who goes on from here does not log these steps again
+        for logger in self.files.loggers if self.is_global_zero else ():
+            call_optional(logger, "save")  # a run that resumes here does not log these steps again
         return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
 
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
@@ -594,71 +582,29 @@ class Session:
     # -- files ---------------------------------------------------------------------------------------------------
 
     @property
+    def default_root_dir(self) -> str:
+        """Where runs are written: a directory or a URL."""
+        return self.files.root
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of the order of the data."""
+        return self.files.data_seed
+
+    @property
     def log_dir(self) -> str | None:
         """Where the first logger writes; the same on every rank."""
-        return str(self.run_dir) if self._loggers else None
+        return str(self.run_dir) if self.files.loggers else None
 
     @property
     def run_dir(self) -> Path:
         """Where this run writes on this machine; the same on every rank."""
-        if self._run_dir is None:
-            self._run_dir = self._drawn_directory()
-        return Path(self._run_dir)
-
-    def _drawn_directory(self) -> str:
-        given = (getattr(logger, "log_dir", None) for logger in self._loggers)
-        here = os.getcwd() if is_url(self.default_root_dir) else self.default_root_dir
-        return next((str(directory) for directory in given if directory), here)
+        return self.files.directory
 
     @property
     def checkpoint_dir(self) -> Location:
-        """Where checkpoints go that nobody gave a directory; a URL where the root directory is one."""
-        root = locate(self.default_root_dir) if is_url(self.default_root_dir) else self.run_dir
-        return root / "checkpoints"
-
-    def forget_directory(self) -> None:
-        """The loggers go on elsewhere."""
-        if self.journal is not None and self.journal.save_dir != self._drawn_directory():
-            self.journal.finalize("interrupted")
-            self.journal = None
-        self._run_dir = None
-
-    def read_seed(self) -> None:
-        """Take the seed of the order of the data: the argument's, else what the script has seeded by now.
-
-        A fit that goes on from a checkpoint takes the checkpoint's in place of the second.
-        """
-        self.data_seed = order_seed() if self.seed is None else self.seed
-
-    def agree_on_run(self) -> None:
-        """Choose the run on rank 0, and give every rank its directory and seed; open the journal."""
-        world = self.strategy.world
-        fits = self.state_verb == "fit"
-        if fits or self.run is None:  # the state of a finished fit keeps its seed
-            self.read_seed()
-        if fits or self._run_dir is None:
-            # An evaluation ahead of a fit writes to where the fit will.
-            chosen = on_rank_zero(world, lambda: choose_run(self))
-            self.record, self.taken = chosen if fits else (None, None)
-        if fits:
-            count_fit()
-        if world.size > 1:
-            mine = (str(self.run_dir), logger_states(self._loggers)) if world.rank == 0 else ("", [])
-            (self._run_dir, states), self.data_seed = world.broadcast((mine, self.data_seed))
-            follow(
-                self._loggers if world.rank else (), states
-            )  # their names and directories are asked for on every rank
-        if self._loggers and self.journal is None and self.is_global_zero:
-            # Whatever becomes of a tracker, every value of the run stands in a file of its own directory.
-            journal = LOGGERS.get("jsonl")(str(self.run_dir), "", "")
-            if all(getattr(logger, "path", None) != journal.path for logger in self._loggers):
-                self.journal = journal
-
-    def announce_checkpoint(self, path: Location) -> None:
-        """Tell the loggers that a checkpoint exists."""
-        for logger in self.every_logger if self.is_global_zero else ():
-            if hasattr(logger, "after_save_checkpoint"):
-                logger.after_save_checkpoint(path)
+        """Where checkpoints without a directory of their own go; a URL where the root directory is one."""
+        return self.files.checkpoint_dir
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""

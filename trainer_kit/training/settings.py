@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from typing import Any
 
 import torch
 
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, DurationError, did_you_mean
 from trainer_kit.core.progress import Duration, DurationLike
 
-__all__ = ["Settings", "check_switches", "make_settings"]
+__all__ = ["Settings", "check_switches", "make_settings", "plain_arguments"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,3 +236,39 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
             fix="pass val_check_interval as an int or a duration such as '500ba'",
         )
     return value
+
+
+def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A constructor's arguments as plain data: objects by what identifies them, secrets masked.
+
+    Args:
+        arguments: by name; ``self`` is left out.
+
+    Example:
+        >>> plain_arguments({"max_epochs": 3, "plugins": object(), "logger": "s3://me:pw@host"})
+        {'max_epochs': 3, 'plugins': 'object', 'logger': 's3://me:***@host'}
+    """
+    plain = {name: _plain(value) for name, value in arguments.items() if name not in ("self", "__class__")}
+    masked: dict[str, Any] = mask_secrets(plain)
+    return masked
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, (Sequence, ValuesView)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(str, map(_plain, value)))
+    # Functions and the default text of an object name their address, and equal states give equal bytes.
+    for name in ("__qualname__", "state_key"):
+        if hasattr(value, name):
+            return str(getattr(value, name))
+    text = str(value)
+    return type(value).__qualname__ if text == object.__repr__(value) else text

@@ -1,0 +1,294 @@
+"""Where an entry point starts: paths, ``"last"`` and ``"best"``, and the state that is read from there."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from trainer_kit.checkpoint.lock import is_free
+from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
+from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
+from trainer_kit.checkpoint.store import candidates, newest_verified, set_aside
+from trainer_kit.checkpoint.weights import read_module
+from trainer_kit.core.collective_errors import on_rank_zero, together
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.protocols import Group
+from trainer_kit.state.collect import OF_A_RUN, fitting, own_part
+from trainer_kit.state.records import RUN, read_records
+from trainer_kit.state.runs import RunFiles, clean_directory, discarded, distinct
+from trainer_kit.step.bus import Bus
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["Search", "held_of", "holds_weights", "load_weights", "read_rest", "read_start", "read_state"]
+
+
+@final
+@dataclass(frozen=True)
+class Search:
+    """Finds the checkpoint at which an entry point starts.
+
+    Attributes:
+        files: of the run.
+        callbacks: that keep checkpoints.
+        world: all ranks; each method must be called by all of them.
+        fits: whether the entry point is `fit`, which may discard incomplete saves and set damaged checkpoints aside.
+    """
+
+    files: RunFiles
+    callbacks: Sequence[Any]
+    world: Group
+    fits: bool
+
+    def start(self, ckpt_path: Any, weights_only: bool, removed: list[str]) -> tuple[Location | None, bool, str]:
+        """Where a fit begins: at the newest checkpoint of the run that it continues, else where the user says.
+
+        Args:
+            ckpt_path: as the user gave it; for a run that has no checkpoint of its own yet.
+            weights_only: likewise.
+            removed: names of incomplete saves that were discarded.
+
+        Returns:
+            A checkpoint or None; whether only its weights count; and the line to print once the step is known, which
+            replaces ``{step}`` in it. A line that needs no step is printed here.
+        """
+        files, old = self.files, self.files.continued
+        end = ""
+        if old is not None:
+            same = files.record is None or files.record.args == old.args
+            again = "" if same else f"; it was started with: {' '.join(old.args) or 'nothing'}"
+            end = f"{again}{f'; {discarded(removed)}' if removed else ''}"
+            path = on_rank_zero(self.world, lambda: self._newest_of(old.id))
+            if path is not None:
+                done = ", which has finished" if old.status == "finished" else ""
+                return path, False, f"resuming from step {{step}} (verified) of run {old.directory}{done}{end}"
+            files.say(f"run {old.directory} has no checkpoint yet: starting it from the beginning{end}")
+        elif files.resume == "auto" and files.records:
+            files.say(f'resume="auto": {self._why_new()}: starting a new run')
+        path = self.find(ckpt_path, whole_first=not weights_only)
+        found = f"starting from the weights in {path}" if weights_only else f"resuming from step {{step}} ({path})"
+        return path, weights_only, found
+
+    def _newest_of(self, run: str) -> Location | None:
+        recorded = self.files.recorded_directories(self.callbacks)
+        return self._newest_verified(distinct([*recorded, *self._directories()]), run)
+
+    def _why_new(self) -> str:
+        record = self.files.record
+        if record is None:
+            return "this run keeps no checkpoints"
+        return f"no unfinished run of {record.program} in {record.root}"
+
+    def find(self, ckpt_path: Any, whole_first: bool = False) -> Location | None:
+        """The path that ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
+
+        Args:
+            ckpt_path: as the user gave it. For ``"last"`` damaged checkpoints are skipped, and named.
+            whole_first: for ``"last"``, a checkpoint of weights alone is taken only where there is nothing else.
+        """
+        if ckpt_path is None:
+            return None
+        if ckpt_path == "best":
+            for callback in self.callbacks:
+                if callback.best_model_path:
+                    return locate(callback.best_model_path)
+            raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
+        if ckpt_path == "last":
+            root = self.files.root
+            newest = on_rank_zero(self.world, lambda: self._newest(whole_first))
+            if newest is None and not self.fits:
+                raise CheckpointError("last", None, f"no checkpoint below {root}")
+            if newest is None:  # the same command starts a run and continues it
+                self.files.say(f"no checkpoint below {root} yet: this run starts from the beginning")
+            return newest
+        if not isinstance(ckpt_path, (str, os.PathLike)):
+            raise ConfigurationError('ckpt_path is a path, a URL, "last" or "best"', found=repr(ckpt_path))
+        path = locate(ckpt_path)
+        together(self.world, lambda: self._check_path(path))
+        return path
+
+    def _check_path(self, path: Location) -> None:
+        try:
+            there = path.exists()
+            several = path.is_dir() and not (path / MANIFEST).exists() and candidates(path)
+        except OSError as error:
+            raise CheckpointError(path, None, f"cannot be reached: {error}") from error
+        if not there:
+            raise CheckpointError(path, None, "does not exist", fix=self._similar(path))
+        if several:
+            raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
+
+    def _similar(self, path: Location) -> str | None:
+        """What to pass instead of a path that does not exist: a reserved word, or a similar name."""
+        word = re.sub(r"(-v\d+)?(\.ckpt)?$", "", path.name).lower()
+        if word in ("last", "best"):
+            return f'pass "{word}": it is a name in the index of a directory, not a file'
+        directories = [path.parent, *self._directories()]
+        names = {one.name: str(place / one.name) for place in reversed(directories) for one in candidates(place)}
+        close = difflib.get_close_matches(path.name.removesuffix(".ckpt"), names, n=1)
+        if close:
+            return f"did you mean {names[close[0]]}?"
+        return f'pass "last", or one of: {", ".join(list(names.values())[:5])}' if names else None
+
+    def _newest(self, whole_first: bool) -> Location | None:
+        """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
+        found = self._newest_verified(self._directories(), whole_first=whole_first)
+        root = self.files.root
+        if found is not None or is_url(root):  # every run below a URL writes to the same directory
+            return found
+        # A new process has a new run directory: look at the runs before it.
+        earlier = [directory for directory in Path(root).glob("**/checkpoints") if candidates(directory)]
+        if not earlier:
+            return None
+        newest = max(earlier, key=_changed)
+        # Clocks jump: of runs with the same parent, the records decide which is the newest.
+        beside = [directory for directory in earlier if directory.parent.parent == newest.parent.parent]
+        newest = max(beside, key=lambda directory: (_number(directory), _changed(directory)))
+        return self._newest_verified([newest], whole_first=whole_first)
+
+    def _directories(self) -> list[Location]:
+        named = [absolute(callback.dirpath) for callback in self.callbacks if callback.dirpath]
+        return list(dict.fromkeys([*named, absolute(self.files.checkpoint_dir)]))
+
+    def _newest_verified(
+        self, directories: list[Location], run: str | None = None, whole_first: bool = False
+    ) -> Location | None:
+        """The newest sound checkpoint of these directories. Damaged newer checkpoints are named; a fit sets them aside.
+
+        Args:
+            directories: where to look.
+            run: look only at what this run can be continued from.
+            whole_first: as for `find`.
+        """
+        sound: list[tuple[bool, int, Location]] = []
+        rejected: list[tuple[Location, CheckpointError]] = []
+        for directory in directories:
+            if self.fits and is_free(directory):
+                found = clean_directory(directory)
+                if found:
+                    self.files.say(f"{discarded(found)} in {directory}")
+            path, damaged = newest_verified(directory, run, whole_first)
+            rejected += damaged
+            if path is not None:
+                step = step_of(read_info(path))
+                whole = not whole_first or "progress" in read_manifest(path)["parts"]
+                sound.append((whole, -1 if step is None else step, path))
+        if rejected and not sound:
+            path, problem = rejected[0]
+            raise CheckpointError(
+                problem.file,
+                problem.key,
+                f"{problem.reason}; there is no sound checkpoint in {path.parent}",
+                fix="pass the ckpt_path of another one, or leave ckpt_path out to start a new run",
+            )
+        chosen = max(sound, key=lambda item: item[:2], default=(False, 0, None))[2]
+        for path, problem in rejected:
+            where = f"; it is now {set_aside(path).name}" if self.fits and is_free(path.parent) else ""
+            self.files.say(
+                f"checkpoint {path.name} rejected: {Path(problem.file).name}: {problem.reason}; "
+                f"falling back to {chosen and chosen.name}{where}"
+            )
+        return chosen
+
+
+def _number(directory: Path) -> int:
+    return max((record.number for record in read_records(directory.parent / RUN) or ()), default=0)
+
+
+def _changed(directory: Path) -> int:
+    return max(
+        (path / MANIFEST if (path / MANIFEST).exists() else path).stat().st_mtime_ns for path in candidates(directory)
+    )
+
+
+def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
+    """The whole state of a run; or weights, from anything that holds them, without the parts for resuming."""
+    if path.is_dir() and is_complete(path):
+        return _with_weights(path, read_checkpoint(path, parts=_parts(path, weights_only)))
+    if not path.is_dir() and not weights_only:
+        raise holds_weights(path)
+    found = read_module(path, whole=True)
+    return {name: value for name, value in found.items() if name not in OF_A_RUN and not name.startswith(own_part(""))}
+
+
+def _parts(path: Location, weights_only: bool) -> list[str]:
+    """The parts to read: with the weights also those that ``on_save_checkpoint`` hooks have added."""
+    known = [part for part in read_manifest(path)["parts"] if not part.startswith(own_part(""))]
+    return [part for part in known if part not in OF_A_RUN] if weights_only else known
+
+
+def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[str, Any]:
+    """`read_state`; for a sharded engine only what composition needs, and None for each part that `read_rest` reads."""
+
+    def read() -> dict[str, Any]:
+        if not strategy.sharded:
+            return read_state(path, weights_only)
+        if weights_only or not (path.is_dir() and is_complete(path)):
+            return {}
+        known = read_manifest(path)["parts"]
+        return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
+
+    return together(strategy.world, read)
+
+
+def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection[str]]:
+    """The tensors of a module that this rank holds, by their names in checkpoints, and the names that others hold."""
+    like = strategy.module_state(module)
+    others = {first: like[name] for name, first in strategy.shared_names(module).items() if name in like}
+    return {**like, **others}, strategy.held_elsewhere(module)
+
+
+def read_rest(
+    state: dict[str, Any], path: Location, weights_only: bool, strategy: Strategy, module: Any
+) -> dict[str, Any]:
+    """The whole state, after `read_start`; for a sharded engine each rank gets the parts of tensors that it holds."""
+    if not strategy.sharded:
+        return state
+    if not (path.is_dir() and is_complete(path)):
+        return together(strategy.world, lambda: read_state(path, weights_only))
+    from trainer_kit.checkpoint.sharded import read_divided  # torch.distributed's planner
+
+    known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
+    like, absent = together(strategy.world, lambda: held_of(strategy, module))
+    elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
+    state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
+    mine = own_part(strategy.world.rank)
+    if strategy.per_rank_state and mine in known and not weights_only:
+        state.update(read_checkpoint(path, parts=[mine]))
+    return _with_weights(path, state)
+
+
+def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(state.get("model"), dict):
+        raise CheckpointError(path, "model", "there are no weights in this checkpoint")
+    state["state_dict"] = state.pop("model")
+    return state
+
+
+def holds_weights(path: Location | None) -> CheckpointError:
+    """The error for a run that cannot continue because the checkpoint holds weights alone."""
+    return CheckpointError(
+        path, None, "holds weights, not a run", fix="pass weights_only=True to start a new run from them"
+    )
+
+
+def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> None:
+    """Put the weights of a checkpoint into a module."""
+    alone = not (path.is_dir() and is_complete(path))
+    if strategy.sharded:
+        state = read_rest({}, path, alone, strategy, module)
+    else:
+        state = together(strategy.world, lambda: read_state(path, weights_only=alone))
+    for hook in bus.on_load_checkpoint:
+        hook(state)
+
+    def load() -> None:
+        with fitting("state_dict", RuntimeError):
+            strategy.load_module_state(module, state["state_dict"], module.strict_loading)
+
+    together(strategy.world, load)
