@@ -137,7 +137,7 @@ def test_training_goes_on_and_the_next_interval_tries_again(tmp_path, capsys, mo
     for line, step in zip(lines, (4, 6), strict=True):
         assert re.fullmatch(
             rf"save of step {step} failed: {tmp_path}/step-{step:08d}: {os.strerror(error)} "
-            rf"\(need [\d.]+ kB, free [\d.]+ .B\); kept step 2; training goes on, next try at step {step + 2}",
+            rf"\(need [\d.]+ kB, free [\d.]+ .B\); kept step 2; training continues, next try at step {step + 2}",
             line,
         )
 
@@ -148,7 +148,7 @@ def test_the_first_save_and_the_last(tmp_path, capsys, monkeypatch):
     assert seen[2] == []
     assert seen["end"] == [4, 6]
     first, last = capsys.readouterr().out.splitlines()
-    assert first.endswith("; no checkpoint is there yet; training goes on, next try at step 4")
+    assert first.endswith("; no checkpoint is there yet; training continues, next try at step 4")
     assert last.endswith("; kept step 6; this run ends without it")
     assert keeper.best_model_path == str(tmp_path / "step-00000006")
     assert keeper.last_model_path == str(tmp_path / "step-00000006")

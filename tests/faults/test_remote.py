@@ -222,7 +222,7 @@ def test_a_failed_upload_is_reported_and_training_goes_on(bucket, capsys, after,
     for line, step in zip(lines, (4, 6), strict=True):
         assert re.fullmatch(
             rf"save of step {step} failed: bucket://run/step-{step:08d}: {named}reset by peer \(need [\d.]+ kB\); "
-            rf"kept step 2; training goes on, next try at step {step + 2}",
+            rf"kept step 2; training continues, next try at step {step + 2}",
             line,
         )
     assert breaks.seen[7] == [2]

@@ -83,7 +83,8 @@ def test_the_last_checkpoint_with_finite_weights_stays(tmp_path: Path, capsys: A
     assert kept(tmp_path) == [2, 6, 7]
     assert read_checkpoint(tmp_path / "kept" / "step-00000002")["model"]["aside"].isfinite().all()
     assert (
-        capsys.readouterr().out.count("step-00000003 are not finite: the last checkpoint with finite ones stays") == 1
+        capsys.readouterr().out.count("step-00000003 are not finite: the last checkpoint with finite weights stays")
+        == 1
     )
 
 

@@ -214,7 +214,9 @@ def test_what_changes_is_printed(tmp_path: Path, capsys: Any) -> None:
     run_distributed(regression, 2, str(tmp_path), 2, 3, False, {})
     regression(str(tmp_path), 1, 4, True, {})
     printed = capsys.readouterr().out
-    assert "going on at batch 6 of the epoch: 3 batches of 2 samples were trained on, they are of 1 samples" in printed
+    assert (
+        "continuing at batch 6 of the epoch: 3 batches of 2 samples were trained on, they are of 1 samples" in printed
+    )
     assert "global_batch_size= keeps" in printed
 
 

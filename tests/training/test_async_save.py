@@ -23,8 +23,8 @@ from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import CheckpointError, RankError
 from trainer_kit.state import saving
+from trainer_kit.state.runs import RunFiles
 from trainer_kit.testing import run_distributed
-from trainer_kit.training import session
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 BATCHES = [torch.ones(2, 8) * i for i in range(1, 9)]
@@ -162,7 +162,7 @@ def test_a_failure_is_told_at_the_next_step(tmp_path, storage, capsys):
     fit(tmp_path, At(step1=fails, step3=works, step4=listen))
     assert "save of step 2 failed: " in said[4]
     assert "Input/output error" in said[4]
-    assert "training goes on, next try at step" in said[4]
+    assert "training continues, next try at step" in said[4]
     assert [record.step for record in checkpoints(tmp_path)] == [4, 6, 8]
 
 
@@ -211,7 +211,7 @@ def test_a_long_wait_and_a_slow_storage_are_told(tmp_path, storage, capsys, monk
 
     fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step4=opens))
     said = capsys.readouterr().out
-    assert f"save of step 2 has taken 0 s ({tmp_path}/step-00000002); training goes on" in said
+    assert f"save of step 2 has taken 0 s ({tmp_path}/step-00000002); training continues" in said
     assert "waiting for the save of step 2" in said
     assert "step 4" not in said
 
@@ -363,7 +363,7 @@ def fit_with_failures(directory):
     for place, name, error, elsewhere in (
         (saving, "take_snapshot", memory, RankError("rank 0: MemoryError: no host memory")),
         (saving, "Background", thread, RankError("rank 0: RuntimeError: can't start new thread")),
-        (session, "choose_run", ValueError("of a logger"), RankError("rank 0: ValueError: of a logger")),
+        (RunFiles, "choose", ValueError("of a logger"), RankError("rank 0: ValueError: of a logger")),
         (store, "entries", CheckpointError("there", None, "gone"), CheckpointError("there", None, "gone")),
     ):
         expected = error if os.environ["RANK"] == "0" else elsewhere

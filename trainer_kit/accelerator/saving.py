@@ -299,7 +299,7 @@ class Saving(Weights):
                 if any(model is left for left in models):
                     unwrap(model).load_state_dict(buffers, strict=False)
         else:
-            self.print(f"resuming {differs}: random layers draw anew")
+            self.print(f"resuming {differs}: random layers draw other numbers")
 
     def _fill_the_rest(self, state: Mapping[str, Any], own: list[list[list[nn.Parameter]]]) -> None:
         names, changed = self._names(), dict[int, Mapping[str, Any]]()

@@ -1,9 +1,10 @@
-"""The whole state of a run as one dict, and back: what a checkpoint holds and in which order it is restored."""
+"""Collects the whole state of a run into one dict for a checkpoint, and restores it, in a fixed order."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -36,9 +37,7 @@ __all__ = [
     "own_part",
     "plain_hparams",
     "ranks_differ",
-    "reading_state",
     "restore",
-    "restore_reading",
     "without_own_buffers",
 ]
 
@@ -50,11 +49,11 @@ OF_A_RUN: Final = frozenset(
         *("averaging_state", "current_model_state"),  # of callbacks that average weights
     )
 )
-"""Parts of a checkpoint that only a resumed run restores: weights alone are read without them."""
+"""Parts of a checkpoint that only a resumed run restores; they are not read where only the weights are wanted."""
 
 
 def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
-    """The part that needs no run: weights and hyperparameters."""
+    """Weights and hyperparameters: the part of the state that does not depend on a run."""
     return {
         "state_dict": dict(weights),
         "hyper_parameters": plain_hparams(module.hparams)[0],
@@ -64,7 +63,7 @@ def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int)
 
 
 def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """What of the hyperparameters a checkpoint may hold, and the names of the others, which become masked reprs."""
+    """The hyperparameters as a checkpoint holds them, and the names of those that it holds by a masked repr only."""
     plain, refused = {}, []
     for name, value in hparams.items():
         try:
@@ -81,7 +80,7 @@ def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 def collect(
     run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_only: bool, hooks: bool = True
 ) -> dict[str, Any]:
-    """The state after the step that was just finished. Every rank must call it.
+    """Collect the state after the last completed step. Every rank must call it.
 
     Args:
         run: the fit.
@@ -105,37 +104,37 @@ def collect(
         state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
         state["seed"] = seed
         if not run.schedule.may_stop(progress):
-            state["stop"] = run.requests.stop  # it waits for the minimum, in a resumed run too
+            state["stop"] = run.requests.stop  # the request waits for the minimum, in a resumed run too
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
-        own: list[dict[str, Tensor]] = []
+        buffers_here: list[dict[str, Tensor]] = []
         lent = {name: tensor for c in callbacks for name, tensor in getattr(c, "lent_weights", {}).items()}
 
-        def ask() -> tuple[Any, ...]:
-            own.append(own_buffers(run.strategy, run.module, lent))
+        def collect_users() -> tuple[Any, ...]:
+            buffers_here.append(own_buffers(run.strategy, run.module, lent))
             return _of_users(run, state, callbacks, datamodule)
 
-        everyone = on_every_rank(run.strategy.world, ask)
-        state["rng"], values, reading = map(list, zip(*everyone, strict=True))
-        state["data_ranks"] = [rank for rank, _ in reading]
-        # Once for each data rank, however many ranks get its batches: another layout has others of them.
-        state["loaders"] = _by_rank(reading)
+        everyone = on_every_rank(run.strategy.world, collect_users)
+        state["rng"], values, loaders = map(list, zip(*everyone, strict=True))
+        state["data_ranks"] = [rank for rank, _ in loaders]
+        # Once for each data rank, however many ranks read its batches: that number depends on the layout.
+        state["loaders"] = _by_rank(loaders)
         state["metrics"] = _by_rank([(rank, values[reporter][2]) for rank, reporter, _ in values])
-        buffers = run.strategy.world.gather_object(own[0])
-        if buffers is not None and any(buffers):  # who writes them has them
+        buffers = run.strategy.world.gather_object(buffers_here[0])
+        if buffers is not None and any(buffers):  # on rank 0, which writes them
             state["buffers"] = buffers
     if hooks:
-
-        def hear() -> None:
-            for hook in run.bus.on_save_checkpoint:
-                hook(state)
-
-        on_every_rank(run.strategy.world, hear)
+        on_every_rank(run.strategy.world, partial(_call, run.bus.on_save_checkpoint, state))
     return state
 
 
+def _call(hooks: Iterable[Callable[..., Any]], state: Mapping[str, Any]) -> None:
+    for hook in hooks:
+        hook(state)
+
+
 def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: Any) -> tuple[Any, ...]:
-    """What asks objects of the user's, any of which may raise; returns what is each rank's own."""
+    """Add the state of the user's objects, any of which may raise; returns what each rank contributes."""
     strategy = run.strategy
     state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.stepper.made.schedulers]
     state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
@@ -143,12 +142,12 @@ def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule:
     if datamodule is not None:
         state["datamodule_hyper_parameters"] = plain_hparams(datamodule.hparams)[0]
     logged = (strategy.reports.rank, strategy.reporter, run.metrics.state_dict())
-    loaders = (strategy.data.rank, reading_state(run, state["progress"]))
+    loaders = (strategy.data.rank, _loader_state(run, state["progress"]))
     return rng_state(strategy.device), logged, loaders
 
 
 def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
-    """Where ranks have weights of their own, a part for each of them beside what stands for all."""
+    """With an engine whose ranks have different weights, this rank's part, in addition to the shared part."""
     if not run.strategy.per_rank_state:
         return {}
     with run.strategy.own_state():
@@ -158,7 +157,7 @@ def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
 
 
 def own_part(rank: int | str) -> str:
-    """The name of the part of a checkpoint that is one rank's own; with ``""`` how all of them begin."""
+    """The name of the part of a checkpoint that belongs to one rank; with ``""`` the prefix of all of them."""
     return f"replica-{rank}"
 
 
@@ -167,12 +166,12 @@ def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
 
 
 def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """What rank 0's ``state_dict`` says nothing about: the buffers of the other ranks, on the CPU, to be sent.
+    """The buffers of this rank that rank 0's ``state_dict`` does not have, on the CPU, to be sent.
 
     Args:
         strategy: under which the module is trained.
         module: whose buffers.
-        lent: by name, what training goes on from where the module has something else in its place.
+        lent: by name, live tensors that are currently swapped out of the module (for example for EMA).
     """
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
@@ -183,9 +182,9 @@ def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor
 
 
 def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """What this rank may write of weights that all ranks write together.
+    """The weights that this rank may write where all ranks write together.
 
-    What several ranks hold is written by any of them: of running statistics those of the first data rank count.
+    A tensor that several ranks hold is written by any of them, so only the first data rank writes running statistics.
     """
     if not strategy.sharded or not strategy.own_buffers or strategy.data.rank == 0:
         return dict(weights)
@@ -194,7 +193,7 @@ def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[
 
 
 def _finished(run: Fit) -> dict[str, int | float]:
-    """Progress up to the last finished window: one that is under way runs again, none of its batches is skipped."""
+    """Progress up to the last completed window: a resumed run repeats an unfinished window from its first batch."""
     progress, micro = run.progress, run.micro
     state = progress.state_dict()
     if micro.started == progress.step:
@@ -215,30 +214,25 @@ def restore(
     strict: bool,
     global_batch_size: int | None = None,
 ) -> None:
-    """Put everything back, at one point: after wrapping and optimizers, before ``on_fit_start``.
+    """Restore everything at one point: after the module is wrapped and optimizers exist, before ``on_fit_start``.
 
-    What fails on one rank fails on all: the others would wait for it in the next exchange.
+    An error on one rank is raised on all: the others would wait in the next collective call.
     """
     world = run.strategy.world
-
-    def begin() -> None:
-        for hook in run.bus.on_load_checkpoint:
-            hook(state)
-
-    together(world, begin)
+    together(world, partial(_call, run.bus.on_load_checkpoint, state))
     differs = ranks_differ(run.strategy, state)
-    if differs is None:  # else every rank goes on from what stood for all
+    if differs is None:  # otherwise every rank continues from the shared part
         state = {**state, **state.get(own_part(world.rank), {})}
     together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
     _restore_training(run, state, made)
 
-    def read_on() -> None:
+    def restore_loaders() -> None:
         with fitting("loaders"):
-            restore_reading(run, state, global_batch_size)
+            _restore_loaders(run, state, global_batch_size)
 
-    together(world, read_on)
+    together(world, restore_loaders)
     run.schedule.go_on(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
     run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
@@ -246,9 +240,9 @@ def restore(
 
 
 def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
-    with fitting("state_dict", RuntimeError):  # torch names the weights of another model
+    with fitting("state_dict", RuntimeError):  # torch's error names the weights that do not match
         weights = state["state_dict"]
-        if "optimizer_states" in state:  # of a run: what it deploys may be averages of what it trains
+        if "optimizer_states" in state:  # a run may deploy averages of the weights that it trains
             weights = {**weights, **state.get("current_model_state", {})}
         run.strategy.load_module_state(run.module, weights, strict)
 
@@ -305,7 +299,7 @@ def _restore_of_users(
 
 
 def ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
-    """In what the ranks are others than those that saved, whose own generators and buffers then fit nobody."""
+    """How the ranks differ from those that saved; None where each rank's generators and buffers still match."""
     world, then = strategy.world, len(state.get("rng", ()))
     if then != world.size:
         return f"{then} ranks on {world.size}"
@@ -330,7 +324,7 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
         if differs is None:
             restore_rng(state["rng"][rank], run.strategy.device)
         else:
-            run.say(f"resuming {differs}: random layers draw anew")
+            run.say(f"resuming {differs}: random layers draw other numbers")
     with fitting("buffers"):
         if "buffers" in state and differs is None:
             run.module.load_state_dict(state["buffers"][rank], strict=False)
@@ -338,11 +332,11 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
 
 @contextmanager
 def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
-    """What was saved may be of any shape, and everybody says in a way of their own that it does not fit.
+    """Turn every error of an object that refuses its saved state into a `CheckpointError`.
 
     Args:
         part: of the state.
-        passed: errors that are raised as they are.
+        passed: errors that are raised unchanged.
 
     Raises:
         CheckpointError: in place of every other error.
@@ -353,17 +347,12 @@ def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
     except as_they_are:
         raise
     except Exception as error:
-        reason = f"it does not fit what this run is made of: {type(error).__name__}: {error}"
+        reason = f"it does not fit this run: {type(error).__name__}: {error}"
         raise CheckpointError(part, None, reason) from error
 
 
-def reading_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What this rank's loaders need to go on, besides the numbers in ``done``; None for nothing.
-
-    Args:
-        run: the fit.
-        done: progress up to the last finished window.
-    """
+def _loader_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The state of this rank's loaders that ``done``, progress up to the last completed window, does not determine."""
     train = run.windows.feed.track.state_dict(done["epoch"], done["epoch_batch"], done["batch"])
     feeds = [] if run.validation is None else run.validation.feeds
     validation = [feed.track.state_dict() for feed in feeds]
@@ -372,11 +361,11 @@ def reading_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"train": train, "validation": validation}
 
 
-def restore_reading(run: Fit, state: Mapping[str, Any], global_batch_size: int | None) -> None:
-    """Let every loader begin where the checkpoint says; ``run.progress`` is restored already.
+def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int | None) -> None:
+    """Set every loader to its position in the checkpoint; ``run.progress`` is restored already.
 
     Raises:
-        CheckpointError: on these ranks, or with this loader, there is no such place.
+        CheckpointError: these ranks, or these loaders, do not have this position.
     """
     data = run.strategy.data
     ranks = len(state.get("loaders") or state["rng"])
@@ -386,7 +375,7 @@ def restore_reading(run: Fit, state: Mapping[str, Any], global_batch_size: int |
             f"global_batch_size={global_batch_size} stays: a batch is {feed.per_rank_batch_size} samples on each rank,"
             f" of {data.size} now and {ranks} before"
         )
-    _divide_anew(run, state.get("stride"), global_batch_size)
+    _convert_position(run, state.get("stride"), global_batch_size)
     saved = state.get("loaders")
     if saved is None:
         return
@@ -396,8 +385,8 @@ def restore_reading(run: Fit, state: Mapping[str, Any], global_batch_size: int |
         validation.track.load_state_dict(parts, rank)
 
 
-def _divide_anew(run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_size: int | None) -> None:
-    """A position inside an epoch counts micro-batches: of another size, it is another number of them."""
+def _convert_position(run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_size: int | None) -> None:
+    """Convert the position inside the epoch, in micro-batches, to micro-batches of another size."""
     now, progress = run.windows.feed.stride, run.progress
     was = [(unit, number) for unit, number in then or ()]
     if was == now or then is None or not progress.epoch_batch:
@@ -422,7 +411,7 @@ def _divide_anew(run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_si
         )
     keeps = "" if global_batch_size or units[0] != "samples" else "; global_batch_size= keeps what a step is made of"
     run.say(
-        f"going on at batch {batches} of the epoch: {progress.epoch_batch} batches of {_named(was)} were trained on,"
+        f"continuing at batch {batches} of the epoch: {progress.epoch_batch} batches of {_named(was)} were trained on,"
         f" they are of {_named(now)} now{keeps}"
     )
     progress.epoch_batch = batches

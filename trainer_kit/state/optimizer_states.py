@@ -1,4 +1,7 @@
-"""Optimizers in a checkpoint: by the names of their parameters, whatever rank holds them."""
+"""Saves and restores optimizers and schedulers by parameter name, on any rank that holds the parameters.
+
+Gradual unfreezing changes which parameters are trained, and adds groups to optimizers; a resumed run restores both.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ __all__ = [
 _CONFIGURED: Final = "configured"
 _CLASS: Final = "class"
 _STEP: Final = "step"
-"""A count, which torch never casts."""
+"""The step counter, which torch never casts."""
 
 
 def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
@@ -59,13 +62,13 @@ def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.P
 
 
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
-    """What checkpoints call a module's parameters, by their ids."""
+    """The names of a module's parameters in checkpoints, by parameter id."""
     others = strategy.shared_names(module)
     return {id(parameter): others.get(name, name) for name, parameter in module.named_parameters()}
 
 
 def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:
-    """Stages of a pipeline have parameters of their own in the same groups: a group has those of all ranks."""
+    """Pipeline stages have different parameters in the same groups: give each group the names of all ranks."""
     own = [group["params"] for group in groups]
     digest = zlib.crc32(repr(own).encode())
     rows = strategy.world.agree([digest])
@@ -88,23 +91,23 @@ def restore_optimizer(
     say: Callable[[str], None],
     weights: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Put `optimizer_state` back. An option that the user configures differently today keeps today's value.
+    """Restore `optimizer_state`. An option whose configured value differs from the checkpoint's keeps the new value.
 
-    What training made of an option since it was configured (a schedule's learning rate) is not configured: the
-    checkpoint's value is restored, also in the process that has trained on.
+    A value that training wrote into an option (a schedule's learning rate) is not configured: the checkpoint's value is
+    restored, also in the process that trained.
 
     Args:
         strategy: that steps it.
         optimizer: as it is configured.
-        own: `owned_parameters` of it: it is asked ahead of this, in which one rank alone may fail.
+        own: its `owned_parameters`, a collective call: in this function one rank alone may fail.
         saved: what `optimizer_state` returned.
         names: from `parameter_names`.
         say: prints a line.
-        weights: that were saved with it, by the same names: state in another dtype than its weight stays in its own.
-            Of a parameter that is not among them the dtype is taken to be that of now.
+        weights: saved with it, under the same names: state whose dtype differs from its weight's keeps its dtype. A
+            parameter without a saved weight counts as saved in its present dtype.
 
     Returns:
-        Options that keep today's value, by name, of any group.
+        The options that keep the new value in any group, by name.
 
     Raises:
         CheckpointError: it is the state of another class, or of other groups.
@@ -115,7 +118,7 @@ def restore_optimizer(
             "optimizer_states",
             _CLASS,
             f"it holds the state of {was}, and this run's optimizer is {kind}",
-            fix=f"configure {was}, or load the weights alone and start anew",
+            fix=f"configure {was}, or start a new run from the weights alone",
         )
     if len(saved["param_groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
@@ -132,7 +135,7 @@ def restore_optimizer(
             name = _name(parameter, names, number, i)
             if name in saved["state"]:
                 old_state = saved["state"][name]
-                if not strategy.keeps_gradients:  # else it belongs to a parameter of the engine's own
+                if not strategy.keeps_gradients:  # otherwise the state belongs to a parameter of the engine
                     old_state = _following(old_state, (weights or {}).get(name), parameter)
                 state[parameter] = old_state
         options = {k: v for k, v in old.items() if k != "params"}
@@ -148,7 +151,7 @@ def restore_optimizer(
 
 
 def _following(own: Mapping[str, Any], weight: Any, parameter: nn.Parameter) -> dict[str, Any]:
-    """State in its weight's dtype, in that of the parameter of now; all other state as it was saved."""
+    """Cast state that had its weight's dtype to the parameter's present dtype; leave all other state as saved."""
     then = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
     if then == parameter.dtype or not then.is_floating_point:
         return dict(own)
@@ -161,11 +164,11 @@ def _following(own: Mapping[str, Any], weight: Any, parameter: nn.Parameter) -> 
 _AS_CONFIGURED: Final = "_configured_options"
 _AFTER_TRAINING: Final = "_options_after_training"
 _FLAGS: Final = "_trained_parameters"
-"""Of a module: which parameters are trained as configured, and as the fit before left them."""
+"""Attribute of a module: which parameters train, as configured, and as the last fit left them."""
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Copies of the options of each group as they are now: schedules write into learning rates that are tensors."""
+    """Copies of the present options of each group: schedules write in place into learning rates that are tensors."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
         for group in optimizer.param_groups
@@ -173,10 +176,10 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def note_configured(optimizer: Optimizer) -> None:
-    """Keep the options of each group as the user configured them, to be compared when a checkpoint is loaded.
+    """Keep the options of each group as the user configured them, for comparison when a checkpoint is loaded.
 
-    An optimizer may have been trained with in this process. An option that is what training left is configured as it
-    was before; any other value is the user's.
+    The optimizer may come from an earlier fit of this process. An option that still has its value at the end of that
+    fit counts as configured with its value before that fit; any other value is the user's.
     """
     known = vars(optimizer)
     before, left = known.get(_AS_CONFIGURED, ()), known.get(_AFTER_TRAINING, ())
@@ -187,40 +190,40 @@ def note_configured(optimizer: Optimizer) -> None:
 
 
 def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group as `note_configured` found them; those of a later group as they are."""
+    """The options that `note_configured` kept for each group; the present options of groups that were added later."""
     known: list[dict[str, Any]] = vars(optimizer).get(_AS_CONFIGURED, [])
     return [*known, *options_of(optimizer)[len(known) :]]
 
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values of an option are equal."""
-    # A checkpoint may hand back a list for a tuple, and learning rates may be tensors.
+    # A checkpoint may return a list for a tuple, and learning rates may be tensors.
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return list(a) == list(b)
     return bool(a == b)
 
 
 def configured_flags(module: nn.Module) -> dict[str, bool]:
-    """By name, whether a parameter is trained, as the user configured it; a fit before may have changed that."""
+    """By name, whether the user configured a parameter to be trained; an earlier fit may have changed the flag."""
     before, left = vars(module).get(_FLAGS, ({}, {}))
     now = {name: p.requires_grad for name, p in module.named_parameters()}
     return {name: before[name] if left.get(name) == flag else flag for name, flag in now.items()}
 
 
 def reset_flags(module: nn.Module) -> None:
-    """Begin with the parameters that the user configured to be trained."""
+    """Train the parameters that the user configured to be trained."""
     flags = configured_flags(module)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(flags[name])
 
 
 def changed_flags(run: Fit) -> dict[str, bool]:
-    """By name, whether a parameter is trained, where that is another answer than when the run was composed."""
+    """By name, whether a parameter is trained, for those whose flag changed since the run was composed."""
     return {n: p.requires_grad for n, p in run.module.named_parameters() if p.requires_grad == (n in run.frozen)}
 
 
 def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
-    """Put `changed_flags` back, where a parameter begins as it did then; what the user begins with today stays."""
+    """Restore `changed_flags` of parameters that start as they did then; the user's new configuration stays."""
     for name, parameter in run.module.named_parameters():
         if name in flags and bool(flags[name]) == (name in run.frozen):
             parameter.requires_grad_(bool(flags[name]))
@@ -229,15 +232,15 @@ def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
 def add_groups(
     optimizer: Optimizer, saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], divided: bool
 ) -> None:
-    """Give an optimizer the groups that it was given after it was configured; none that do not fit.
+    """Add the groups that the saved optimizer got after it was configured; none if one does not match.
 
-    Who gave them then, and does so again now, is heard of (see `watch_groups`), and they stay what they are.
+    If the caller re-adds a group after a resume, `watch_groups` matches it to the restored one.
 
     Args:
         optimizer: as it is configured.
         saved: its state, by name.
         parameters: of the module.
-        divided: a rank may have some of the parameters only.
+        divided: whether a rank may have only some of the parameters.
     """
     have = len(optimizer.param_groups)
     groups, options = saved["param_groups"], saved.get("configured") or ()
@@ -252,13 +255,12 @@ def add_groups(
 
 
 def watch_groups(run: Fit) -> Callable[[Any], None]:
-    """From the next backward on, whatever an optimizer is given is trained like what it had.
+    """Train parameters that are added to an optimizer during the fit, from the next backward on.
 
-    Args:
-        run: whose optimizers' ``add_param_group`` is heard of; a look at the groups in each step would cost every run.
+    This wraps ``add_param_group`` of each optimizer: comparing the groups in each step would cost every run.
 
     Returns:
-        What ends it, whatever it is called with.
+        A function that removes the wrappers.
     """
     optimizers = run.stepper.made.optimizers
 
@@ -288,7 +290,7 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
 
 
 def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether it came with the checkpoint; options that are others today than then are today's."""
+    """Whether the checkpoint restored this group; an option that the caller passes with a new value keeps it."""
     restored: dict[frozenset[int], int] = vars(optimizer).get("_restored_groups", {})
     if not restored:
         return False
@@ -306,12 +308,12 @@ def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def restore_scheduler(scheduler: Any, saved: Mapping[str, Any], keeps_rates: bool) -> None:
-    """Put a scheduler's state back.
+    """Restore a scheduler's state.
 
     Args:
         scheduler: the user's.
         saved: its state.
-        keeps_rates: learning rates that the user configures differently today keep today's value.
+        keeps_rates: whether base learning rates keep the values that the user configures now.
     """
     today = [(part, part.base_lrs) for part in _parts(scheduler) if hasattr(part, "base_lrs")]
     scheduler.load_state_dict(dict(saved))
@@ -320,7 +322,7 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any], keeps_rates: boo
 
 
 def _parts(scheduler: Any) -> Iterator[Any]:
-    """A scheduler, and those that it is made of (``SequentialLR``, ``ChainedScheduler``)."""
+    """A scheduler and, recursively, its parts (``SequentialLR``, ``ChainedScheduler``)."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
         yield from _parts(part)

@@ -36,30 +36,30 @@ _KINDS: Final[dict[str, tuple[type, ...]]] = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What the next start has to know about a fit.
+    """What the next start must know about a fit.
 
     Attributes:
-        id: is in the info of every checkpoint of this run.
-        number: later runs of one directory have higher ones; clocks may jump.
+        id: also in the info of every checkpoint of this run.
+        number: increases with each run of one directory; clocks may jump.
         root: ``default_root_dir``, absolute.
         script: its path; "" where code is typed in.
-        fit: which one of the script, from 0.
+        fit: its number within the script, from 0.
         name: the first logger's, "" without one.
         execution: of the script: the same for all fits of one, also when they are resumed.
-        launches: who started the process, see `trainer_kit.launch.identity`.
-        args: the command line behind the script, secrets masked.
+        launches: what started the process, see `trainer_kit.launch.identity`.
+        args: the arguments of the script, secrets masked.
         seed: of the order of the data.
-        loggers: the ``state_dict`` of each: which of its runs it is.
-        checkpoints: the directories they go to.
-        started: UTC, for people.
+        loggers: the ``state_dict`` of each, which identifies its run.
+        checkpoints: the directories of the checkpoints.
+        started: UTC, for readers.
         libraries: versions.
         status: running, finished, failed or interrupted.
-        ended: a finished run whose script came to its end too: nobody wants it again.
+        ended: whether the script of a finished run ended too, so that no start continues the run.
         step: optimizer steps at the end.
-        stopped: why, if by a request.
-        finished: UTC, for people; None while it runs.
-        from_here: by local path in this record, the way to it from ``directory`` when it was written.
-        directory: where the record stands; not part of it.
+        stopped: the reason, if a request stopped it.
+        finished: UTC, for readers; None while it runs.
+        from_here: for each local path in this record, its relative path from ``directory`` when it was written.
+        directory: of the file; not part of the record.
     """
 
     id: str
@@ -86,7 +86,7 @@ class RunRecord:
 
     @property
     def places(self) -> list[str]:
-        """`checkpoints`, where they are today: what moved together with the record is found beside it."""
+        """`checkpoints`, where they are now: directories that moved together with the record are found next to it."""
         found = []
         for place in self.checkpoints:
             moved = self._beside(place)
@@ -94,10 +94,10 @@ class RunRecord:
         return found
 
     def is_attempt_of(self, other: RunRecord) -> bool:
-        """Whether this run, read from its directory, is an earlier attempt at what ``other`` is to do.
+        """Whether this run, read from its directory, is an earlier attempt at the run ``other``.
 
-        Root and script are the same where they were then, or where they are now relative to this record: a directory
-        may have been moved, or be reached through a symbolic link.
+        Root and script may be where they were, or where they are now relative to this record: a directory may have
+        been moved, or be reached through a symbolic link.
         """
         same = (self.fit, self.name) == (other.fit, other.name)
         return same and self.is_at(self.root, other.root) and self.is_at(self.script, other.script)
@@ -109,14 +109,14 @@ class RunRecord:
         return os.path.realpath(path) in map(os.path.realpath, filter(None, [recorded, self._beside(recorded)]))
 
     def placed(self) -> RunRecord:
-        """This record with the way from its directory to every local path in it."""
+        """This record with the relative path from its directory to every local path in it."""
         here = os.path.realpath(self.directory)
         local = [path for path in (self.root, self.script, *self.checkpoints) if path and not is_url(path)]
-        return replace(self, from_here={path: _way(path, here) for path in local})
+        return replace(self, from_here={path: _relative(path, here) for path in local})
 
     def _beside(self, path: str) -> str:
-        way = self.from_here.get(path)
-        return os.path.normpath(os.path.join(os.path.realpath(self.directory), way)) if way else ""
+        relative = self.from_here.get(path)
+        return os.path.normpath(os.path.join(os.path.realpath(self.directory), relative)) if relative else ""
 
     @property
     def program(self) -> str:
@@ -133,7 +133,7 @@ def read_records(file: Path) -> list[RunRecord] | None:
 
 
 def record_problem(file: Path) -> str:
-    """Why a ``run.json`` that is there cannot be relied on; "" where it is sound, missing or another program's."""
+    """Why an existing ``run.json`` cannot be relied on; "" where it is sound, missing or another program's."""
     try:
         _read(file)
     except FileNotFoundError:
@@ -188,7 +188,7 @@ def _checksum(runs: Any) -> str:
 
 
 def write_record(record: RunRecord) -> bool:
-    """Put the record in the place of the one with its key. A damaged file is kept as ``run.json.damaged``.
+    """Write the record in place of the record with the same key. A damaged file is kept as ``run.json.damaged``.
 
     Returns:
         False where the file is another program's, or of a newer version: then it stays as it is.
@@ -222,7 +222,7 @@ def write_record(record: RunRecord) -> bool:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """Two runs that share a directory do not write over each other's records, where the file system can lock."""
+    """Lock the directory, where the file system can: runs that share it do not overwrite each other's records."""
     if os.name == "nt":
         yield
         return
@@ -237,7 +237,7 @@ def _alone(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _way(path: str, here: str) -> str:
+def _relative(path: str, here: str) -> str:
     try:
         return os.path.relpath(os.path.realpath(path), here)
     except ValueError:  # another drive

@@ -186,7 +186,7 @@ class RunFiles:
             self.read_seed()
         if fits or self._directory is None:
             # An evaluation before a fit writes into the directory of that fit.
-            chosen = on_rank_zero(world, self._choose)
+            chosen = on_rank_zero(world, self.choose)
             self.record, self.continued = chosen if fits else (None, None)
         if fits:
             count_fit()
@@ -200,7 +200,7 @@ class RunFiles:
             if all(getattr(logger, "path", None) != journal.path for logger in self.loggers):
                 self.journal = journal
 
-    def _choose(self) -> tuple[RunRecord | None, RunRecord | None]:
+    def choose(self) -> tuple[RunRecord | None, RunRecord | None]:
         """The record of the next fit, and that of the run that it continues, if any: then the loggers continue there.
 
         A restart continues what it restarts; ``resume="auto"`` the newest unfinished run of the same key. A finished

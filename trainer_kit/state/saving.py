@@ -1,8 +1,9 @@
-"""Saving what was asked for: a copy on the training thread, the writing behind it.
+"""Saves requested checkpoints: the training thread copies the state, a background thread writes it.
 
-Rank 0 writes, or every rank the part of the state that it holds, and rank 0 commits.
+Rank 0 writes; with a sharded engine every rank writes its part, and rank 0 commits.
 
-One save is under way at a time. A storage that fails is reported, the checkpoint does not exist, and training goes on.
+One save is under way at a time. Where the storage fails, a line reports it, the checkpoint does not exist, and training
+continues.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.tensors import are_finite
 from trainer_kit.state.collect import without_own_buffers
+from trainer_kit.state.runs import call_optional
 from trainer_kit.step.run import Fit
 from trainer_kit.step.saver import Outcome, Save, Saver
 
@@ -36,33 +38,32 @@ if TYPE_CHECKING:
 __all__ = [
     "abandon_save",
     "check_finite",
-    "finite_weights",
     "save_requested",
     "save_to",
     "settle_save",
 ]
 
 _SLOW: Final = 60.0
-"""Seconds after which a save under way is worth a line."""
+"""Seconds after which a line reports that a save is still under way."""
 _PATIENCE: Final = 2.0
-"""Seconds that training waits for a save without a word."""
+"""Seconds that training waits for a save before a line reports it."""
 
 
 def save_requested(run: Fit, last: bool = False) -> bool:
-    """One state for everybody who asked at this step.
+    """Save one state for all checkpoint requests of this step. Every rank must call it at the same step.
 
-    Where the storage fails (full, read-only, an I/O error) one line says so: there is no such checkpoint, nobody is
-    told ``saved``, so nothing gives way to it, and the next one is tried when it is due.
+    Where the storage fails (full, read-only, an I/O error) one line reports it: the checkpoint does not exist, no
+    request gets ``saved``, so no older checkpoint is deleted, and the next save is tried when it is due.
 
     Args:
         run: the fit.
-        last: nothing is trained after this, so it is durable when this returns.
+        last: no step follows, so the checkpoint must be durable when this returns.
 
     Returns:
-        Whether all of it is durable or under way; the same on every rank.
+        Whether every checkpoint is durable or under way; the same on every rank.
 
     Raises:
-        CheckpointError: what was asked for cannot be saved on any disk.
+        CheckpointError: the state cannot be saved on any storage.
     """
     asked = run.requests.checkpoints
     if not asked:
@@ -79,7 +80,7 @@ def save_requested(run: Fit, last: bool = False) -> bool:
 
 
 def save_to(run: Fit, path: Location, weights_only: bool) -> None:
-    """Write one checkpoint of now; it is durable when this returns, on every rank.
+    """Write one checkpoint of the current state; it is durable on every rank when this returns.
 
     Raises:
         CheckpointError: it could not be written.
@@ -93,7 +94,7 @@ def save_to(run: Fit, path: Location, weights_only: bool) -> None:
 
 
 def settle_save(run: Fit) -> bool:
-    """Wait for the save under way and tell everybody how it ended. Every rank must call it at the same step.
+    """Wait for the save under way and notify its requests and the loggers. Every rank must call it at the same step.
 
     Returns:
         Whether it is durable; True where none was under way.
@@ -110,17 +111,19 @@ def settle_save(run: Fit) -> bool:
     for line in save.said:
         run.say(line)
     for request in save.requests:
-        if request is not None and str(request.path) in outcome:
-            failed = outcome[str(request.path)] is not None
-            hear = getattr(request, "failed", _nobody) if failed else request.saved
-            hear(locate(request.path))
+        if request is None or str(request.path) not in outcome:
+            continue
+        if outcome[str(request.path)] is None:
+            request.saved(locate(request.path))
+        else:
+            call_optional(request, "failed", locate(request.path))
     return not any(outcome.values())
 
 
 def abandon_save(run: Fit) -> None:
-    """The run ends by an exception: finish what this process writes, and ask no other rank, which may be gone.
+    """End the save of a run that ends by an exception: this process finishes its files, without any other rank.
 
-    After a second signal not even that is waited for: what is half written is discarded at the next start.
+    After a second signal it does not wait: the next start discards the incomplete save.
     """
     save = run.saver.save
     if save is None:
@@ -142,21 +145,21 @@ def abandon_save(run: Fit) -> None:
         run.say(f"save of step {save.step} ended with another rank: {type(error).__name__}")
         return
     for path, failure in outcome.items():
-        if failure is not None and _unheard(outcome):
+        if failure is not None and _timed_out(outcome):
             run.say(f"save of step {save.step} ended with another rank: {failure.reason}")
         elif failure is not None:
             _report(run, save, locate(path), failure)
 
 
-def _unheard(outcome: Outcome) -> bool:
+def _timed_out(outcome: Outcome) -> bool:
     return any(one is not None and isinstance(one.__cause__, TimeoutError) for one in outcome.values())
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
-    """Copy the states, where they are written, and start to. What no disk can hold is refused, on every rank."""
+    """Copy the states on the ranks that write, and start writing; an error is raised on every rank."""
     world, progress, saver = run.strategy.world, run.progress, run.saver
     copies = saver.behind and not save.last  # else nothing changes until it is written
-    all_began: Future[bool] = Future()  # who writes with others waits until they can
+    all_began: Future[bool] = Future()  # ranks that write together wait for each other
     shared = run.strategy.sharded
     group = world.apart() if shared else None
 
@@ -181,7 +184,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
             raise
 
     try:
-        together(world, begin)  # memory or threads may not suffice on one of them
+        together(world, begin)  # one rank may lack memory or threads
     except BaseException:
         all_began.set_result(False)
         raise
@@ -201,13 +204,20 @@ def _take(
     return take_sharded_snapshot(parts, info=info, group=group, copy=copy)
 
 
+def _are_finite(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
+    """Whether the parameters ``names`` among saved weights are finite; buffers may hold infinities on purpose."""
+    return are_finite(weights[name] for name in names if name in weights)
+
+
 @final
 @dataclass(frozen=True)
 class _Writing:
-    """How a save is written: by this rank, or by all that call it ``together`` in ``group``.
+    """How a save is written: by this rank alone, or by all ranks of ``group`` together.
 
     Attributes:
-        first: whether this rank commits, and tells those who asked.
+        group: the side group of ranks that write together.
+        together: whether all ranks write.
+        first: whether this rank commits, and notifies the requests.
         names: of the parameters.
     """
 
@@ -227,18 +237,18 @@ class _Writing:
         except RuntimeError as error:
             if "gloo" not in str(error):
                 raise
-            # Somebody has waited too long, or is gone: then the next exchange of training says so.
+            # A rank was too slow, or died: then the next collective call of training raises.
             late = TimeoutError(errno.ETIMEDOUT, str(error))
-            raise CheckpointError(path, None, "a rank was not heard of in time: its storage is slow") from late
+            raise CheckpointError(path, None, "a rank did not answer in time: its storage is slow") from late
 
     def is_finite(self, snapshot: Any) -> bool:
         if not self.together:
             parts = (snapshot.tensors.get(part, {}) for part in ("model", "current_model_state"))
-            return all(finite_weights(weights, self.names) for weights in parts)
+            return all(_are_finite(weights, self.names) for weights in parts)
         from trainer_kit.checkpoint.collective import Collective
 
         mine = all(
-            finite_weights(shard, [key for key in shard if key.partition("#")[0] in self.names])
+            _are_finite(shard, [key for key in shard if key.partition("#")[0] in self.names])
             for shard in snapshot.shards.values()
         )
         return bool(Collective(self.group).reduce(lambda: mine, all))
@@ -247,7 +257,7 @@ class _Writing:
 def _write(
     saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Writing, all_began: Future[bool]
 ) -> Outcome:
-    """In the background: only files are touched. Whoever asked deletes here what gave way to it."""
+    """Runs in the background and touches only files. Requests delete here the checkpoints that this one replaces."""
     outcome: Outcome = {}
     if not all_began.result():
         return outcome
@@ -259,17 +269,15 @@ def _write(
             continue
         outcome[path] = None
         finite = writing.is_finite(snapshots[weights_only])
-        if save.abandoned:  # known to this rank alone: what ranks do together comes before and goes on
+        if save.abandoned:  # only this rank knows: all collective calls come before this line
             continue
         if saver.finite and not finite:
-            save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite ones stays")
+            save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite weights stays")
         saver.finite = finite
         for request in save.requests_of(path) if writing.first else ():
             if not finite:
-                getattr(request, "not_finite", _nothing)()
-            problem = (
-                _mark_last(locate(path)) if request is None else getattr(request, "committed", _nobody)(locate(path))
-            )
+                call_optional(request, "not_finite")
+            problem = _mark_last(path) if request is None else call_optional(request, "committed", locate(path))
             if problem:
                 save.said.append(problem)
     return outcome
@@ -278,13 +286,13 @@ def _write(
 def _written(run: Fit, slow: threading.Timer) -> None:
     slow.cancel()
     if run.strategy.world.size == 1:
-        run.wake()  # several ranks look at it together, at their next agreement
+        run.wake()  # several ranks settle it together, at their next agreement
 
 
 def _outcome(run: Fit, save: Save) -> Outcome:
-    """What the storage had against each path; everything else is raised. The same on every rank.
+    """Wait for a save; returns the storage's error for each path, and raises every other error. Equal on every rank.
 
-    However it ended, it is under way no more; while it still is, an exception (of a second signal) leaves it there.
+    The save is then no longer under way, unless an exception (of a second signal) ends the wait.
     """
     outcome: Outcome = {}
     problem: BaseException | None = None
@@ -296,13 +304,13 @@ def _outcome(run: Fit, save: Save) -> Outcome:
             outcome = save.writing.result()
         except BaseException as error:
             problem = error
-    # Here, for a cause does not travel.
+    # Errors lose their cause on the way to other ranks: look at it here.
     problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
     if run.strategy.world.size > 1:
         others = told(problem, 0) if isinstance(problem, Exception) else problem
-        outcome, others, unheard = run.strategy.world.broadcast((outcome, others, _unheard(outcome)))
+        outcome, others, timed_out = run.strategy.world.broadcast((outcome, others, _timed_out(outcome)))
         problem = problem or others
-        if unheard and run.strategy.sharded:
+        if timed_out and run.strategy.sharded:
             run.strategy.world.apart(anew=True)
     if save.writing is None or save.writing.wait(0):
         run.saver.save = None
@@ -317,8 +325,9 @@ def _path(run: Fit, request: CheckpointRequest | None) -> Location:
     return run.directory() / f"step-{run.progress.step:08d}"
 
 
-def _mark_last(path: Location) -> str | None:
-    """Whoever goes on from ``last`` goes on from here: of what no callback keeps nobody else says so."""
+def _mark_last(name: str) -> str | None:
+    """Point ``last`` here; no callback owns this checkpoint. Returns the problem, if any."""
+    path = locate(name)
     try:
         mark(path.parent, last=path)
     except CheckpointError as error:
@@ -339,32 +348,24 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
     if save.last or run.requests.signal or run.schedule.finished(run.progress) is not None:
         outlook = "this run ends without it"
     else:
-        outlook = f"training goes on, next try at {next_try or 'the next one that is due'}"
+        outlook = f"training continues, next try at {next_try or 'the next one that is due'}"
     run.say(f"save of step {save.step} failed: {failure.file}: {failure.reason}; {kept}; {outlook}")
 
 
 def _say_slow(run: Fit, save: Save) -> None:
-    outlook = "training waits for it" if save.awaited else "training goes on"
+    outlook = "training waits for it" if save.awaited else "training continues"
     run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}")
 
 
-def _nobody(path: Location) -> None:
-    """Nobody wants to know."""
-
-
-def _nothing() -> None:
-    """Nobody deletes anything for it."""
-
-
 _OVERFLOWS: Final = 20
-"""Steps without one finite loss that gradient scaling is given."""
+"""Steps without one finite loss after which a run with gradient scaling ends, too."""
 
 
 def check_finite(run: Fit) -> None:
-    """Look at the losses since the last look, on every rank at once; the run ends where one is NaN or infinite."""
+    """Check the losses since the last check, on all ranks; raise where one is NaN or infinite."""
     first, step, world = run.finite + 1, run.progress.step, run.strategy.world
     if step == run.finite or (run.precision.scales and step - run.finite < _OVERFLOWS):
-        return  # overflowed steps in a row are skipped, and the scale finds its way: too early to judge
+        return  # the scaler skips overflowed steps and adapts the scale: too early to judge
     run.finite = step
     finite = run.micro.is_finite()
     if world.size > 1:
@@ -375,8 +376,3 @@ def check_finite(run: Fit) -> None:
             found=f"NaN or infinity in what training_step returned; the last loss is {run.micro.loss}",
             fix="lower the learning rate, clip gradients, or look for the step with detect_anomaly=True",
         )
-
-
-def finite_weights(weights: Mapping[str, Tensor], names: Iterable[str]) -> bool:
-    """Whether what a checkpoint holds of the parameters ``names`` is finite; buffers may hold infinities on purpose."""
-    return are_finite(weights[name] for name in names if name in weights)
