@@ -28,7 +28,7 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.entry_points import Verb, run_on_processes
+from trainer_kit.training.entry_points import EntryPoint, run_on_processes
 from trainer_kit.training.explain import explain, show_results
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
@@ -93,10 +93,10 @@ class Trainer(Session):
             each block of the model by itself, which compiles once for all blocks of a class.
         seed: of the order of the data; by default what `seed_everything` or ``torch.manual_seed`` was last given when
             a fit begins, and the checkpoint's in a fit that resumes.
-        resume: ``"auto"`` goes on with the newest unfinished run of this script and root; by default a new one starts.
+        resume: ``"auto"`` continues the newest unfinished run of this script and root; by default a new run starts.
         global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
         loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.
-        async_save: write checkpoints behind the training thread, which only waits for a copy of the state in host
+        async_save: write checkpoints in the background; the training thread waits only for a copy of the state in host
             memory. False saves that memory, and training waits for the disk.
         reproducible_workers: without loader workers too, what a dataset draws for a sample depends on seed, epoch and
             sample alone: augmentations are the same with any number of workers, none included.
@@ -266,11 +266,11 @@ class Trainer(Session):
                 self, "fit", model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only
             )
             return
-        with Verb(self, "fit", model, train_dataloaders, datamodule) as verb:
-            run = verb.compose_fit(val_dataloaders, ckpt_path, weights_only)
+        with EntryPoint(self, "fit", model, train_dataloaders, datamodule) as entry:
+            run = entry.compose_fit(val_dataloaders, ckpt_path, weights_only)
             with listening(self.requests):
                 fit(run)
-            verb.finish()
+            entry.finish()
 
     def validate(
         self,
@@ -321,8 +321,8 @@ class Trainer(Session):
         """
         if self.start is not None:
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
-        with Verb(self, "predict", model, dataloaders, datamodule) as verb:
-            outputs = predict(verb.compose_evaluation(ckpt_path), return_predictions)
+        with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
+            outputs = predict(entry.compose_evaluation(ckpt_path), return_predictions)
         return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
 
     def _evaluate(
@@ -332,8 +332,8 @@ class Trainer(Session):
         if self.start is not None:
             results = run_on_processes(self, stage, model, dataloaders, ckpt_path, verbose, datamodule)
             return results
-        with Verb(self, stage, model, dataloaders, datamodule) as verb:
-            run = verb.compose_evaluation(ckpt_path)
+        with EntryPoint(self, stage, model, dataloaders, datamodule) as entry:
+            run = entry.compose_evaluation(ckpt_path)
             reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
             shared = reduced.by_loader.get(None, {})
@@ -343,7 +343,7 @@ class Trainer(Session):
         return results
 
     def explain(self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None) -> Text:
-        """The composed run: parts, batches, steps, and the loop with every hook and who listens, in order.
+        """The composed run: parts, batches, steps, and the loop with every hook and its listeners, in order.
 
         The text is returned: ``print(trainer.explain())``. An interactive session shows it without ``print``.
 

@@ -65,7 +65,7 @@ def test_what_can_be_read_only_once_is_told_before_the_first_step(capsys: pytest
 
     with pytest.raises(DataError, match="no batches left for another pass"):
         fit(max_epochs=3)
-    assert "a generator can be read once: where it ends, the next of 3 epochs is an error" in capsys.readouterr().out
+    assert "a generator can be read once: after its end, the next of 3 epochs is an error" in capsys.readouterr().out
     assert fit(max_epochs=1) == fit(max_steps=3) == fit(count=6, max_epochs=3, limit_train_batches=2) == ""
 
 

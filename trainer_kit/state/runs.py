@@ -34,7 +34,17 @@ from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.state.records import RUN, RunRecord, read_records, record_problem, write_record
 from trainer_kit.step.requests import Requests
 
-__all__ = ["Cleanup", "RunFiles", "call_optional", "check_records", "count_fit", "take_directories"]
+__all__ = [
+    "Cleanup",
+    "RunFiles",
+    "call_optional",
+    "check_records",
+    "clean_directory",
+    "count_fit",
+    "discarded",
+    "distinct",
+    "take_directories",
+]
 
 Cleanup = list[Callable[[BaseException | None], Any]]
 """What an entry point calls at its end, each with the exception or None."""

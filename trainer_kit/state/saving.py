@@ -35,13 +35,7 @@ from trainer_kit.step.saver import Outcome, Save, Saver
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.sharded import ShardedSnapshot
 
-__all__ = [
-    "abandon_save",
-    "check_finite",
-    "save_requested",
-    "save_to",
-    "settle_save",
-]
+__all__ = ["abandon_save", "check_finite", "save_requested", "save_to", "settle_save"]
 
 _SLOW: Final = 60.0
 """Seconds after which a line reports that a save is still under way."""

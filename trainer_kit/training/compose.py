@@ -1,4 +1,7 @@
-"""From settings, a module and loaders to a `Fit` or an `Evaluation`, checked before the first step."""
+"""Composes a `Fit` or an `Evaluation` from settings, a module and loaders, and checks them before the first step.
+
+Also decides what ``strategy="auto"`` means on several processes: DDP where whole copies of the model fit, else FSDP.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +52,17 @@ from trainer_kit.training.settings import Settings
 __all__ = [
     "build_module",
     "check_module",
+    "choose_by_memory",
     "compose_evaluation",
     "compose_fit",
     "prepare_data",
     "trainable_in_eval",
     "training_bytes",
-    "weigh",
 ]
 
 
 def check_module(module: Any, stage: str) -> None:
-    """Refuse what cannot run, with what is missing."""
+    """Refuse a module that cannot run, naming what is missing."""
     if isinstance(module, type):
         raise ConfigurationError(
             "this is the class of a module, not a module",
@@ -74,7 +77,7 @@ def check_module(module: Any, stage: str) -> None:
         )
     if "_modules" not in vars(module):
         raise ConfigurationError(
-            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it ahead of everything else"
+            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it before everything else"
         )
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):
@@ -84,7 +87,7 @@ def check_module(module: Any, stage: str) -> None:
 
 
 def prepare_data(trainer: Session, module: Any, datamodule: Any, stage: str) -> None:
-    """``prepare_data`` on one process per node, then ``setup`` of everybody: datamodule, callbacks, module."""
+    """Call ``prepare_data`` on one process per node, then ``setup`` on every rank: datamodule, callbacks, module."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     if trainer.local_rank == 0:
         for owner in owners:
@@ -103,12 +106,12 @@ def prepare_data(trainer: Session, module: Any, datamodule: Any, stage: str) -> 
 def compose_evaluation(
     trainer: Session, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus
 ) -> Evaluation:
-    """Everything that validation, test or prediction needs."""
+    """Compose a validation, a test or a prediction."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
     feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
     limits = agreed_limits(limits, strategy.data)
-    # Predictions of parts of a sequence could not be put together.
+    # Predictions for parts of a sequence cannot be joined.
     whole = stage == "predict" and strategy.losses.size > strategy.data.size
     move, _ = mover(module, datamodule, strategy, precision, whole)
 
@@ -138,11 +141,11 @@ def compose_evaluation(
 
 
 def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
-    """Everything that training needs: feed, wrapped module, optimizers, windows, schedule, validation."""
+    """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
     (limit,) = agreed_limits([limit], strategy.data)
-    _tell_of_length(trainer, feed, limit)
+    _report_length(trainer, feed, limit)
     trainer.train_batch_samples = feed.samples(0)
     _check_tokens(settings, module)
     manual = _is_manual(trainer, module)
@@ -162,7 +165,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
     windows = _windows(trainer, module, feed, micro, limit, ahead)
     trainer.metrics.feed = feed if windows.loss_weight is None else None
-    _with_ghosts(windows, module, datamodule, trainer, made, manual)
+    _provide_padding_batches(windows, module, datamodule, trainer, made, manual)
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
     run = Fit(
         module=module,
@@ -231,7 +234,7 @@ def _windows(trainer: Session, module: Any, feed: Feed, micro: Micro, limit: int
     return windows
 
 
-def _tell_of_length(trainer: Session, feed: Feed, limit: int | None) -> None:
+def _report_length(trainer: Session, feed: Feed, limit: int | None) -> None:
     settings = trainer.settings
     trainer.num_training_batches = float("inf") if limit is None else limit
     together = read_together(feed.loader)
@@ -240,7 +243,7 @@ def _tell_of_length(trainer: Session, feed: Feed, limit: int | None) -> None:
     epochs = (settings.max_epochs or 0) - trainer.progress.epoch
     if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
         trainer.print(
-            f"a {type(feed.loader).__name__} can be read once: where it ends, the next of {settings.max_epochs} epochs"
+            f"a {type(feed.loader).__name__} can be read once: after its end, the next of {settings.max_epochs} epochs"
             " is an error (pass something that can be iterated again, or max_epochs=1)"
         )
 
@@ -257,7 +260,7 @@ def _is_manual(trainer: Session, module: Any) -> bool:
 
 
 def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
-    """Wrap the module, then configure its optimizers on what that made of it, then bind its step."""
+    """Wrap the module, configure its optimizers on the wrapped module, and bind its step."""
     strategy = trainer.strategy
     facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
     message = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
@@ -274,7 +277,7 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
         method = _first_argument(method)
     if trainer.compile_options is not None and not trainer.compile_regional:
         method = torch.compile(method, **trainer.compile_options)
-        # Values go where no graph can follow; `Verb` takes this off again.
+        # `log` cannot be part of a graph; `EntryPoint` removes this again.
         for part in module.own_modules():
             part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
     return made, strategy.bind(method, made.names is not None and not manual)
@@ -296,10 +299,10 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
     return micro
 
 
-def _with_ghosts(
+def _provide_padding_batches(
     windows: Windows, module: Any, datamodule: Any, trainer: Session, made: Optimizers, manual: bool
 ) -> None:
-    """Where every rank is needed for the micro-batches of the others, one that has none runs an earlier one."""
+    """Let a rank without data run padding batches, where the micro-batches of the others need every rank."""
     strategy, micro = trainer.strategy, windows.micro
     if strategy.data.size > 1 and (manual or strategy.lockstep):
         move = _mover(module, datamodule, strategy, trainer.precision_plugin)
@@ -308,7 +311,7 @@ def _with_ghosts(
 
 
 def _mover(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Callable[[Any], Any] | None:
-    """How a batch gets onto the device in its turn."""
+    """A function that moves a batch to the device at the start of its micro-batch, if anything is to move."""
     move, _ = mover(module, datamodule, strategy, precision)
     return None if move is None else lambda batch: move(batch, 0)
 
@@ -328,14 +331,14 @@ def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
     return wrap
 
 
-def _validation(trainer: Session, module: Any, datamodule: Any, given: Any, bus: Bus) -> Evaluation | None:
+def _validation(trainer: Session, module: Any, datamodule: Any, val_loaders: Any, bus: Bus) -> Evaluation | None:
     if trainer.settings.limits["val"] == 0:
         return None
     if not is_overridden("validation_step", module, TrainModule):
-        if given is not None:
+        if val_loaders is not None:
             trainer.print(f"no validation: {type(module).__name__} has no validation_step for val_dataloaders")
         return None
-    loaders = find_loaders("validate", given, module, datamodule)
+    loaders = find_loaders("validate", val_loaders, module, datamodule)
     if loaders is None:
         return None
     run = compose_evaluation(trainer, "validate", module, datamodule, loaders, bus)
@@ -347,7 +350,7 @@ def _check_tokens(settings: Settings, module: Any) -> None:
         counts = is_overridden("loss_weight", module, TrainModule) and settings.loss_weighting
         if isinstance(length, Duration) and length.unit == "tok" and not counts:
             raise ConfigurationError(
-                "nobody counts the tokens",
+                "nothing counts the tokens",
                 found=f"{name}={str(length)!r}, and {type(module).__name__} has no loss_weight",
                 fix="def loss_weight(self, batch): return the number of tokens in batch",
             )
@@ -400,14 +403,14 @@ def trainable_in_eval(module: nn.Module) -> list[str]:
 
 
 _SHARE: Final = 0.8
-"""Of a device's memory; the rest is for activations."""
+"""Share of a device's memory for the state; the rest is for activations."""
 _MOMENTS: Final = 2
-"""Adam's. The optimizer is not known before the module is wrapped."""
+"""As with Adam: the optimizer is not known before the module is wrapped."""
 _WIDTHS: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
 
 
 def build_module(trainer: Session, module: Any, stage: str) -> None:
-    """Call ``configure_model``, and take the other strategy where ``"auto"`` finds that what it built does not fit."""
+    """Call ``configure_model``; with ``"auto"``, change to the sharded strategy where the model does not fit."""
     strategy, precision = trainer.strategy, trainer.precision_plugin
     strategy.configure(precision=precision.name)
     final = trainer.sharded_alternative is None
@@ -416,24 +419,25 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
         module.configure_model()
     if final:
         return
-    taken, why = weigh(trainer, module, stage, strategy.world)
-    if taken is strategy:
+    chosen, why = choose_by_memory(trainer, module, stage, strategy.world)
+    if chosen is strategy:
         return
-    precision.check(taken.device, taken.engine)
-    taken.start()
-    trainer.strategy, trainer.sharded_alternative = taken, None  # for good: what is divided stays divided
-    trainer.metrics.heard_on(taken, module)
+    precision.check(chosen.device, chosen.engine)
+    chosen.start()
+    trainer.strategy = chosen
+    trainer.sharded_alternative = None  # for good: a sharded module stays sharded
+    trainer.metrics.heard_on(chosen, module)
     trainer.print(f'strategy="auto": {why}')
 
 
-def weigh(trainer: Session, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
-    """The strategy that ``"auto"`` stands for with this module, and why.
+def choose_by_memory(trainer: Session, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
+    """The strategy that ``"auto"`` means for this module, and the reason.
 
     Args:
-        trainer: whose strategy, and whose other one.
+        trainer: has the strategy and its sharded alternative.
         module: with its layers.
-        stage: fit, or an evaluation, which needs weights alone.
-        world: all ranks, which decide alike; None: they are not there yet.
+        stage: fit, or an evaluation, which needs only weights.
+        world: all ranks, which decide together; None: they are not started yet.
     """
     strategy, other = trainer.strategy, trainer.sharded_alternative
     local = max(1, trainer.environment.local_world_size if world is not None else trainer.processes)
@@ -450,7 +454,7 @@ def weigh(trainer: Session, module: nn.Module, stage: str, world: Any = None) ->
 
 
 def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
-    """Weights, and for what is trained gradients and two moments.
+    """Bytes of all weights, and of the gradients and two moments of trained parameters.
 
     Example:
         >>> training_bytes(nn.Linear(9, 10), "32-true", True), training_bytes(nn.Linear(9, 10), "bf16-true", False)

@@ -1,4 +1,8 @@
-"""One verb of a Trainer from the first hook to the last: set up, hand over, tear down whatever happened."""
+"""Sets up and tears down one entry point of the Trainer: fit, validate, test or predict.
+
+`EntryPoint` runs in a process that is a rank; `run_on_processes` starts ranks from any other process. The exception
+of a failed step gets a note about the layer and the batch.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +36,7 @@ from trainer_kit.core.errors import (
     printable,
 )
 from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
@@ -58,21 +63,17 @@ from trainer_kit.training.loaders import find_loaders
 from trainer_kit.training.session import Session
 from trainer_kit.training.settle import settle_end
 
-__all__ = [
-    "Verb",
-    "note_batch",
-    "run_on_processes",
-]
+__all__ = ["EntryPoint", "run_on_processes"]
 
 
 @final
-class Verb:
-    """A context: everything a verb needs is up inside it, and everybody is told and cleaned up behind it.
+class EntryPoint:
+    """Sets up one entry point on entry; on exit notifies callbacks and loggers, and tears down.
 
     Args:
-        trainer: whose verb.
+        trainer: that runs it.
         stage: fit, validate, test or predict.
-        model: the module, or None for the one fitted last.
+        model: the module, or None for the last fitted module.
         loaders: as the user gave them; a DataModule counts as ``datamodule``.
         datamodule: as the user gave it.
     """
@@ -94,7 +95,7 @@ class Verb:
         self._not_terminable: Callable[[BaseException | None], None]
         self._switch_back: Callable[[BaseException | None], None]
 
-    def __enter__(self) -> Verb:
+    def __enter__(self) -> EntryPoint:
         try:
             self._set_up()
         except BaseException:
@@ -106,7 +107,7 @@ class Verb:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            note_batch(error, self.module)
+            _note_batch(error, self.module)
         self.unwinding.__exit__(kind, error, traceback)
 
     def _set_up(self) -> None:
@@ -126,7 +127,7 @@ class Verb:
         if stage == "fit":
             trainer.begin_fit()
         else:
-            trainer.metrics.forget()  # neither the bar nor the monitors of a test see anything of training
+            trainer.metrics.forget()  # the bar and monitors of a test see no value of training
         trainer.files.agree(trainer.strategy.world, stage == "fit", fitted=trainer.run is not None)
         trainer.datamodule = self.datamodule
         module.trainer = trainer
@@ -138,13 +139,14 @@ class Verb:
             trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
         prepare_data(trainer, module, self.datamodule, stage)
         build_module(trainer, module, stage)
-        module.trainer = trainer  # those that were built inside it meanwhile have it too
+        module.trainer = trainer  # also of the modules that configure_model built
         count_once(module, trainer.strategy)
 
     def _add_callbacks(self) -> None:
-        """Callbacks that belong to the module replace the Trainer's of the same class.
+        """Replace the Trainer's callbacks by those of the same class that the module configures.
 
-        After a fit they stay, with what they learned (the best checkpoint); after an evaluation the fit's are back.
+        After a fit the module's callbacks stay, with their state (the best checkpoint); after an evaluation those of
+        the fit return.
         """
         trainer = self.trainer
         own = self.module.configure_callbacks()
@@ -157,17 +159,17 @@ class Verb:
         self._attach()
 
     def _attach(self) -> None:
-        """Who listens, is told of an exception and is torn down, from here on."""
+        """Build the bus, and set what an exception notifies and what is torn down."""
         trainer, module, stage, datamodule = self.trainer, self.module, self.stage, self.datamodule
         self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         self.unwinding.failed[:] = self.bus.on_exception
         calls: list[Callable[[], Any]] = []
         if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
-            calls.append(lambda: datamodule.teardown(stage))
-        calls += [_teardown(callback, trainer, module, stage) for callback in trainer.callbacks]
+            calls.append(partial(datamodule.teardown, stage))
+        calls += [partial(callback.teardown, trainer, module, stage) for callback in trainer.callbacks]
         if is_overridden("teardown", module, DataHooks):
-            calls.append(lambda: module.teardown(stage))
-        # Teardown hooks still see the trainer at work.
+            calls.append(partial(module.teardown, stage))
+        # Teardown hooks still see the state of the running entry point.
         ends = [self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
         self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
 
@@ -177,7 +179,7 @@ class Verb:
         trainer.metrics.leave()
         trainer.metrics.hook = ""
         trainer.sanity_checking = False
-        trainer.requests.wake = trainer.find_train_loaders = _nobody
+        trainer.requests.wake = trainer.find_train_loaders = lambda: None
         if self.stage != "fit":
             trainer._callbacks = self._before
         self.module.untoggle_optimizer(None)
@@ -186,9 +188,9 @@ class Verb:
         if error is not None:
             trainer.precision_plugin.abandon_step()
         keeps = self.stage == "fit" and trainer.checkpoint_callback is not None and not trainer.settings.fast
-        told = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
-        if told:  # no step was running
-            trainer.print(told)
+        answer = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
+        if answer:  # no step was running
+            trainer.print(answer)
 
     def _stop(self, error: BaseException | None) -> None:
         if self.stage == "fit":
@@ -208,14 +210,14 @@ class Verb:
             pass
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
-        """Build the run, restore what is to be restored, and call everything ahead of ``on_train_start``."""
+        """Compose the fit, restore a checkpoint if any, and call everything that comes before ``on_train_start``."""
         trainer, module, files = self.trainer, self.module, self.trainer.files
-        world, keepers = trainer.strategy.world, trainer.checkpoint_callbacks
-        _check_keepers(trainer)
+        world, callbacks = trainer.strategy.world, trainer.checkpoint_callbacks
+        _check_callbacks(callbacks, world)
         if ckpt_path is None:
-            on_rank_zero(world, lambda: check_records(files, keepers))
-        removed = take_directories(files, keepers, world, trainer.requests, trainer.progress, self.unwinding.cleanup)
-        search = Search(files, keepers, world, fits=True)
+            on_rank_zero(world, lambda: check_records(files, callbacks))
+        removed = take_directories(files, callbacks, world, trainer.requests, trainer.progress, self.unwinding.cleanup)
+        search = Search(files, callbacks, world, fits=True)
         path, weights_only, found = search.start(ckpt_path, weights_only, removed)
         if path is None and trainer.trained_before:
             trainer.print(
@@ -244,11 +246,11 @@ class Verb:
             _dry_run(trainer, run)
         run.requests.wake = run.wake
         self.unwinding.failed.append(self._save_after)
-        asleep = trainable_in_eval(module)
-        if asleep:
-            trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(asleep[:5])}")
+        in_eval = trainable_in_eval(module)
+        if in_eval:
+            trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(in_eval[:5])}")
         self._introduce_to_loggers()
-        # The generators of a resumed run stand where its checkpoint has them.
+        # A resumed run starts with the generators of its checkpoint.
         with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
             for hook in self.bus.on_fit_start:
                 hook()
@@ -272,7 +274,7 @@ class Verb:
             run.requests.stop = old.stopped  # a run that a request ended stays ended; limits are checked again
 
     def _save_after(self, error: BaseException) -> None:
-        """Callbacks that keep a checkpoint of a failed run have just asked for it; other ranks may be gone by now."""
+        """Save what callbacks requested in ``on_exception``; on one process only, since other ranks may have died."""
         run = self.trainer.run
         if run is None:
             return
@@ -285,31 +287,29 @@ class Verb:
         save_requested(run, last=True)
 
     def finish(self) -> None:
-        """Training ended by itself."""
+        """Call ``on_fit_end``, and save what the last hooks requested."""
         for hook in self.bus.on_fit_end:
             hook()
         if self.trainer.run is not None:
             settle_end(self.trainer.run)
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
-        """Build the evaluation, with the weights that are asked for."""
+        """Compose the evaluation, with the requested weights."""
         trainer, module = self.trainer, self.module
-        keepers = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
-        chosen = ckpt_path is None and self.fitted and keepers and keepers[0].best_model_path
-        search = Search(trainer.files, keepers, trainer.strategy.world, fits=False)
+        callbacks = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
+        chosen = ckpt_path is None and self.fitted and callbacks and callbacks[0].best_model_path
+        search = Search(trainer.files, callbacks, trainer.strategy.world, fits=False)
         path = search.find("best" if chosen else ckpt_path)
         if path is not None:
-            why = f": {_best(keepers[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
+            why = f": {_best(callbacks[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
             trainer.print(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
-        load = _nobody if path is None else partial(load_weights, module, path, self.bus, trainer.strategy)
-        divided = trainer.strategy.sharded  # each rank reads the parts that it has by then
-        steps: list[Callable[[], Any]] = [
-            partial(trainer.strategy.place_module, module, trainer.precision_plugin),
-            load,
-        ]
-        for step in steps if divided else reversed(steps):
-            step()
+        sharded = trainer.strategy.sharded  # then each rank reads the parts that it holds after placement
+        if path is not None and not sharded:
+            load_weights(module, path, self.bus, trainer.strategy)
+        trainer.strategy.place_module(module, trainer.precision_plugin)
+        if path is not None and sharded:
+            load_weights(module, path, self.bus, trainer.strategy)
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
@@ -334,7 +334,7 @@ class Verb:
             call_optional(logger, "log_graph", self.module)
 
     def _check_sanity(self, run: Fit) -> None:
-        """Try a few validation batches, so that a mistake in them shows before hours of training."""
+        """Run a few validation batches, so that a mistake in them shows before hours of training."""
         trainer, steps = self.trainer, self.trainer.settings.sanity_steps
         if run.validation is None or steps == 0 or trainer.progress.step > 0:
             return
@@ -358,20 +358,19 @@ class Verb:
         requests.stop, requests.validation, requests.checkpoints[:] = before
 
 
-def _best(keeper: Any) -> str:
-    """What ``best_model_path`` of a checkpoint callback is the best of."""
-    if keeper.best_model_score is None:
+def _best(callback: Any) -> str:
+    """Why a checkpoint callback calls its ``best_model_path`` the best."""
+    if callback.best_model_score is None:
         return "the newest checkpoint of the last fit"
-    score = float(keeper.best_model_score)  # no sync point: it is on the CPU
-    return f"the best checkpoint of the last fit, {keeper.monitor} = {score:.6g}"
+    score = float(callback.best_model_score)  # no sync point: it is on the CPU
+    return f"the best checkpoint of the last fit, {callback.monitor} = {score:.6g}"
 
 
-def _check_keepers(trainer: Session) -> None:
-    """Checkpoints are taken by all ranks together: each must have the callbacks that ask for them."""
-    world = trainer.strategy.world
+def _check_callbacks(callbacks: list[Any], world: Group) -> None:
+    """Refuse ranks with different checkpoint callbacks: all ranks must take part in a checkpoint."""
     if world.size == 1:
         return
-    everyone = world.all_gather_object([type(callback).__name__ for callback in trainer.checkpoint_callbacks])
+    everyone = world.all_gather_object([type(callback).__name__ for callback in callbacks])
     if any(names != everyone[0] for names in everyone):
         raise RankError(
             "the ranks have different checkpoint callbacks",
@@ -383,7 +382,7 @@ def _check_keepers(trainer: Session) -> None:
 def _has_state(owner: Any) -> bool:
     try:
         return bool(owner is not None and owner.state_dict())
-    except Exception:  # it arrives when the state is asked for in earnest
+    except Exception:  # the first real save raises it
         return False
 
 
@@ -391,26 +390,18 @@ def _counts(run: Evaluation) -> list[int | float]:
     return [float("inf") if limit is None else limit for limit in run.limits]
 
 
-def _teardown(callback: Any, trainer: Session, module: Any, stage: str) -> Callable[[], Any]:
-    return lambda: callback.teardown(trainer, module, stage)
-
-
 def _ignoring_error(call: Callable[[], Any]) -> Callable[[BaseException | None], Any]:
     return lambda error: call()
 
 
-def _nobody() -> None:
-    """Nobody is waiting, and there is nothing to find."""
-
-
 def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None]:
-    """Set torch's global switches for this verb; returns what puts them back."""
+    """Set torch's global switches for this entry point; returns a function that restores them."""
     deterministic, warn = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     anomaly, benchmark = torch.is_anomaly_enabled(), torch.backends.cudnn.benchmark
-    undo = deterministic_products() if switches["deterministic"] else _nobody
+    undo = deterministic_products() if switches["deterministic"] else None
     if switches["deterministic"]:
         torch.use_deterministic_algorithms(True, warn_only=switches["deterministic"] == "warn")
     if switches["benchmark"] is not None:
@@ -419,7 +410,8 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
         torch.autograd.set_detect_anomaly(True)
 
     def back(error: BaseException | None) -> None:
-        undo()
+        if undo is not None:
+            undo()
         torch.use_deterministic_algorithms(deterministic, warn_only=warn)
         torch.backends.cudnn.benchmark = benchmark
         torch.autograd.set_detect_anomaly(anomaly)
@@ -436,9 +428,9 @@ def _sync_batchnorm(module: nn.Module, strategy: Any) -> Any:
 
 
 def _dry_run(trainer: Session, run: Fit) -> None:
-    """Find what a checkpoint cannot hold before the first step, not at the first save.
+    """Refuse state that a checkpoint cannot hold before the first step, not at the first save.
 
-    ``on_save_checkpoint`` is not called, and a state that only training makes is not looked at: nothing is saved yet.
+    This does not call ``on_save_checkpoint``, and does not see state that only training creates.
     """
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
@@ -446,7 +438,7 @@ def _dry_run(trainer: Session, run: Fit) -> None:
     state["loaders"] = run.windows.feed.first_state()
     if run.strategy.sharded:
         encode(state, {}, copy=False, sharded=True)
-    else:  # rank 0 writes, and an engine that gathers its state has it there alone
+    else:  # rank 0 writes, and only there does an engine that gathers its state have it
         on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
@@ -459,11 +451,11 @@ def _dry_run(trainer: Session, run: Fit) -> None:
 _MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
-def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -> Any:
-    """Run ``verb`` on the Trainer's processes.
+def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) -> Any:
+    """Run an entry point on ranks that this process starts.
 
-    As the agent this never returns: the ranks run the script again and reach the verb themselves. With forked
-    processes (notebooks) it returns rank 0's result, and the module, callbacks and metrics here are brought up to date.
+    As the agent this never returns: the ranks run the script again and reach the entry point themselves. With forked
+    processes (notebooks) it returns rank 0's result, and updates the module, callbacks and metrics of this process.
     """
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
@@ -475,7 +467,7 @@ def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -
         trainer.start = None
         trainer.environment = Environment.detect()
         trainer.strategy.device = pick_device(trainer.strategy.device.type, rank)
-        result = getattr(trainer, verb)(model, *arguments)
+        result = getattr(trainer, stage)(model, *arguments)
         if rank != 0:
             return None
         module = trainer.module
@@ -488,13 +480,13 @@ def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -
         }
 
     made = run_forked(on_rank, trainer.processes)
-    if verb == "fit":
+    if stage == "fit":
         count_fit()
     module = trainer.module if model is None else model
     module.load_state_dict(made["weights"])
     trainer.module = module
     trainer.progress.load_state_dict(made["progress"])
-    trainer.metrics.forget()  # as a verb does here: neither the bar nor the monitors of a test see anything of training
+    trainer.metrics.forget()  # as in this process: the bar and monitors of a test see no value of training
     for here, there in zip(
         (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar), made["metrics"], strict=True
     ):
@@ -506,7 +498,7 @@ def run_on_processes(trainer: Session, verb: str, model: Any, *arguments: Any) -
 
 
 def _max_restarts() -> int:
-    """How often a run whose ranks fail is started again, for an agent that no command line asks."""
+    """How often the agent restarts a run whose ranks fail; it was started without a command line that says so."""
     value = os.environ.get(_MAX_RESTARTS, "0")
     if not value.isdigit():
         raise LaunchError(f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}")
@@ -518,18 +510,18 @@ _TWICE: Final = "backward through the graph a second time"
 _LONGEST: Final = 400  # characters of a description
 
 
-def note_batch(error: BaseException, module: Any) -> None:
-    """Attach the layer that failed and the shapes of the batch to an exception from a step.
+def _note_batch(error: BaseException, module: Any) -> None:
+    """Add the layer that failed and the shapes of the batch to an exception from a step, as a note.
 
-    Everything is read from the traceback: a step that does not fail pays nothing.
+    Everything is read from the traceback, so a step that does not fail has no cost.
 
     Args:
-        error: the exception on its way to the user; errors of this library and interrupts stay as they are.
+        error: the exception on its way to the user; errors of this library and interrupts get no note.
         module: the module that ran.
     """
     if isinstance(error, TrainerKitError) or not isinstance(error, Exception):
         return
-    with suppress(Exception):  # a batch or a layer of the user's that cannot be described must not hide the error
+    with suppress(Exception):  # a batch or a layer that cannot be described must not hide the error
         frames = list(_frames(error.__traceback__))
         at = next((i for i, frame in enumerate(frames) if _is_step(frame, module)), None)
         if at is not None:
@@ -557,7 +549,7 @@ def _described(step: FrameType, inner: list[FrameType], module: nn.Module) -> st
     if layers:
         layer = layers[-1]
         where += f", module {names[id(layer)]!r}: {type(layer).__name__}({printable(layer.extra_repr(), 200)})"
-    _, batch, *rest = step.f_code.co_varnames  # self, batch, batch_idx, and what else the step names
+    _, batch, *rest = step.f_code.co_varnames  # self, batch, batch_idx, and other locals of the step
     index = step.f_locals.get(rest[0]) if step.f_code.co_argcount > 2 else None
     number = f" {index}" if isinstance(index, int) else ""
     if batch not in step.f_locals:  # deleted

@@ -1,4 +1,4 @@
-"""``trainer.explain()``: the composed run, and the loop with every hook and who listens, in order."""
+"""``trainer.explain()``: the composed run, and the loop with every hook and its listeners, in order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimize import configure_optimizers
-from trainer_kit.training.compose import check_module, weigh
+from trainer_kit.training.compose import check_module, choose_by_memory
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.session import Session
 
@@ -54,11 +54,11 @@ on_exception
 
 
 def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
-    """The loop, a line each: hooks that somebody hears with their listeners, steps with what happens in them.
+    """The loop, a line each: hooks with their listeners, if any, and the other steps with what happens in them.
 
     Args:
-        bus: who listens.
-        facts: notes for the lines that are no hooks, by name.
+        bus: has the listeners.
+        facts: notes for the lines that are not hooks, by name.
         validates: whether validation is part of the run.
     """
     lines = []
@@ -67,9 +67,9 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
         if ("validation" in name or "sanity" in name) and not validates:
             continue
         if name in Bus.__annotations__:
-            who = bus.listeners(name)
-            if who:
-                lines.append(f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(who)}")
+            listeners = bus.listeners(name)
+            if listeners:
+                lines.append(f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(listeners)}")
         elif name in facts:
             lines.append(f"{line:<34} {facts[name]}")
     return lines
@@ -85,7 +85,7 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
             loaders, datamodule = None, loaders
         _prepare(trainer, module, datamodule)
         if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):
-            strategy, why = weigh(trainer, module, "fit")
+            strategy, why = choose_by_memory(trainer, module, "fit")
     lines = [
         f"strategy     {strategy.describe()}",
         f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
@@ -113,7 +113,7 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
 
 
 def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
-    """What `fit` does ahead of asking for loaders."""
+    """Do what `fit` does before it asks for loaders."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     for owner in owners:
         owner.trainer = trainer
@@ -139,7 +139,7 @@ def _limits(trainer: Session) -> str:
 
 
 class _Ranks:
-    """Rank 0 of a number of data ranks that are not running yet."""
+    """Rank 0 of data ranks that are not running yet."""
 
     rank = 0
 
@@ -163,7 +163,7 @@ def _window(trainer: Session) -> int:
 
 
 def _cost_lines(trainer: Session, strategy: Any, module: Any, size: int) -> list[str]:
-    """What a rank holds and sends: of the module as it is now, divided by an earlier fit or not."""
+    """What a rank holds and sends for the module in its present state, which an earlier fit may have sharded."""
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
     costs = strategy.costs(module, trainer.precision_plugin, size)
@@ -174,9 +174,9 @@ def _cost_lines(trainer: Session, strategy: Any, module: Any, size: int) -> list
     if not optimizers and is_overridden("configure_optimizers", module, TrainModule):
         try:
             optimizers = configure_optimizers(module).optimizers
-        except Exception as error:  # it may ask for what only a running fit has, as the number of steps
-            optimizers, said = None, str(error).partition("\n")[0]
-            note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {said})"]
+        except Exception as error:  # it may need what only a running fit has, such as the number of steps
+            optimizers, problem = None, str(error).partition("\n")[0]
+            note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"]
     return [*cost_lines(costs, optimizers, _window(trainer)), *note]
 
 

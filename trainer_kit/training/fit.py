@@ -25,15 +25,15 @@ __all__ = ["fit"]
 
 
 def fit(run: Fit) -> None:
-    """Train until a limit is reached or a stop is asked for."""
+    """Train until a limit is reached or a stop request is granted."""
     bus, progress, strategy, micro, stepper = run.bus, run.progress, run.strategy, run.micro, run.stepper
-    with _again(run) if run.resumed else nullcontext():
+    with _repeated(run) if run.resumed else nullcontext():
         for hook in bus.on_train_start:
             hook()
     goes_on = continues(run)
     while goes_on:
         _begin_epoch(run)
-        with _again(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
+        with _repeated(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
             for hook in bus.on_train_epoch_start:
                 hook()
         completed = not settle_resume(run)
@@ -51,11 +51,11 @@ def fit(run: Fit) -> None:
                     completed = run.schedule.epoch_is_over(progress)
                     break
         except EndOfEpoch:
-            micro.started = -1  # no window is under way any more
+            micro.started = -1  # no window is open
         goes_on = settle_epoch(run, completed)
     settle_stop(run)
     check_trained(run, over=True)
-    settle_save(run)  # who ends training finds every checkpoint that was asked for
+    settle_save(run)  # on_train_end finds every requested checkpoint
     for hook in bus.on_train_end:
         hook()
     settle_end(run)
@@ -63,8 +63,8 @@ def fit(run: Fit) -> None:
 
 
 @contextmanager
-def _again(run: Fit) -> Iterator[None]:
-    """What a resumed run calls once more prepares its process; what it draws and logs is in the checkpoint already."""
+def _repeated(run: Fit) -> Iterator[None]:
+    """Repeat hooks of a resumed run that prepare its process; the checkpoint already has what they draw and log."""
     with preserved_rng(run.strategy.device), run.metrics.unheard():
         yield
 
@@ -75,5 +75,5 @@ def _begin_epoch(run: Fit) -> None:
     run.schedule.start_epoch(run.progress)
     steps = run.schedule.steps_left(run.progress)
     run.windows.budget = None if steps is None else steps * run.windows.length
-    # What was asked for between the epochs is looked at after the first step.
+    # Requests made between the epochs are settled after the first step.
     run.due = 0 if any(run.requests.pending) else next_due(run)

@@ -1,4 +1,4 @@
-"""Which loaders a verb runs on, how they are split, and how a batch gets onto the device."""
+"""Finds the loaders of an entry point, splits them over ranks, and moves their batches to the device."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from trainer_kit.training.settings import Settings
 __all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
 
 NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
-"""What a verb's loaders and limits are called."""
+"""The names of the loaders and limits of each entry point."""
 
 
-def find_loaders(stage: str, given: Any, module: Any, datamodule: Any) -> Any:
-    """What was passed, else the datamodule's, else the module's own; None where there is none."""
-    if given is not None:
-        return given
+def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
+    """The loaders passed to the entry point, else the datamodule's, else the module's; None without any."""
+    if passed is not None:
+        return passed
     name = f"{NAMES[stage]}_dataloader"
     for source in (datamodule, module):
         if source is not None and (name in vars(source) or is_overridden(name, source, DataHooks)):
@@ -96,10 +96,10 @@ def evaluation_feeds(
 
 
 def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None]:
-    """Each loader's batches on the rank that has most; None where nobody knows.
+    """For each loader, the most batches that a rank has; None where the number is not known.
 
-    Ranks may bring loaders of their own (``use_distributed_sampler=False``): what is due when, and when an epoch is
-    over, must be the same on all of them.
+    Ranks may have different loaders (``use_distributed_sampler=False``), but intervals and the end of an epoch must
+    fall on the same step on all of them.
     """
     if group.size == 1:
         return list(limits)
@@ -117,7 +117,7 @@ def _one_after_the_other(loaders: Any) -> list[Any]:
 
 
 def _unshuffled(loaders: Any) -> Any:
-    """The same loader in dataset order: overfitting sees the same batches again and again."""
+    """The same loader in dataset order: overfitting repeats the same batches."""
     loaders = read_together(loaders)
     if isinstance(loaders, CombinedLoader):
         return CombinedLoader(loaders.join(map(_unshuffled, loaders.flattened)), loaders.mode)
@@ -134,9 +134,9 @@ def _unshuffled(loaders: Any) -> Any:
 def mover(
     module: Any, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
 ) -> tuple[Callable[[Any, int], Any] | None, bool]:
-    """How a batch gets onto the device, and whether that may happen ahead of its turn; None where nothing is to do.
+    """A function that moves a batch to the device, or None where there is nothing to do; and whether it may prefetch.
 
-    ``whole``: it stays whole there.
+    ``whole``: the batch is not divided there.
     """
     hooks = {}
     for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):

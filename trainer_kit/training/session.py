@@ -1,4 +1,4 @@
-"""What a Trainer is between and during its verbs: parts, progress, metrics, requests."""
+"""The state of a Trainer: parts, progress, metrics, requests, by the names that modules and callbacks use."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Session"]
 
 @final
 class _Elsewhere:
-    """An attribute of Lightning's Trainer that this one does not have: reading it says what to use instead."""
+    """An attribute of Lightning's Trainer that this Trainer lacks; reading it names the replacement."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -189,7 +189,7 @@ class Session:
 
     @property
     def validating(self) -> bool:
-        """Whether validation is running, by itself or inside `fit`; the sanity check is none."""
+        """Whether validation is running, in `validate` or inside `fit`; the sanity check does not count."""
         return self.state_verb == "validate" or (
             self.state_verb == "fit" and self.evaluating and not self.sanity_checking
         )
@@ -211,7 +211,7 @@ class Session:
 
     @property
     def epoch_is_whole(self) -> bool:
-        """In ``on_train_epoch_end``: whether the epoch is over; a run that ends inside of it goes on there."""
+        """In ``on_train_epoch_end``: whether the epoch is complete; a run that ends inside it is resumed there."""
         return self.run is not None and self.run.whole
 
     @property
@@ -296,7 +296,7 @@ class Session:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, as far as anybody knows; infinite without a limit."""
+        """Optimizer steps of the whole fit, as far as they are known; infinite without a limit."""
         limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
         duration = self.settings.max_duration
         batches = self.num_training_batches
@@ -321,23 +321,23 @@ class Session:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Ask training to end after this step; the reason reaches the log.
+        """Request the end of training after this step; the reason reaches the log.
 
         A request before ``min_epochs`` and ``min_steps`` is granted when both are reached.
         """
         self.requests.ask_stop(reason)
 
     def withdraw_stop(self, reason: str) -> None:
-        """Take back a stop request that is not granted yet; one for another reason stays."""
+        """Withdraw a stop request that is not granted yet; a request for another reason stays."""
         self.requests.withdraw_stop(reason)
 
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
-        """Ask for a checkpoint once everything of this step is done."""
+        """Request a checkpoint, taken after everything else of this step."""
         if not self.settings.fast:  # fast_dev_run writes nothing
             self.requests.ask_checkpoint(reason, request)
 
     def request_validation(self, reason: str) -> None:
-        """Ask for validation after this step."""
+        """Request validation after this step."""
         self.requests.ask_validation(reason)
 
     @property
@@ -350,7 +350,7 @@ class Session:
 
     @property
     def should_stop(self) -> bool:
-        """Whether a stop is asked for; setting it to True asks."""
+        """Whether a stop is requested; setting it to True requests one."""
         return self.requests.stop is not None
 
     @should_stop.setter
@@ -378,14 +378,14 @@ class Session:
     # -- data ------------------------------------------------------------------------------------------------------
 
     def load_train(self) -> Any:
-        """The training loaders of this fit; they are asked for once, by whoever needs them first. None without any."""
+        """The training loaders of this fit, or None; the first call gets them from the user."""
         if self.train_dataloader is None:
             self.train_dataloader = self.find_train_loaders()
         return self.train_dataloader
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on this rank: infinite where nobody knows, 0 where there is nothing to train on.
+        """Micro-batches of an epoch on this rank: infinite where the number is not known, 0 without training data.
 
         In `setup` and `configure_optimizers` this asks for the loaders, which must be ready.
         """
@@ -409,9 +409,9 @@ class Session:
         return self._callbacks
 
     def set_callbacks(self, callbacks: Sequence[Any]) -> None:
-        """Replace the callbacks; they are put into order."""
+        """Replace the callbacks, and sort them into their order."""
         if self.state_verb:
-            raise ConfigurationError("callbacks cannot change while a verb runs", found=self.state_verb)
+            raise ConfigurationError("callbacks cannot change while an entry point runs", found=self.state_verb)
         self._given = self._callbacks = sorted_callbacks(callbacks)
         self.read_accumulation()
 
@@ -463,7 +463,7 @@ class Session:
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:
-        """The schedulers of the running fit, with when they advance."""
+        """The schedulers of the running fit, with their intervals."""
         return [] if self.run is None else self.run.stepper.made.schedulers
 
     @property
@@ -473,7 +473,7 @@ class Session:
 
     @property
     def lightning_module(self) -> Any:
-        """The module, by the names that it has in Lightning."""
+        """The module, by its names in Lightning."""
         return self.module
 
     model = lightning_module
@@ -482,7 +482,7 @@ class Session:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest of every logged name; between flushes what this rank logged. Callbacks may add to it."""
+        """The latest value of every logged name; between flushes the value of this rank. Callbacks may add to it."""
         return self.metrics.callback_metrics()
 
     def logged_at(self, name: str) -> int:
@@ -491,7 +491,7 @@ class Session:
 
     @property
     def logged_metrics(self) -> dict[str, float]:
-        """What the loggers were handed last, by name."""
+        """The values that the loggers got last, by name."""
         return dict(self.metrics.logged)
 
     @property
@@ -500,9 +500,9 @@ class Session:
         return dict(self.metrics.progress_bar)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand values to every logger at once, on rank 0; tensors are read here, which is a sync point.
+        """Give values to every logger immediately, on rank 0; this reads tensors, which is a sync point.
 
-        A value called ``step`` is the step that the others stand at, as in Lightning.
+        A value called ``step`` is the step of the others, as in Lightning.
         """
         if not metrics or not self.is_global_zero:
             return
@@ -521,7 +521,7 @@ class Session:
         self.train_dataloader = self._training_batches = None
 
     def read_accumulation(self) -> None:
-        """The length of the first window, as the callbacks of this fit have it."""
+        """Take the length of the first window from the callbacks of this fit."""
         counting = self.first_callback("get_accumulate_grad_batches")
         self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
@@ -536,8 +536,8 @@ class Session:
         """Write a checkpoint directory now; every rank must call it.
 
         Args:
-            filepath: the directory to write, or its URL; one that is there is replaced.
-            weights_only: leave out optimizers and everything else but weights and hyperparameters.
+            filepath: the directory to write, or its URL; an existing one is replaced.
+            weights_only: save only weights and hyperparameters.
         """
         if self.run is None:
             raise ConfigurationError("there is nothing to save", fix="call save_checkpoint during or after fit()")
@@ -555,7 +555,7 @@ class Session:
         stepper.backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer, unscaled first where they are scaled; None: as the Trainer was given."""
+        """Unscale and clip the gradients of one optimizer; None: by the value or algorithm of the Trainer."""
         own_value, own_algorithm = self.settings.clip or (None, "norm")
         value, algorithm = own_value if value is None else value, algorithm or own_algorithm
         if value is None:
@@ -565,7 +565,7 @@ class Session:
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); one rank's stays as it is.
+        """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); unchanged for one rank.
 
         Raises:
             RankError: on every rank, where shapes, dtypes or structure differ.
@@ -617,7 +617,7 @@ class Session:
     # -- what Lightning's Trainer has besides ----------------------------------------------------------------------
 
     fit_loop = _Elsewhere(
-        "limits are arguments of the Trainer; to train further, fit(ckpt_path=...) with a Trainer of larger ones"
+        "limits are arguments of the Trainer; to train further, fit(ckpt_path=...) with a Trainer with larger limits"
     )
     validate_loop = _Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"

@@ -1,4 +1,4 @@
-"""What a Trainer was asked for about the loop, checked once."""
+"""The Trainer's arguments about the loop, checked once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Settings", "check_switches", "make_settings", "plain_arguments"]
 class Settings:
     """The loop's limits, intervals and switches; see `trainer_kit.Trainer` for their meaning.
 
-    ``max_epochs`` is None where no number of epochs ends the run; ``endless`` tells whether -1 was given.
+    ``max_epochs`` is None where no number of epochs ends the run; ``endless`` is True where -1 was given.
     """
 
     max_epochs: int | None
@@ -114,7 +114,7 @@ def make_settings(
 
 
 def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) -> None:
-    """Refuse what the parts that these go to would misread."""
+    """Check arguments that the loop does not use itself."""
     _at_least("seed", seed, 0)
     _at_least("num_nodes", num_nodes, 1)
     if deterministic not in (None, False, True, "warn"):
@@ -141,7 +141,7 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
     if not options:
         return
     try:
-        with warnings.catch_warnings():  # what its backends warn of on import says nothing about the arguments
+        with warnings.catch_warnings():  # backends warn on import about other things than the arguments
             warnings.simplefilter("ignore")
             torch.compile(lambda: None, **options)
     except Exception as error:  # of many classes, by backend
@@ -153,7 +153,7 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
 
 
 def _in_unit(name: str, value: Any, unit: str) -> Any:
-    """A duration string in the one unit that this argument counts; everything else as it is."""
+    """The number in a duration string of the unit that this argument counts; any other value unchanged."""
     if not isinstance(value, (str, Duration)):
         return value
     length = Duration.parse(value)
@@ -194,7 +194,7 @@ def _at_least(name: str, value: Any, least: int) -> None:
 
 
 def _number_meant(name: str, value: str) -> str | None:
-    """What to write instead of a string that holds a number or a duration."""
+    """The fix for a string that holds a number or a duration."""
     if value.strip().lstrip("-").isdecimal():
         return f"{name}={value.strip()}"
     try:
@@ -239,7 +239,7 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
 
 
 def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """A constructor's arguments as plain data: objects by what identifies them, secrets masked.
+    """A constructor's arguments as plain data: objects by name, secrets masked.
 
     Args:
         arguments: by name; ``self`` is left out.
@@ -266,7 +266,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, map(_plain, value)))
-    # Functions and the default text of an object name their address, and equal states give equal bytes.
+    # The default text of functions and objects has their address, but equal states must give equal bytes.
     for name in ("__qualname__", "state_key"):
         if hasattr(value, name):
             return str(getattr(value, name))

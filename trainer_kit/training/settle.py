@@ -1,4 +1,7 @@
-"""Between two steps: flush, validate, save, stop. Callbacks ask; here it is done, at the same step on every rank."""
+"""Settles requests between two steps: flush, validate, save, stop. Callbacks request; the loop acts here.
+
+Every rank settles at the same step.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = [
 
 
 def settle_step(run: Fit) -> bool:
-    """What is due after this step. Returns whether the epoch is to be left."""
+    """Do what is due after this step. Returns whether to leave the epoch."""
     progress, schedule, requests = run.progress, run.schedule, run.requests
     _pass_time(run)
     agrees = schedule.agrees(progress)
@@ -45,23 +48,23 @@ def settle_step(run: Fit) -> bool:
         _unite(run)
         agrees = True
     over = schedule.epoch_is_over(progress)
-    # At the end of an epoch a stop waits until it is counted: it may be the last of the minimum.
+    # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
     leaves = schedule.finished(progress) is not None or (agrees and not over and _stops(run))
-    # A request that brings its path was made by progress alone, at this step on every rank: no agreement is needed.
-    # At the end of an epoch the checkpoint waits for everything of that step: its hooks, its schedulers. A run that
-    # leaves the epoch early saves here: a resumed one goes on with the running sums that leaving reduces and forgets.
+    # A request with a path depends on progress alone, so every rank has it at this step without an agreement.
+    # At the end of an epoch the checkpoint waits for the hooks and schedulers of that step. A run that leaves the epoch
+    # early saves here: leaving reduces and resets the running sums that a resumed run needs.
     if (agrees or requests.named) and not over:
         save_requested(run)
-    run.due = next_due(run)  # ahead of the look at signals: the next one wakes
+    run.due = next_due(run)  # before the check for signals: the next signal sets it to 0
     if run.saver.ended and run.strategy.world.size == 1:
-        run.wake()  # it ended between the look at it and here
+        run.wake()  # it ended after the check above
     if listens:
         _leave_on_signal(run)
     return leaves
 
 
 def settle_resume(run: Fit) -> bool:
-    """What the checkpoint was taken ahead of: the validation of its step. Returns whether the epoch is to be left."""
+    """Run the validation that was due at the step of the checkpoint. Returns whether to leave the epoch."""
     if not run.owes_validation or run.validation is None:
         return False
     run.owes_validation = False
@@ -75,7 +78,7 @@ def settle_resume(run: Fit) -> bool:
 
 
 def settle_epoch(run: Fit, completed: bool) -> bool:
-    """The batches of an epoch are over, or the run is. Returns whether training goes on."""
+    """Do what is due when an epoch, or the run, ends. Returns whether to train another epoch."""
     progress, schedule, bus = run.progress, run.schedule, run.bus
     run.whole = completed
     run.metrics.leave_batch()
@@ -84,12 +87,12 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
         validate(run)
     ran = run.micro.index >= 0
-    empty = completed and not ran and progress.epoch_batch == 0  # the next epoch would be as empty, and the next
+    empty = completed and not ran and progress.epoch_batch == 0  # every later epoch would be empty, too
     reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values, and what they log is reduced after them
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
             hook()
-        if listeners or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
+        if listeners or run.strategy.reports.size > 1:  # listeners may differ between ranks
             reduced.add(run.metrics.flush_epoch(ran))
         run.publish(reduced.logger, progress.step)
         reduced = Reduced()
@@ -101,7 +104,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         progress.epoch += 1
         progress.epoch_batch = 0
     _unite(run)
-    if run.requests.validation is not None:  # asked for by a hook of the epoch
+    if run.requests.validation is not None:  # requested by a hook of the epoch
         if run.validation is not None and run.validated != progress.step:
             validate(run)
             _unite(run)
@@ -123,11 +126,11 @@ def settle_stop(run: Fit) -> None:
 
 
 def check_trained(run: Fit, over: bool) -> None:
-    """Refuse to go on, or to end as a success, where no step has had a gradient on any rank; every rank must call it.
+    """Refuse to continue, or to succeed, while no step has had a gradient on any rank. Every rank must call it.
 
     Args:
         run: the fit.
-        over: no step follows: until then a run may wait for its first loss.
+        over: whether no step follows; before the end, a run may still wait for its first loss.
     """
     if run.trained or not run.stepper.made.optimizers:
         return
@@ -155,7 +158,7 @@ def check_trained(run: Fit, over: bool) -> None:
 
 
 def settle_end(run: Fit) -> None:
-    """Save what the last hooks asked for, on any rank."""
+    """Save what the last hooks requested, on any rank."""
     _unite(run)
     save_requested(run, last=True)
 
@@ -170,7 +173,7 @@ def next_due(run: Fit) -> int:
 
 
 def continues(run: Fit) -> bool:
-    """Whether there is anything to train: no limit is reached, and nobody asked to stop before it began."""
+    """Whether to train at all: no limit is reached, and no stop is requested before the first step."""
     _unite(run)
     reached = run.schedule.finished(run.progress)
     if reached is not None:
@@ -179,7 +182,7 @@ def continues(run: Fit) -> bool:
 
 
 def validate(run: Fit) -> None:
-    """Run validation; training afterwards is what it would have been without."""
+    """Run validation, without an effect on the training that follows."""
     assert run.validation is not None
     run.requests.validation = None
     run.validated = run.progress.step
@@ -205,7 +208,7 @@ def _count_time(run: Fit, seconds: float) -> None:
 
 
 def _unite(run: Fit) -> None:
-    """Give every rank the requests of all of them, and the same time: limits and intervals are held against it."""
+    """Give every rank the requests of all ranks, and the same time, which limits and intervals use."""
     world, requests = run.strategy.world, run.requests
     if world.size == 1:
         if run.saver.ended:
@@ -216,14 +219,14 @@ def _unite(run: Fit) -> None:
     stops, validations, signals, saves, skipped, ghosts, saved, elapsed, _ = map(list, zip(*rows, strict=True))
     run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
-    # A batch that a rank did not have is one that it may have skipped.
+    # A padding batch counts as one that the rank may have skipped.
     if max(skipped) > min(map(sum, zip(skipped, ghosts, strict=True))):
         raise RankError(
             "training_step returned None on some ranks only",
             found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
             fix="return None on every rank or on none; a loss of zero adds nothing either",
         )
-    # What this process is told from here on waits for the next agreement.
+    # Signals that arrive from here on wait for the next agreement.
     requests.leaving = int(max(signals))
     if any(stops) or any(validations):
         reasons = world.all_gather_object((requests.stop, requests.validation))
@@ -232,11 +235,11 @@ def _unite(run: Fit) -> None:
     if any(saved):
         settle_save(run)
     if any(saves) and not requests.checkpoints:
-        requests.checkpoints.append(("asked for by another rank", None))
+        requests.checkpoints.append(("requested by another rank", None))
 
 
 def _listen(run: Fit) -> None:
-    """Has any rank got a signal, and how late is it? Slow steps would let both wait too long for the next agreement."""
+    """Exchange signals and time between two agreements: with slow steps both would wait too long."""
     rows = run.strategy.world.agree([run.requests.signal, run.elapsed, _pace(run)])
     run.requests.leaving = int(max(row[0] for row in rows))
     _count_time(run, max(row[1] for row in rows))
@@ -244,7 +247,7 @@ def _listen(run: Fit) -> None:
 
 
 def _pace(run: Fit) -> int:
-    """About how many steps a second takes, within the interval of agreements; rank 0's counts."""
+    """Steps a second, at most the interval of agreements; the value of rank 0 counts."""
     now, step = time.monotonic(), run.progress.step
     steps, seconds = step - run.paced[0], now - run.paced[1]
     run.paced = (step, now)
@@ -252,7 +255,7 @@ def _pace(run: Fit) -> int:
 
 
 def _stops(run: Fit) -> bool:
-    """Whether a stop request is granted; one before ``min_epochs`` and ``min_steps`` waits for them."""
+    """Whether a stop request is granted; before ``min_epochs`` and ``min_steps`` it waits."""
     reason, schedule = run.requests.stop, run.schedule
     if reason is None:
         return False
@@ -260,14 +263,14 @@ def _stops(run: Fit) -> bool:
         return True
     if not run.deferred:
         run.deferred = True
-        given = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
-        minimum = " and ".join(f"{name}={value}" for name, value in given.items() if value)
+        minimums = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
+        minimum = " and ".join(f"{name}={value}" for name, value in minimums.items() if value)
         run.say(f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}")
     return False
 
 
 def _leave_on_signal(run: Fit) -> None:
-    """End the run where a signal asked for it; of several ranks, where all of them know."""
+    """End the run after a signal; with several ranks, once all of them have agreed on it."""
     number, step = run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving, run.progress.step
     if not number:
         return
@@ -282,7 +285,7 @@ def _leave_on_signal(run: Fit) -> None:
         saved = f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
         if run.strategy.world.rank == 0:
             saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
-        run.strategy.world.barrier()  # who leaves first is followed by all: not before SLURM has answered
+        run.strategy.world.barrier()  # no rank leaves before SLURM has answered
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
     run.say(f"{name}: {saved}, {leaving}")
     raise ended_by(number)
