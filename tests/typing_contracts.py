@@ -21,7 +21,7 @@ if TYPE_CHECKING:
         TruePrecision,
     )
     from trainer_kit.precision.precision import Precision
-    from trainer_kit.step.micro_batch import Micro
+    from trainer_kit.step.micro_batch import MicroBatches
     from trainer_kit.strategies import (
         DDPStrategy,
         DeepSpeedStrategy,
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     ) -> list[Logger]:
         return [csv, dummy, jsonl, tensorboard, wandb]
 
-    def one_window(micro: Micro) -> MicroSteps:
+    def one_window(micro: MicroBatches) -> MicroSteps:
         return micro
 
     def facade(trainer: Trainer) -> TrainerLike:

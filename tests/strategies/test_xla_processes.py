@@ -98,7 +98,7 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
     assert strategy.gradient_divisor == strategy.data.size == 2
     calls.clear()
 
-    class Micro:
+    class MicroBatches:
         count = 2
 
         def begin(self, index: int) -> None:
@@ -113,7 +113,7 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
         def end(self, index: int) -> None:
             calls.append(f"end {index}")
 
-    strategy.forward_backward(Micro())
+    strategy.forward_backward(MicroBatches())
     assert calls == ["begin 0", "end 0", "begin 1", "end 1", ("all_reduce", "sum", 4, 0.5)]
     assert module[0].bias.grad is not None
     assert module[0].bias.grad.tolist() == [2.5, 2.5]  # two micro-batches here; one more there: (2 + 3) / 2
@@ -124,13 +124,13 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
     module[0].weight.requires_grad_()  # what trains may change from step to step
     module[1].bias.requires_grad_(False)
     module[1].zero_grad()
-    strategy.forward_backward(Micro())
+    strategy.forward_backward(MicroBatches())
     assert [parameter.grad is not None for parameter in module.parameters()] == [True, False, True, False]
     module.requires_grad_(False)
     strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
     module.requires_grad_()
     calls.clear()
-    strategy.forward_backward(Micro())
+    strategy.forward_backward(MicroBatches())
     assert calls[-1] == ("all_reduce", "sum", 4, 0.5)
     optimizer = torch.optim.SGD(module.parameters(), 1.0)
     calls.clear()

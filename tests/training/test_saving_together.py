@@ -143,7 +143,7 @@ def a_rank_that_is_not_heard_of_in_time(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_group, "_FOR_WRITERS", timedelta(seconds=1))
         patch.setattr(sharded, "write_file", write)
-        group.apart(anew=True)
+        group.side_group(recreate=True)
         asks = Asks(path)
         fit(asks)
     assert asks.told == ["failed 1", "saved 2"]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_kit.step.teardown import Unwinding
+from trainer_kit.step.teardown import Teardown
 
 
 class Boom(Exception): ...
 
 
 def unwinding(*names, calls, fails=()):
-    made = Unwinding()
+    made = Teardown()
 
     def call(name):
         def run(error):

@@ -9,11 +9,11 @@ from torch.utils.data import DataLoader
 from trainer_kit import Progress
 from trainer_kit.core.errors import DataError
 from trainer_kit.data import Ahead, Feed
-from trainer_kit.step.accumulation_window import Windows
+from trainer_kit.step.accumulation_window import WindowLoader
 
 
-class Micro:
-    """What `Windows` loads, noted at each turn."""
+class MicroBatches:
+    """What `WindowLoader` loads, noted at each turn."""
 
     tokens = 0
 
@@ -29,7 +29,7 @@ class One:
 
 
 def windows(loader, length=1, **options):
-    made = Windows(Feed(loader), Micro(), One(), options.pop("divisor", 1), **options)
+    made = WindowLoader(Feed(loader), MicroBatches(), One(), options.pop("divisor", 1), **options)
     made.length = length
     return made
 

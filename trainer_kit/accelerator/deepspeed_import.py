@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from trainer_kit.checkpoint.deepspeed import DeepSpeedContent, DeepSpeedFiles, deepspeed_content
-from trainer_kit.core.collective_errors import together
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.protocols import Group
 from trainer_kit.state.optimizer_states import owned_parameters, parameter_names, restore_optimizer
@@ -46,7 +46,7 @@ def load_deepspeed(
         CheckpointError: it does not fit what was prepared.
     """
     world: Group = strategy.world
-    content: DeepSpeedContent = together(world, lambda: deepspeed_content(theirs))
+    content: DeepSpeedContent = fail_together(world, lambda: deepspeed_content(theirs))
     prepared = [f"{len(several)} {what}" for several, what in ((models, "models"), (optimizers, "optimizers"))]
     if len(models) != 1 or len(optimizers) > 1:
         raise CheckpointError(path, None, f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}")
@@ -54,7 +54,7 @@ def load_deepspeed(
 
     (model,), weights = models, dict[str, Any]()
     owned = [owned_parameters(strategy, optimizer) for optimizer in optimizers]
-    _, absent = together(world, lambda: held_of(strategy, model))
+    _, absent = fail_together(world, lambda: held_of(strategy, model))
 
     def fill() -> None:
         names = parameter_names(strategy, model)
@@ -66,8 +66,8 @@ def load_deepspeed(
         for name, parameter in model.named_parameters(remove_duplicate=False) if content.placed else ():
             weights[name] = weights[names[id(parameter)]]  # what is shared has one master
 
-    together(world, fill)
-    together(world, lambda: strategy.load_module_state(model, weights, strict=True))
+    fail_together(world, fill)
+    fail_together(world, lambda: strategy.load_module_state(model, weights, strict=True))
     schedule = "its schedule, which advanced once a step, goes on"
     if content.schedule is None or not schedulers:
         schedule = "no schedule is saved or prepared: the learning rate is what it was then"

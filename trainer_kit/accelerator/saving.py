@@ -23,7 +23,7 @@ from trainer_kit.checkpoint.manifest import check_content, read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, newest_verified
 from trainer_kit.compat.options import ProjectConfiguration
-from trainer_kit.core.collective_errors import on_every_rank, on_rank_zero, together
+from trainer_kit.core.collective_errors import fail_together, on_every_rank, on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
@@ -184,7 +184,7 @@ class Saving(Weights):
         target = local_directory(path)
         modules = [unwrap(model) for model in self._models]
         strategy = self.strategy
-        held = together(self.world, lambda: [strategy.module_state(module) for module in modules])
+        held = fail_together(self.world, lambda: [strategy.module_state(module) for module in modules])
         weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
         work = Path(on_rank_zero(self.world, lambda: str(_stage(target))))
 
@@ -214,7 +214,7 @@ class Saving(Weights):
             return
         from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
 
-        write_sharded(target, state, info=info, group=self.world.apart(), overwrite=True, staged=work)
+        write_sharded(target, state, info=info, group=self.world.side_group(), overwrite=True, staged=work)
         on_rank_zero(self.world, lambda: self._prune(target))
 
     def _read(self, path: Path) -> dict[str, Any]:
@@ -223,19 +223,19 @@ class Saving(Weights):
         def read() -> dict[str, Any]:
             return {} if self.strategy.sharded else read_checkpoint(path)
 
-        state = together(self.world, read)
+        state = fail_together(self.world, read)
         if not self.strategy.sharded:
             return state
         from trainer_kit.checkpoint.sharded import read_divided
 
         like: dict[str, Any] = {}
         elsewhere: dict[str, Collection[str]] = {}
-        every = together(self.world, lambda: [held_of(self.strategy, unwrap(model)) for model in self._models])
+        every = fail_together(self.world, lambda: [held_of(self.strategy, unwrap(model)) for model in self._models])
         for i, (held, absent) in enumerate(every):
             elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # of one model, where there are any
             for name, tensor in held.items():
                 like[name] = like[f"{i}.{name}"] = tensor
-        return read_divided(path, like, elsewhere=elsewhere, group=self.world.apart())
+        return read_divided(path, like, elsewhere=elsewhere, group=self.world.side_group())
 
     @made_together
     def load_state(
@@ -258,7 +258,7 @@ class Saving(Weights):
             CheckpointError: there is none, it is damaged, or does not fit what was prepared.
         """
         path = self._find(input_dir)
-        if (theirs := together(self.world, lambda: find_deepspeed(path))) is not None:
+        if (theirs := fail_together(self.world, lambda: find_deepspeed(path))) is not None:
             models, optimizers = [unwrap(model) for model in self._models], [one.optimizer for one in self._optimizers]
             schedulers = [one.scheduler for one in self._schedulers]
             self.step = load_deepspeed(path, theirs, self.strategy, models, optimizers, schedulers, self.print)
@@ -283,10 +283,10 @@ class Saving(Weights):
                 else:
                     self.strategy.load_module_state(own, saved, bool(load_model_func_kwargs.get("strict", True)))
 
-        together(self.world, hear)
-        together(self.world, fill)
+        fail_together(self.world, hear)
+        fail_together(self.world, fill)
         own = [owned_parameters(self.strategy, one.optimizer) for one in self._optimizers]
-        together(self.world, lambda: self._fill_the_rest(state, own))
+        fail_together(self.world, lambda: self._fill_the_rest(state, own))
         self.step = state["progress"]["step"]
         self._compare_schedulers(state["progress"].get("scheduler_steps"))
         named = _NUMBERED.fullmatch(path.name)

@@ -14,7 +14,7 @@ from torch import nn
 from trainer_kit.accelerator.loop import Loop
 from trainer_kit.checkpoint.files import tied_names
 from trainer_kit.checkpoint.weights import export
-from trainer_kit.core.collective_errors import on_rank_zero, together
+from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import absolute
 
@@ -36,7 +36,7 @@ class Weights(Loop):
             return _on_cpu(whole) if self.is_main_process else {}
         if not self.strategy.sharded:
             return dict(own.state_dict())
-        found = together(self.world, lambda: self.strategy.module_state(own))
+        found = fail_together(self.world, lambda: self.strategy.module_state(own))
         everywhere, tied = self.strategy.names_on_all_ranks(), tied_names(found)
         names, held = list(found), None
         if everywhere is not None:  # stages have other parameters, and share some

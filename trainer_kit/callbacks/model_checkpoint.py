@@ -79,7 +79,7 @@ class ModelCheckpoint(Callback):
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "late"
-    told_apart_by: ClassVar[str] = (
+    duplicate_key_fix: ClassVar[str] = (
         "give them another monitor=, mode=, filename= or interval (every_n_train_steps=, every_n_epochs=,"
         " train_time_interval=), or override state_key in a subclass"
     )

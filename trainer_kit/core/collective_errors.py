@@ -11,65 +11,75 @@ from torch import Tensor
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.protocols import Group
 
-__all__ = ["compare", "on_every_rank", "on_rank_zero", "same_everywhere", "shape_of", "signature", "together", "told"]
+__all__ = [
+    "compare",
+    "fail_together",
+    "on_every_rank",
+    "on_rank_zero",
+    "same_everywhere",
+    "shape_of",
+    "shared_error",
+    "signature",
+]
 
 _T = TypeVar("_T")
 
 
 def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
-    """What ``act`` returns, on every rank; only rank 0 calls it.
+    """Call ``act`` on rank 0 and return its result on every rank.
 
     Raises:
-        Exception: what ``act`` raised; where it is none of this library's, a `RankError` on the other ranks.
+        Exception: the error of ``act``; on the other ranks a `RankError` where the error is not one of this library.
     """
-    done: _T | None = None
+    result: _T | None = None
     problem: Exception | None = None
-    others: Exception | None = None
+    shared: Exception | None = None
     if world.rank == 0:
         try:
-            done = act()
-        except Exception as error:  # whatever it is, the others wait to hear of it
-            problem, others = error, told(error, 0)
-    done, others = world.broadcast((done, others))
-    problem = problem or others
+            result = act()
+        except Exception as error:  # of any kind: the other ranks wait in the broadcast
+            problem, shared = error, shared_error(error, 0)
+    result, shared = world.broadcast((result, shared))
     if problem is not None:
         raise problem
-    return cast(_T, done)
+    if shared is not None:
+        raise shared
+    return cast(_T, result)
 
 
 def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
-    """What ``act`` returns on each rank, in rank order; every rank calls it, and small values are what it returns.
+    """Call ``act`` on every rank and return the results of all ranks, in rank order. Results should be small.
 
     Raises:
-        Exception: what ``act`` raised here; else what it raised on the first rank where it did. Where that is none of
-            this library's, a `RankError`.
+        Exception: the error of ``act`` on this rank, else the error of the first rank on which it failed: a
+            `RankError` where that error is not one of this library.
     """
-    done: _T | None = None
+    result: _T | None = None
     problem: Exception | None = None
     try:
-        done = act()
-    except Exception as error:  # whatever it is, the others wait for this rank
+        result = act()
+    except Exception as error:  # of any kind: the other ranks wait in the gather
         problem = error
-    everyone = world.all_gather_object((done, problem and told(problem, world.rank)))
+    everyone = world.all_gather_object((result, problem and shared_error(problem, world.rank)))
     problem = problem or next((other for _, other in everyone if other is not None), None)
     if problem is not None:
         raise problem
-    return [cast(_T, one) for one, _ in everyone]
+    return [cast(_T, value) for value, _ in everyone]
 
 
-def together(world: Group, act: Callable[[], _T]) -> _T:
-    """What ``act`` returns here; every rank calls it, and where it fails on one of them it fails on all.
+def fail_together(world: Group, act: Callable[[], _T]) -> _T:
+    """Call ``act`` on every rank and return this rank's result; an error on one rank is raised on all.
 
     Raises:
         Exception: as `on_every_rank`.
     """
-    done: list[_T] = []
-    on_every_rank(world, lambda: done.append(act()))
-    return done[0]
+    results: list[_T] = []
+    on_every_rank(world, lambda: results.append(act()))
+    return results[0]
 
 
-def told(error: Exception, rank: int) -> TrainerKitError:
-    """What the other ranks hear of it: another's error may not be what can travel."""
+def shared_error(error: Exception, rank: int) -> TrainerKitError:
+    """The error that the other ranks raise: errors of other libraries may not be picklable."""
     if isinstance(error, TrainerKitError):
         return error
     return RankError(f"rank {rank}: {type(error).__name__}: {error}", fix=f"see what rank {rank} printed")
@@ -87,7 +97,7 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
-    """Structure, and what ``describe`` makes of each tensor; other leaves go by their type.
+    """The structure of ``data`` as text: ``describe`` of each tensor, and the type of every other leaf.
 
     Example:
         >>> import torch
@@ -104,7 +114,7 @@ def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
 
 
 def same_everywhere(group: Group, call: str, data: Any) -> None:
-    """Compare what all ranks are about to exchange; every rank calls it.
+    """Compare what the ranks are about to exchange; every rank calls it.
 
     Args:
         group: the ranks.
@@ -119,7 +129,7 @@ def same_everywhere(group: Group, call: str, data: Any) -> None:
 
 
 def compare(group: Group, call: str, numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> list[list[float]]:
-    """Exchange a few numbers, and compare ``call`` on the way: one exchange on the CPU, always of the same size.
+    """Exchange a few numbers and compare ``call`` in one exchange on the CPU, always of the same size.
 
     Args:
         group: the ranks.
@@ -130,7 +140,7 @@ def compare(group: Group, call: str, numbers: tuple[float, float, float] = (0.0,
         The numbers of every rank, one row a rank.
 
     Raises:
-        RankError: on every rank, naming who brings what.
+        RankError: on every rank, with the tensors of each.
     """
     digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little")  # exact in a float64
     rows = group.agree([digest, *numbers])

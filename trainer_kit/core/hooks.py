@@ -38,7 +38,7 @@ class Callback:
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "normal"
-    told_apart_by: ClassVar[str] = "override state_key so that it tells them apart"
+    duplicate_key_fix: ClassVar[str] = "override state_key so that it tells them apart"
     """What to do about two of this class with one `state_key`."""
     never_called: ClassVar[Mapping[str, str]] = {}
     """Names that Lightning's class calls and this one does not: by name, what to do instead."""

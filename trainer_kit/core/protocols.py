@@ -69,12 +69,12 @@ class MicroSteps(Protocol):
     def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
         """Go back to a micro-batch that has begun, for strategies that have several under way."""
 
-    def rehearse(self, batch: Any, index: int) -> Any:
-        """Run the user's step on a batch, unheard and unlogged."""
+    def dry_run(self, batch: Any, index: int) -> Any:
+        """Run the user's step on a batch without hooks and without logging."""
 
     @property
-    def hears_backward(self) -> bool:
-        """Whether anybody listens to ``on_before_backward`` or ``on_after_backward``."""
+    def has_backward_hooks(self) -> bool:
+        """Whether any callback or the module overrides ``on_before_backward`` or ``on_after_backward``."""
 
     def start_gradients(self) -> None:
         """Drop the gradients of the window before, for strategies that run backward themselves."""
@@ -107,11 +107,11 @@ class Group(Protocol):
     def agree(self, values: list[float]) -> list[list[float]]:
         """A few numbers of every rank, one row a rank, on a CPU group: no device is synchronised."""
 
-    def apart(self, anew: bool = False) -> Any:
-        """torch's group of the same processes that takes CPU tensors and that training does not use.
+    def side_group(self, recreate: bool = False) -> Any:
+        """A torch group of the same processes for CPU tensors, used for control traffic and never by training.
 
-        For what goes on beside training; every process makes the first call at the same time. None for one process.
-        ``anew``, on every process: another group, for in this one somebody was not heard of in time.
+        Collective: every process makes the first call at the same time. None for one process.
+        ``recreate``, on every process: make a new one after a timeout.
         """
 
 

@@ -173,7 +173,7 @@ class Metrics:
         self.by_batch = self.by_batch or entry.on_step
         return entry
 
-    def heard_on(self, strategy: Strategy, module: Any) -> None:
+    def attach(self, strategy: Strategy, module: Any) -> None:
         """From here on values are those of this module, on the ranks of this strategy."""
         self.group, self.module = strategy.reports, module
         self.counts = strategy.reporter == strategy.world.rank
@@ -202,7 +202,7 @@ class Metrics:
         self.absent.clear()
 
     @contextmanager
-    def unheard(self) -> Iterator[None]:
+    def discarding_logs(self) -> Iterator[None]:
         """What is logged inside of training is forgotten."""
         before = self.table
         self._tables["train"] = self.table = {key: entry.copy() for key, entry in before.items()}

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import encode
-from trainer_kit.core.collective_errors import on_every_rank, together
+from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
@@ -91,7 +91,7 @@ def collect(
         hooks: whether ``on_save_checkpoint`` is called.
     """
     progress = run.progress
-    weights = together(run.strategy.world, lambda: run.strategy.module_state(run.module))
+    weights = fail_together(run.strategy.world, lambda: run.strategy.module_state(run.module))
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
         names = parameter_names(run.strategy, run.module)
@@ -219,11 +219,11 @@ def restore(
     An error on one rank is raised on all: the others would wait in the next collective call.
     """
     world = run.strategy.world
-    together(world, partial(_call, run.bus.on_load_checkpoint, state))
+    fail_together(world, partial(_call, run.bus.on_load_checkpoint, state))
     differs = ranks_differ(run.strategy, state)
     if differs is None:  # otherwise every rank continues from the shared part
         state = {**state, **state.get(own_part(world.rank), {})}
-    together(world, lambda: _restore_weights(run, state, strict))
+    fail_together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
     _restore_training(run, state, made)
@@ -232,11 +232,11 @@ def restore(
         with fitting("loaders"):
             _restore_loaders(run, state, global_batch_size)
 
-    together(world, restore_loaders)
+    fail_together(world, restore_loaders)
     run.schedule.go_on(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
     run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
-    together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
+    fail_together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
 
 
 def _restore_weights(run: Fit, state: Mapping[str, Any], strict: bool) -> None:
@@ -259,9 +259,9 @@ def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> N
             for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
                 add_groups(optimizer, saved, {names[id(p)]: p for p in run.module.parameters()}, strategy.sharded)
 
-    together(strategy.world, begin)
+    fail_together(strategy.world, begin)
     own = [owned_parameters(strategy, optimizer) for optimizer in made.optimizers]
-    together(strategy.world, lambda: _restore_steps(run, state, made, own, names))
+    fail_together(strategy.world, lambda: _restore_steps(run, state, made, own, names))
 
 
 def _restore_steps(

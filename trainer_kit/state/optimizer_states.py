@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.collective_errors import together
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -43,7 +43,7 @@ _STEP: Final = "step"
 
 def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """An optimizer's state by parameter name, never by position; every rank must call it."""
-    parameters, states = together(strategy.world, lambda: strategy.optimizer_state(optimizer))
+    parameters, states = fail_together(strategy.world, lambda: strategy.optimizer_state(optimizer))
     groups, state = [], {}
     for number, (group, own) in enumerate(zip(optimizer.param_groups, parameters, strict=True)):
         kept = {k: v for k, v in group.items() if k != "params"}
@@ -58,7 +58,7 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
 
 def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.Parameter]]:
     """The parameters of each group as the module has them; every rank must call it."""
-    return together(strategy.world, lambda: strategy.optimizer_state(optimizer)[0])
+    return fail_together(strategy.world, lambda: strategy.optimizer_state(optimizer)[0])
 
 
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:

@@ -15,7 +15,7 @@ from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
 from trainer_kit.checkpoint.store import candidates, newest_verified, set_aside
 from trainer_kit.checkpoint.weights import read_module
-from trainer_kit.core.collective_errors import on_rank_zero, together
+from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Group
@@ -109,7 +109,7 @@ class Search:
         if not isinstance(ckpt_path, (str, os.PathLike)):
             raise ConfigurationError('ckpt_path is a path, a URL, "last" or "best"', found=repr(ckpt_path))
         path = locate(ckpt_path)
-        together(self.world, lambda: self._check_path(path))
+        fail_together(self.world, lambda: self._check_path(path))
         return path
 
     def _check_path(self, path: Location) -> None:
@@ -233,7 +233,7 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
         known = read_manifest(path)["parts"]
         return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
 
-    return together(strategy.world, read)
+    return fail_together(strategy.world, read)
 
 
 def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection[str]]:
@@ -250,13 +250,13 @@ def read_rest(
     if not strategy.sharded:
         return state
     if not (path.is_dir() and is_complete(path)):
-        return together(strategy.world, lambda: read_state(path, weights_only))
+        return fail_together(strategy.world, lambda: read_state(path, weights_only))
     from trainer_kit.checkpoint.sharded import read_divided  # torch.distributed's planner
 
     known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
-    like, absent = together(strategy.world, lambda: held_of(strategy, module))
+    like, absent = fail_together(strategy.world, lambda: held_of(strategy, module))
     elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
-    state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.apart())
+    state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.side_group())
     mine = own_part(strategy.world.rank)
     if strategy.per_rank_state and mine in known and not weights_only:
         state.update(read_checkpoint(path, parts=[mine]))
@@ -283,7 +283,7 @@ def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> N
     if strategy.sharded:
         state = read_rest({}, path, alone, strategy, module)
     else:
-        state = together(strategy.world, lambda: read_state(path, weights_only=alone))
+        state = fail_together(strategy.world, lambda: read_state(path, weights_only=alone))
     for hook in bus.on_load_checkpoint:
         hook(state)
 
@@ -291,4 +291,4 @@ def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> N
         with fitting("state_dict", RuntimeError):
             strategy.load_module_state(module, state["state_dict"], module.strict_loading)
 
-    together(strategy.world, load)
+    fail_together(strategy.world, load)

@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer_kit.checkpoint.background import Background, HostBuffers
 from trainer_kit.checkpoint.commit import Snapshot, take_snapshot, write_snapshot
 from trainer_kit.checkpoint.store import checkpoints, mark
-from trainer_kit.core.collective_errors import together, told
+from trainer_kit.core.collective_errors import fail_together, shared_error
 from trainer_kit.core.errors import CheckpointError, NonFiniteError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
@@ -155,7 +155,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     copies = saver.behind and not save.last  # else nothing changes until it is written
     all_began: Future[bool] = Future()  # ranks that write together wait for each other
     shared = run.strategy.sharded
-    group = world.apart() if shared else None
+    group = world.side_group() if shared else None
 
     def begin() -> None:
         if world.rank != 0 and not shared:
@@ -178,7 +178,7 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
             raise
 
     try:
-        together(world, begin)  # one rank may lack memory or threads
+        fail_together(world, begin)  # one rank may lack memory or threads
     except BaseException:
         all_began.set_result(False)
         raise
@@ -301,11 +301,11 @@ def _outcome(run: Fit, save: Save) -> Outcome:
     # Errors lose their cause on the way to other ranks: look at it here.
     problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
     if run.strategy.world.size > 1:
-        others = told(problem, 0) if isinstance(problem, Exception) else problem
+        others = shared_error(problem, 0) if isinstance(problem, Exception) else problem
         outcome, others, timed_out = run.strategy.world.broadcast((outcome, others, _timed_out(outcome)))
         problem = problem or others
         if timed_out and run.strategy.sharded:
-            run.strategy.world.apart(anew=True)
+            run.strategy.world.side_group(recreate=True)
     if save.writing is None or save.writing.wait(0):
         run.saver.save = None
     if problem is not None:

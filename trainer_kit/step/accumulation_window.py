@@ -10,14 +10,14 @@ from trainer_kit.core.errors import DataError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.data import EMPTY, MISSING, Feed
-from trainer_kit.step.micro_batch import Micro
+from trainer_kit.step.micro_batch import MicroBatches
 
-__all__ = ["Windows"]
+__all__ = ["WindowLoader"]
 
 
 @final
-class Windows:
-    """Loads windows into a `Micro`.
+class WindowLoader:
+    """Loads windows into a `MicroBatches`.
 
     The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over the micro-batches of the window and all data ranks; an
     engine that divides by ``divisor`` gets each loss times ``w_i * divisor / sum(w_i)``. Nothing is multiplied where
@@ -45,7 +45,7 @@ class Windows:
     def __init__(
         self,
         feed: Feed,
-        micro: Micro,
+        micro: MicroBatches,
         group: Group,
         divisor: int,
         *,
@@ -66,7 +66,7 @@ class Windows:
         # Weights of single batches say nothing where nothing is weighed against them.
         self._asks = weighting and loss_weight is None
 
-    def epoch(self, progress: Progress) -> Iterator[Micro]:
+    def epoch(self, progress: Progress) -> Iterator[MicroBatches]:
         """The windows of the running epoch, from where ``progress`` stands."""
         start = progress.epoch_batch
         batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
@@ -82,12 +82,12 @@ class Windows:
             windows = self._alone(batches, start)
         return self._tracked(windows) if self.feed.stateful else windows
 
-    def _tracked(self, windows: Iterator[Micro]) -> Iterator[Micro]:
+    def _tracked(self, windows: Iterator[MicroBatches]) -> Iterator[MicroBatches]:
         for micro in windows:
             self.feed.track.forget(micro.first)
             yield micro
 
-    def _alone(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
+    def _alone(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
         """One rank, and a batch weighs its samples: nothing to ask, and no factor for a window of one."""
         micro, one, sizes = self.micro, [None], [0]
         for batch, size in batches:
@@ -112,7 +112,7 @@ class Windows:
         if self._asks and len(batches) > 1:
             self._ask()
 
-    def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
+    def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
         """One rank, with the user's weights or batches that moved ahead of time."""
         micro = self.micro
         # Not map(): a StopIteration of the user's loss_weight would look like the end of the batches.
@@ -127,7 +127,7 @@ class Windows:
             start += micro.count
             yield micro
 
-    def _together(self, batches: Iterator[Any], start: int) -> Iterator[Micro]:
+    def _together(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
         """Several ranks: windows are equally long on all of them."""
         micro = self.micro
         self._by_samples = self.feed.even and self.loss_weight is None
@@ -158,7 +158,7 @@ class Windows:
             yield from self.ahead(part)
 
     def _load_together(self, window: list[Any], start: int) -> bool:
-        """Load this rank's share; False once no rank has anything left. Windows are equally long on every rank."""
+        """Load this rank's share; False once no rank has anything left. WindowLoader are equally long on every rank."""
         micro = self.micro
         sizes, weights, batches = self._columns(window)
         if self.measure is not None and self._source is not None:

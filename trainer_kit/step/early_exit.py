@@ -10,10 +10,10 @@ from trainer_kit.core.errors import RankError
 from trainer_kit.core.protocols import Group
 from trainer_kit.step.bus import Bus
 
-__all__ = ["answers", "left_together"]
+__all__ = ["answers", "exit_agreement"]
 
 
-def left_together(bus: Bus, world: Group) -> Callable[[bool, bool], bool] | None:
+def exit_agreement(bus: Bus, world: Group) -> Callable[[bool, bool], bool] | None:
     """How ranks agree on leaving an epoch: called for each micro-batch with whether this one leaves, and has a batch.
 
     None where nobody can: one process, or hooks that return nothing on any rank.

@@ -25,8 +25,8 @@ from trainer_kit.metrics.entry import Reduced
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus, Listeners
-from trainer_kit.step.padding_batches import donated, in_step, unseen
-from trainer_kit.step.teardown import Unwinding
+from trainer_kit.step.padding_batches import padded_to_longest, shared_batch, without_side_effects
+from trainer_kit.step.teardown import Teardown
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Evaluation", "evaluate", "part_weight", "predict"]
@@ -128,16 +128,16 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     weigh = None if run.whole else part_weight(run.module, run.strategy)
     feed, lockstep, earlier, ran = run.feeds[loader], run.strategy.lockstep, None, False
     metrics.feed = feed if weigh is None else None
-    mine = in_step(feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy)
+    mine = padded_to_longest(feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy)
     for index, (batch, size) in enumerate(mine):
         if lockstep and index == 0 and not _all_have(run, loader):
-            earlier = donated(None if batch is EMPTY else batch, run.strategy.data)
+            earlier = shared_batch(None if batch is EMPTY else batch, run.strategy.data)
             earlier = earlier if move is None else move(earlier, loader)
         if batch is EMPTY:  # the other ranks have more samples
             if kept is not None:
                 kept.append(EMPTY)
             if lockstep:
-                _run_ghost(run, partial(step, earlier, index, *extra))
+                _run_padding(run, partial(step, earlier, index, *extra))
             continue
         ran = True
         if weigh is not None:
@@ -172,12 +172,12 @@ def _all_have(run: Evaluation, loader: int) -> bool:
     return samples is not None and samples >= run.strategy.data.size
 
 
-def _run_ghost(run: Evaluation, step: Callable[[], Any]) -> None:
+def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
     """The other ranks need this one in their batch: an earlier one runs, unheard and unlogged."""
     metrics = run.metrics
     kept, metrics.table, metrics.hook = (metrics.table, metrics.by_batch), {}, f"{_HOOKS[run.stage]}_step"
     try:
-        with unseen(run.module, run.strategy.device), run.precision.forward_context() or nullcontext():
+        with without_side_effects(run.module, run.strategy.device), run.precision.forward_context() or nullcontext():
             step()
     finally:
         metrics.table, metrics.by_batch = kept
@@ -221,7 +221,7 @@ class _Evaluating:
     def __init__(self, run: Evaluation) -> None:
         self._run, self._kind = run, _HOOKS[run.stage]
         self._gradients = torch.inference_mode() if run.inference_mode else torch.no_grad()
-        self._ending = Unwinding()
+        self._ending = Teardown()
 
     def __enter__(self) -> None:
         module, metrics, ending = self._run.module, self._run.metrics, self._ending

@@ -14,7 +14,7 @@ from trainer_kit.precision.overflow import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.closures import calls_once, refusal_of_scaling
-from trainer_kit.step.micro_batch import Micro
+from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimize import LRSchedulerConfig, Optimizers
 from trainer_kit.strategies.strategy import Strategy
 
@@ -88,7 +88,7 @@ class ManualStepper:
 
     def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
-        self.window: Micro | None = None
+        self.window: MicroBatches | None = None
         self._backward = strategy.bind_backward(module.backward) or module.backward
         self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
 

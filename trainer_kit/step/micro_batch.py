@@ -17,7 +17,7 @@ from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 
-__all__ = ["EndOfEpoch", "Micro"]
+__all__ = ["EarlyEpochExit", "MicroBatches"]
 
 _OF_FIRST_RUN: Final = (
     *(
@@ -25,25 +25,25 @@ _OF_FIRST_RUN: Final = (
         "_draws",
         "batch",
         "contributed",
-        "ghosts",
+        "padded",
         "index",
         "loss",
         "outputs",
         "progress",
         "skipped",
-        "together",
+        "agree_on_exit",
     ),
 )
 """What running a window again leaves as it was."""
 
 
-class EndOfEpoch(Exception):
+class EarlyEpochExit(Exception):
     """``on_train_batch_start`` returned -1: Lightning's way to leave an epoch."""
 
 
 @final
-class Micro:
-    """One window, loaded by `Windows`, driven by a strategy.
+class MicroBatches:
+    """One window, loaded by `WindowLoader`, driven by a strategy.
 
     Args:
         bus: the hooks.
@@ -56,7 +56,7 @@ class Micro:
         manual: the step calls backward itself.
 
     Attributes:
-        batches, factors, weights: what `Windows` loaded, one entry a micro-batch; ``factors`` is None where every
+        batches, factors, weights: what `WindowLoader` loaded, one entry a micro-batch; ``factors`` is None where every
             factor is 1; a batch is None where this rank has none.
         count: how many micro-batches.
         batch, index, outputs: of the micro-batch that ran last.
@@ -65,14 +65,14 @@ class Micro:
         loss: the last one, detached.
         loss_sum: of the losses since `is_finite` was asked; NaN and infinities stay in it.
         skipped: how many times the step returned None.
-        ghosts: how many micro-batches this rank did not have, in windows that were loaded.
+        padded: how many micro-batches this rank did not have, in windows that were loaded.
         uneven: whether any rank may lack a micro-batch of this window.
         started: the count of steps when the window was loaded.
         contributed: whether any micro-batch of the window added a gradient.
         fresh: whether the gradients of the window before are still there.
         earlier: the last batch before those that this rank does not have.
-        absent: is called for a micro-batch that this rank does not have; returns what backward is called on, or None.
-        together: agrees with the other ranks on leaving the epoch; None where nobody leaves one.
+        run_padding: runs the step for a micro-batch that this rank lacks; returns what backward is called on, or None.
+        agree_on_exit: agrees with the other ranks on leaving the epoch; None where nobody leaves one.
         zero: drops them; where that is all there is to it, they are ``drops``.
     """
 
@@ -87,7 +87,7 @@ class Micro:
         "_scale",
         "_several",
         "_step",
-        "absent",
+        "agree_on_exit",
         "always_unusual",
         "batch",
         "batches",
@@ -98,20 +98,20 @@ class Micro:
         "factors",
         "first",
         "fresh",
-        "ghosts",
         "index",
         "loss",
         "loss_sum",
         "manual",
         "move",
         "outputs",
+        "padded",
         "parts",
         "progress",
         "remembers",
+        "run_padding",
         "sizes",
         "skipped",
         "started",
-        "together",
         "tokens",
         "uneven",
         "unusual",
@@ -138,14 +138,14 @@ class Micro:
         self.wants_outputs = bool(bus.on_train_batch_end)
         self.move: Callable[[Any], Any] | None = None
         self.zero: Callable[[], None] = _nothing
-        self.absent: Callable[[], Any] = _nothing
-        self.together: Callable[[bool, bool], bool] | None = None
+        self.run_padding: Callable[[], Any] = _nothing
+        self.agree_on_exit: Callable[[bool, bool], bool] | None = None
         self.batches: list[Any] = []
         self.factors: list[float] | None = None
         self.weights: Sequence[float] = [1.0]
         self.sizes: list[int] = [0]
         self.tokens = 0
-        self.count = self.first = self.index = self.skipped = self.ghosts = 0
+        self.count = self.first = self.index = self.skipped = self.padded = 0
         self.started = -1
         self.batch: Any = None
         self.earlier: Any = None
@@ -173,8 +173,8 @@ class Micro:
         if batch is None:  # another rank's data ends later
             self.earlier = self.earlier if self.batch is None else self.batch
             self.batch = self.outputs = None
-            if self.together is not None and self.together(False, False):
-                raise EndOfEpoch
+            if self.agree_on_exit is not None and self.agree_on_exit(False, False):
+                raise EarlyEpochExit
             return
         if self.move is not None:
             batch = self.move(batch)
@@ -184,18 +184,18 @@ class Micro:
         for hook in self._bus.on_train_batch_start:
             if hook(batch, self.index) == -1:
                 leaves = True  # the others hear of the batch all the same
-        if self.together is not None:
-            leaves = self.together(leaves, True)
+        if self.agree_on_exit is not None:
+            leaves = self.agree_on_exit(leaves, True)
         if leaves:
-            raise EndOfEpoch
+            raise EarlyEpochExit
 
     def forward(self, index: int) -> Any | None:
         """The user's step; returns the weighted, scaled loss, or None where there is nothing to add."""
         batch = self.batch
         if batch is None:
-            self.ghosts += 1
+            self.padded += 1
             self.start_gradients()
-            return self.absent()
+            return self.run_padding()
         self._metrics.hook = "training_step"
         if self._autocast is None:
             output = self._step(batch, self.index)
@@ -338,7 +338,7 @@ class Micro:
         table, hook = metrics.table, metrics.hook
         quiet = self._bus.silent()
         quiet.on_before_backward, quiet.on_after_backward = self._bus.on_before_backward, self._bus.on_after_backward
-        self._bus, self.progress, self.together, self._draws = quiet, Progress(), None, False
+        self._bus, self.progress, self.agree_on_exit, self._draws = quiet, Progress(), None, False
         self.fresh, metrics.table = True, {}
         if self._noise is not None:
             restore_rng(self._noise, _device_of(self.batch))
@@ -350,7 +350,7 @@ class Micro:
             for name, value in kept.items():
                 setattr(self, name, value)
 
-    def rehearse(self, batch: Any, index: int) -> Any:
+    def dry_run(self, batch: Any, index: int) -> Any:
         """Run the user's step on a batch, unheard and unlogged; returns what it does."""
         metrics = self._metrics
         table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
@@ -365,14 +365,14 @@ class Micro:
         self.batch, self.index, self.outputs = batch, self.first + index, outputs
         self._metrics.weight = self.weights[index]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """The fit is over: nothing keeps a batch, or the strategy's wrapper and with it a process group."""
         self._step = _over
         self.batch = self.earlier = self.outputs = None
         self.batches = []
 
     @property
-    def hears_backward(self) -> bool:
+    def has_backward_hooks(self) -> bool:
         """Whether anybody listens to ``on_before_backward`` or ``on_after_backward``."""
         return bool(self._bus.on_before_backward or self._bus.on_after_backward)
 

@@ -1,6 +1,7 @@
-"""Ghosts: what a rank runs in place of a batch that it does not have, where the others need it in theirs.
+"""Padding batches: what a rank without data runs while the other ranks need it in their collectives.
 
-It is an earlier batch, weighs nothing, and leaves nothing behind: no hook hears of it, nothing of it is logged.
+A padding batch is an earlier batch with weight 0. It has no side effects: no hook is called for it, and its values are
+not logged.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import MISSING, Feed
 from trainer_kit.metrics.objects import restore_running, running_states
-from trainer_kit.step.micro_batch import Micro
+from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["Ghosts", "donated", "in_step", "unseen"]
+__all__ = ["PaddingBatches", "padded_to_longest", "shared_batch", "without_side_effects"]
 
 _OVER: Final = object()
 
 
 @final
-class Ghosts:
-    """Those of training.
+class PaddingBatches:
+    """The padding batches of training.
 
     Args:
         micro: whose step they run.
@@ -40,7 +41,7 @@ class Ghosts:
     """
 
     def __init__(
-        self, micro: Micro, module: Any, strategy: Strategy, move: Callable[[Any], Any] | None, names: Any
+        self, micro: MicroBatches, module: Any, strategy: Strategy, move: Callable[[Any], Any] | None, names: Any
     ) -> None:
         self._micro, self._module, self._strategy, self._move, self._names = micro, module, strategy, move, names
         self._provided = False  # every rank has had a batch
@@ -52,13 +53,13 @@ class Ghosts:
         micro = self._micro
         mine = next((batch for batch in micro.batches if batch is not None), None)
         known = next((batch for batch in (mine, micro.batch, micro.earlier) if batch is not None), None)
-        given = donated(known, self._strategy.data)
+        given = shared_batch(known, self._strategy.data)
         if known is None:
             micro.earlier = given if self._move is None or given is None else self._move(given)
         self._provided = True
 
-    def absent(self) -> Any:
-        """The forward of one: the losses that its backward is called on, all of them zero; None in manual mode.
+    def run(self) -> Any:
+        """Run the step on a padding batch; returns the losses for its backward, all zero; None in manual mode.
 
         Raises:
             DataError: no rank has had a batch.
@@ -69,8 +70,8 @@ class Ghosts:
         kept = micro.factors, micro.loss, micro.loss_sum
         micro.factors = [0.0]
         try:
-            with unseen(self._module, self._strategy.device):
-                output = micro.rehearse(micro.earlier, micro.first)
+            with without_side_effects(self._module, self._strategy.device):
+                output = micro.dry_run(micro.earlier, micro.first)
         finally:
             micro.factors, micro.loss, micro.loss_sum = kept
         if micro.manual or output is None:
@@ -80,7 +81,7 @@ class Ghosts:
         return (output["loss"] if isinstance(output, Mapping) else output) * 0.0
 
 
-def donated(mine: Any, group: Group) -> Any:
+def shared_batch(mine: Any, group: Group) -> Any:
     """A batch for a rank that has none: that of the first rank that has one, on the host; else its own.
 
     Args:
@@ -100,7 +101,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return tensor.cpu()  # sync point: once in a run
 
 
-def in_step(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
+def padded_to_longest(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[Any]:
     """Equally many batches on every data rank: `MISSING` where this one has none, and others have.
 
     Args:
@@ -119,7 +120,7 @@ def in_step(feed: Feed, batches: Iterator[Any], strategy: Strategy) -> Iterator[
 
 
 @contextmanager
-def unseen(module: Any, device: torch.device) -> Iterator[None]:
+def without_side_effects(module: Any, device: torch.device) -> Iterator[None]:
     """Undo what a step does to buffers, metrics and generators, and to what TrainModules keep in numbers and lists."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     counted = running_states(module)

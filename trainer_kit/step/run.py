@@ -10,11 +10,11 @@ from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
-from trainer_kit.step.accumulation_window import Windows
+from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.manual import ManualStepper
-from trainer_kit.step.micro_batch import Micro
+from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimize import Stepper
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.saver import Saver
@@ -59,8 +59,8 @@ class Fit:
     progress: Progress
     strategy: Strategy
     precision: Precision
-    micro: Micro
-    windows: Windows
+    micro: MicroBatches
+    windows: WindowLoader
     stepper: Stepper | ManualStepper
     schedule: Schedule
     requests: Requests

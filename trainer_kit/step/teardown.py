@@ -8,11 +8,11 @@ from typing import Any, final
 
 from trainer_kit.core.errors import add_note
 
-__all__ = ["Unwinding"]
+__all__ = ["Teardown"]
 
 
 @final
-class Unwinding:
+class Teardown:
     """A context that tells everybody about an exception, then cleans up.
 
     What goes wrong meanwhile is attached to the user's exception as a note, never raised instead of it. Without one,
@@ -28,7 +28,7 @@ class Unwinding:
         self.cleanup: list[Callable[[BaseException | None], Any]] = []
         self._first: BaseException | None = None
 
-    def __enter__(self) -> Unwinding:
+    def __enter__(self) -> Teardown:
         return self
 
     def __exit__(

@@ -205,14 +205,14 @@ class ProcessGroup:
         dist.all_gather(rows, mine, group=self._cpu)
         return [row.tolist() for row in rows]  # no sync point: on the host
 
-    def apart(self, anew: bool = False) -> dist.ProcessGroup:
+    def side_group(self, recreate: bool = False) -> dist.ProcessGroup:
         """torch's gloo group of the same processes that training does not use; the first call makes it.
 
         Its ranks wait for each other for a day, however short the others' timeout is: they wait for disks.
-        ``anew``: every rank asks for another one, for a rank has not been heard of in time.
+        ``recreate``, on every rank: make a new one after a timeout.
         """
-        key = "apart", *dist.get_process_group_ranks(self.group)
-        if anew:
+        key = "side_group", *dist.get_process_group_ranks(self.group)
+        if recreate:
             _KEPT.pop(key, None)
         return once_a_world(key, lambda: _beside(self.group, _FOR_WRITERS))
 

@@ -50,8 +50,8 @@ class Alone:
         """One row."""
         return [values]
 
-    def apart(self, anew: bool = False) -> None:
-        """Nobody to go on beside training with."""
+    def side_group(self, recreate: bool = False) -> None:
+        """A single rank needs no side group."""
 
 
 @final

@@ -26,14 +26,14 @@ from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
 from trainer_kit.state.runs import call_optional
-from trainer_kit.step.accumulation_window import Windows
+from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
-from trainer_kit.step.early_exit import left_together
+from trainer_kit.step.early_exit import exit_agreement
 from trainer_kit.step.evaluate import Evaluation, part_weight
 from trainer_kit.step.manual import ManualStepper
-from trainer_kit.step.micro_batch import Micro
+from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimize import Optimizers, Stepper, check_parameters, configure_optimizers
-from trainer_kit.step.padding_batches import Ghosts
+from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit
 from trainer_kit.step.saver import Saver
 from trainer_kit.step.schedule import Schedule
@@ -217,9 +217,11 @@ def _announce_checkpoint(trainer: Session, path: Location) -> None:
         call_optional(logger, "after_save_checkpoint", path)
 
 
-def _windows(trainer: Session, module: Any, feed: Feed, micro: Micro, limit: int | None, ahead: Any) -> Windows:
+def _windows(
+    trainer: Session, module: Any, feed: Feed, micro: MicroBatches, limit: int | None, ahead: Any
+) -> WindowLoader:
     strategy = trainer.strategy
-    windows = Windows(
+    windows = WindowLoader(
         feed,
         micro,
         strategy.losses,
@@ -287,27 +289,27 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda batch, index: method(batch)
 
 
-def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> Micro:
+def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> MicroBatches:
     backward = trainer.strategy.bind_backward(
         module.backward if is_overridden("backward", module, TrainModule) else None
     )
     several, precision = stepper.several, trainer.precision_plugin
-    micro = Micro(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
+    micro = MicroBatches(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
-    micro.together = left_together(bus, trainer.strategy.world)
+    micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
     stepper.window = micro
     return micro
 
 
 def _provide_padding_batches(
-    windows: Windows, module: Any, datamodule: Any, trainer: Session, made: Optimizers, manual: bool
+    windows: WindowLoader, module: Any, datamodule: Any, trainer: Session, made: Optimizers, manual: bool
 ) -> None:
     """Let a rank without data run padding batches, where the micro-batches of the others need every rank."""
     strategy, micro = trainer.strategy, windows.micro
     if strategy.data.size > 1 and (manual or strategy.lockstep):
         move = _mover(module, datamodule, strategy, trainer.precision_plugin)
-        ghosts = Ghosts(micro, module, strategy, move, None if manual else made.names)
-        micro.absent, windows.provide = ghosts.absent, ghosts.provide
+        padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
+        micro.run_padding, windows.provide = padding.run, padding.provide
 
 
 def _mover(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Callable[[Any], Any] | None:
@@ -426,7 +428,7 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     chosen.start()
     trainer.strategy = chosen
     trainer.sharded_alternative = None  # for good: a sharded module stays sharded
-    trainer.metrics.heard_on(chosen, module)
+    trainer.metrics.attach(chosen, module)
     trainer.print(f'strategy="auto": {why}')
 
 

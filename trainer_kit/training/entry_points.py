@@ -50,7 +50,7 @@ from trainer_kit.step.bus import Bus, sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation, evaluate
 from trainer_kit.step.requests import requeue_once, terminable
 from trainer_kit.step.run import Fit
-from trainer_kit.step.teardown import Unwinding
+from trainer_kit.step.teardown import Teardown
 from trainer_kit.training.compose import (
     build_module,
     check_module,
@@ -89,7 +89,7 @@ class EntryPoint:
         if self.module is None:
             raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
         check_module(self.module, stage)
-        self.unwinding = Unwinding()
+        self.unwinding = Teardown()
         self.bus: Bus
         self._before = trainer.callbacks
         self._not_terminable: Callable[[BaseException | None], None]
@@ -122,7 +122,7 @@ class EntryPoint:
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
         self._attach()
-        trainer.metrics.heard_on(trainer.strategy, module)
+        trainer.metrics.attach(trainer.strategy, module)
         trainer.requests.clear()
         if stage == "fit":
             trainer.begin_fit()
@@ -196,14 +196,14 @@ class EntryPoint:
         if self.stage == "fit":
             self.trainer.strategy.stop()
             if self.trainer.run is not None:
-                self.trainer.run.micro.let_go()
+                self.trainer.run.micro.release()
                 self.trainer.run.saver.buffers.clear()
 
     def _finalize(self, error: BaseException | None) -> None:
         trainer = self.trainer
         interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
         status = "success" if error is None else "interrupted" if interrupted else "failed"
-        ending = Unwinding()
+        ending = Teardown()
         for logger in trainer.files.every_logger if trainer.is_global_zero else ():
             ending.cleanup.append(_ignoring_error(partial(call_optional, logger, "finalize", status)))
         with ending:

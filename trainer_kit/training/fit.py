@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.state.saving import settle_save
-from trainer_kit.step.micro_batch import EndOfEpoch
+from trainer_kit.step.micro_batch import EarlyEpochExit
 from trainer_kit.step.run import Fit
 from trainer_kit.training.settle import (
     check_trained,
@@ -50,7 +50,7 @@ def fit(run: Fit) -> None:
                 if progress.step >= run.due and settle_step(run):
                     completed = run.schedule.epoch_is_over(progress)
                     break
-        except EndOfEpoch:
+        except EarlyEpochExit:
             micro.started = -1  # no window is open
         goes_on = settle_epoch(run, completed)
     settle_stop(run)
@@ -65,7 +65,7 @@ def fit(run: Fit) -> None:
 @contextmanager
 def _repeated(run: Fit) -> Iterator[None]:
     """Repeat hooks of a resumed run that prepare its process; the checkpoint already has what they draw and log."""
-    with preserved_rng(run.strategy.device), run.metrics.unheard():
+    with preserved_rng(run.strategy.device), run.metrics.discarding_logs():
         yield
 
 

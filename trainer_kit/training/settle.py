@@ -215,12 +215,12 @@ def _unite(run: Fit) -> None:
             settle_save(run)
         return
     micro = run.micro
-    rows = world.agree([*requests.pending, micro.skipped, micro.ghosts, run.saver.ended, run.elapsed, _pace(run)])
-    stops, validations, signals, saves, skipped, ghosts, saved, elapsed, _ = map(list, zip(*rows, strict=True))
+    rows = world.agree([*requests.pending, micro.skipped, micro.padded, run.saver.ended, run.elapsed, _pace(run)])
+    stops, validations, signals, saves, skipped, padding, saved, elapsed, _ = map(list, zip(*rows, strict=True))
     run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
     # A padding batch counts as one that the rank may have skipped.
-    if max(skipped) > min(map(sum, zip(skipped, ghosts, strict=True))):
+    if max(skipped) > min(map(sum, zip(skipped, padding, strict=True))):
         raise RankError(
             "training_step returned None on some ranks only",
             found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),

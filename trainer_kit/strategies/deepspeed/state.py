@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.collective_errors import together
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.protocols import Group
 from trainer_kit.strategies.costs import ring
@@ -140,7 +140,7 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, wor
     import deepspeed
 
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    together(world, lambda: _check_names(module, parameters, state, strict))
+    fail_together(world, lambda: _check_names(module, parameters, state, strict))
     done: set[nn.Parameter] = set()
     for name, parameter in parameters.items():
         if name in state and parameter not in done:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.collective_errors import together
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
@@ -375,7 +375,7 @@ class DeepSpeedStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
-        own = together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
+        own = fail_together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
         return module_state(self._pieces, module, own, self.world.rank == 0)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

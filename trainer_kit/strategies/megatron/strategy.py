@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.collective_errors import together
+from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
@@ -251,7 +251,7 @@ class MegatronStrategy(Strategy):
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run all micro-batches through Megatron's schedule, which calls backward and sums gradients at the end."""
-        if micro.hears_backward:
+        if micro.has_backward_hooks:
             raise StrategyError(
                 "on_before_backward and on_after_backward are not called: Megatron runs backward by itself",
                 fix="use on_before_optimizer_step",
@@ -305,7 +305,7 @@ class MegatronStrategy(Strategy):
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The state by the module's names: masters in place of rounded weights, parts as ``DTensor``."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
-        own = together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
+        own = fail_together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
         state = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         for name, value in state.items():
             parameter = parameters.get(name)

@@ -235,7 +235,7 @@ class Pipeline:
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """The micro-batches of a window are those of the schedule; where their shapes change, another one begins."""
-        if micro.hears_backward:
+        if micro.has_backward_hooks:
             raise StrategyError(
                 "on_before_backward and on_after_backward have no place in a pipeline",
                 found="somebody listens: the loss is on one rank, and backward runs on each for its own stages",
@@ -308,7 +308,7 @@ class Pipeline:
         self._takes, self._inputs = True, None
         try:
             with untouched(batch), suppress(_Taken):
-                micro.rehearse(copied(batch), micro.first + index)
+                micro.dry_run(copied(batch), micro.first + index)
         finally:
             self._takes = False
         if self._inputs is None:

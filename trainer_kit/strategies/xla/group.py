@@ -71,8 +71,8 @@ class XLAGroup:
         layout = f"{len(values)}d"
         return [list(struct.unpack(layout, row)) for row in self._xm.rendezvous("agree", struct.pack(layout, *values))]
 
-    def apart(self, anew: bool = False) -> None:
-        """Every rank has the whole state: nothing is written together."""
+    def side_group(self, recreate: bool = False) -> None:
+        """Not needed: every rank holds the whole state, so ranks never write a checkpoint together."""
 
     def average(self, gradients: list[Tensor]) -> None:
         """Average over the ranks, in place, as part of the step's own graph."""
