@@ -1,4 +1,7 @@
-"""The words for the parts of a run and what they stand for, shared by the two composition roots."""
+"""Chooses strategy, precision, loggers and callbacks from the user's words and objects, for Trainer and Accelerator.
+
+No other module compares such words, or looks at a user's object to find out what it is.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 
+from trainer_kit import callbacks
 from trainer_kit.compat.fp8 import launched_recipe
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
@@ -16,7 +20,7 @@ from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import Logger
-from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES
+from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -52,7 +56,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "cp": {"dp_shard": 1, "cp": -1},
     "context_parallel": {"dp_shard": 1, "cp": -1},
 }
-"""What a word says beyond its class."""
+"""The options of a strategy that a word implies."""
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
 for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
     STRATEGIES.supply(_word, _CLASSES.get(_word.split("_")[0], _MESH))
@@ -66,16 +70,6 @@ for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"),
     LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
 LOGGERS.supply("jsonl", "trainer_kit.loggers:JSONLLogger")
 LOGGERS.supply("dummy", "trainer_kit.loggers:DummyLogger")
-for _word, _name in (
-    ("accumulation", "GradientAccumulation"),
-    ("checkpoint", "ModelCheckpoint"),
-    ("progress_bar", "TQDMProgressBar"),
-    ("summary", "ModelSummary"),
-    ("timer", "Timer"),
-    ("function", "FunctionCallback"),
-):
-    CALLBACKS.supply(_word, f"trainer_kit.callbacks:{_name}")
-
 _DEEPSPEED_KEYS = (
     "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
     "deepspeed_moe_layer_cls_names",
@@ -84,17 +78,17 @@ _FORKED = ("ddp_notebook", "ddp_fork")
 
 
 def with_launchers(
-    accelerator: str, precision: Any, accumulation: Any, callbacks: Sequence[Any]
+    accelerator: str, precision: Any, accumulation: Any, given: Sequence[Any]
 ) -> tuple[str, Any, Any, dict[str, Chosen]]:
-    """Three arguments of the Trainer, filled in with what the launcher or the environment says, and their origins.
+    """Fill in three arguments of the Trainer from the launcher or the environment; also returns their origins.
 
     Args:
         accelerator: ``"auto"`` where it was not given.
         precision: None where it was not given.
         accumulation: None where it was not given.
-        callbacks: a callback for accumulation is an argument for it.
+        given: the user's callbacks; a callback for accumulation counts as an argument.
     """
-    own = next((callback for callback in callbacks if hasattr(callback, "get_accumulate_grad_batches")), None)
+    own = next((callback for callback in given if hasattr(callback, "get_accumulate_grad_batches")), None)
     on_cpu = choose("use_cpu", None, False)
     origins = {
         "accelerator": Chosen("cpu", on_cpu.origin) if is_true(on_cpu.value) else Chosen("auto", "default"),
@@ -116,14 +110,14 @@ def with_launchers(
 def choose_strategy(
     strategy: Any, accelerator: str, devices: Any, num_nodes: int, environment: Environment
 ) -> tuple[Strategy, int, str | None]:
-    """The strategy, how many processes it runs on here, and how they are to be started.
+    """The strategy, the number of processes on this node, and how to start them.
 
     Args:
         strategy: a registered word, a strategy object, or ``"auto"``: data parallel where there are several processes.
         accelerator: ``"auto"``, ``"cpu"``, or what torch calls the device.
         devices: how many on each node, or which.
         num_nodes: how many machines.
-        environment: where this process stands.
+        environment: of this process.
 
     Returns:
         The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
@@ -137,7 +131,7 @@ def choose_strategy(
     world = environment.world_size if environment.launched and not local else wanted * num_nodes
     if environment.launched and not local and explicit and wanted * num_nodes != environment.world_size:
         raise StrategyError(
-            "the processes that were launched are not the ones that were asked for",
+            "the number of launched processes is not the requested number",
             found=f"{environment.world_size} ({environment.source}), devices={devices!r}, num_nodes={num_nodes}",
             fix=f"pass devices={environment.world_size // max(1, num_nodes)}, or leave devices out",
         )
@@ -169,19 +163,19 @@ def choose_strategy(
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
     if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
-        made = _make_strategy("single_device", device)  # there is no other process to exchange anything with
+        made = _make_strategy("single_device", device)  # a single process has nothing to exchange
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start
 
 
-def sharded_alternative(asked: Any, made: Strategy) -> Strategy | None:
-    """What takes the place of a strategy that ``"auto"`` stands for where a model does not fit; None: nothing does."""
-    return _make_strategy("fsdp", made.device) if asked == "auto" and made.engine == "ddp" else None
+def sharded_alternative(word: Any, made: Strategy) -> Strategy | None:
+    """The strategy that replaces the one made for ``"auto"`` where the model does not fit; None: no other does."""
+    return _make_strategy("fsdp", made.device) if word == "auto" and made.engine == "ddp" else None
 
 
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
-    """A strategy whose devices torch does not show as an accelerator: it finds them itself, in one process."""
+    """A strategy that finds its devices itself, in one process: torch does not show them as an accelerator."""
     made: Strategy | None = None
     if strategy == "auto" and accelerator == "auto" and launched_on_xla():
         accelerator = "tpu"
@@ -204,23 +198,23 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
 
 
 def launched_on_xla() -> bool:
-    """Whether the launcher says so, or torch_xla started this process."""
-    told = variable("distributed_type")
-    said = told is not None and str(told.value).lower() in _XLA
-    return said or "PJRT_LOCAL_PROCESS_RANK" in os.environ
+    """Whether the launcher names XLA, or torch_xla started this process."""
+    engine = variable("distributed_type")
+    named = engine is not None and str(engine.value).lower() in _XLA
+    return named or "PJRT_LOCAL_PROCESS_RANK" in os.environ
 
 
 def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
-    """The strategy of an engine that the launcher names, with what it says of it."""
+    """The strategy of the engine that the launcher names, with the options that it gives."""
     from trainer_kit.strategies import fsdp_config, mesh_config
 
     made: Strategy | None = None
-    fsdp = fsdp_config.from_launcher(_told(fsdp_config.KEYS)) if engine == "FSDP" else None
-    mesh = mesh_config.from_launcher(_told(mesh_config.KEYS), fsdp)
+    fsdp = fsdp_config.from_launcher(_launcher_options(fsdp_config.KEYS)) if engine == "FSDP" else None
+    mesh = mesh_config.from_launcher(_launcher_options(mesh_config.KEYS), fsdp)
     if engine == "DEEPSPEED":
         from trainer_kit.strategies.deepspeed import config as deepspeed_config
 
-        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_told(_DEEPSPEED_KEYS)))
+        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_launcher_options(_DEEPSPEED_KEYS)))
     if mesh:
         made = STRATEGIES.get("mesh")(device, **mesh)
     elif fsdp is not None and world > 1:
@@ -228,12 +222,14 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
     if engine == "MEGATRON_LM":
         from trainer_kit.strategies.megatron import config as megatron_config
 
-        made = STRATEGIES.get("megatron")(device, **megatron_config.from_launcher(_told(megatron_config.KEYS)))
+        made = STRATEGIES.get("megatron")(
+            device, **megatron_config.from_launcher(_launcher_options(megatron_config.KEYS))
+        )
     return made
 
 
-def _told(names: Iterable[str]) -> dict[str, str]:
-    """What the launcher says about these options."""
+def _launcher_options(names: Iterable[str]) -> dict[str, str]:
+    """The values that the launcher gives to these options."""
     return {name: str(found.value) for name in names if (found := variable(name)) is not None}
 
 
@@ -243,12 +239,12 @@ def _make_strategy(word: str, device: Any) -> Strategy:
 
 
 def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precision:
-    """The precision behind a word of Lightning's or Accelerate's, a registered name, or an object.
+    """The precision for a word of Lightning or Accelerate, a registered name, or an object.
 
     Args:
         precision: one of those, or None for float32.
         plugins: one object, or several, in place of it.
-        strategy: what it is to run on.
+        strategy: on which it runs.
 
     Raises:
         PrecisionError: for an unknown word, or where it cannot run.
@@ -287,11 +283,11 @@ def _make_precision(precision: Any, device_type: str) -> Precision:
 
 
 def choose_loggers(logger: Any, root: str) -> list[Any]:
-    """The loggers behind True, False, None, words and objects.
+    """The loggers for True, False, None, words and objects.
 
     Args:
         logger: None or True for TensorBoard, False for none, or one or several words or objects.
-        root: the directory for loggers made here.
+        root: the directory of loggers that this function makes.
     """
     if logger is False:
         return []
@@ -316,25 +312,34 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
 
 
 def added_callbacks(
-    given: list[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool
+    given: Sequence[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool
 ) -> list[Any]:
-    """The callbacks that arguments stand for, where none of their kind was given."""
+    """The callbacks that the Trainer adds for its arguments, unless the user has passed one of the same kind.
 
-    def has(word: str) -> bool:
-        return any(isinstance(callback, CALLBACKS.get(word)) for callback in given)
+    Args:
+        given: the user's callbacks.
+        accumulation: ``accumulate_grad_batches``.
+        time: ``max_time``, or None.
+        bar: whether a progress bar is wanted.
+        summary: whether a model summary is wanted.
+        checkpoints: whether checkpoints are wanted.
+    """
+
+    def has(kind: type) -> bool:
+        return any(isinstance(callback, kind) for callback in given)
 
     added: list[Any] = []
     if accumulation != 1:
-        if has("accumulation"):
+        if has(callbacks.GradientAccumulation):
             raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
-        added.append(CALLBACKS.get("accumulation")(accumulation))
+        added.append(callbacks.GradientAccumulation(accumulation))
     if time is not None:
         # Both limits hold; their states need two names.
-        added.append(CALLBACKS.get("timer")(time, state_key="Timer(max_time)" if has("timer") else "Timer"))
-    if bar and not has("progress_bar"):
-        added.append(CALLBACKS.get("progress_bar")())
-    if summary and not has("summary"):
-        added.append(CALLBACKS.get("summary")())
-    if checkpoints and not has("checkpoint"):
-        added.append(CALLBACKS.get("checkpoint")())
+        added.append(callbacks.Timer(time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer"))
+    if bar and not has(callbacks.TQDMProgressBar):
+        added.append(callbacks.TQDMProgressBar())
+    if summary and not has(callbacks.ModelSummary):
+        added.append(callbacks.ModelSummary())
+    if checkpoints and not has(callbacks.ModelCheckpoint):
+        added.append(callbacks.ModelCheckpoint())
     return added

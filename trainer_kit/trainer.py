@@ -23,7 +23,6 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
-from trainer_kit.core.registry import CALLBACKS
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening
@@ -369,8 +368,10 @@ class Trainer(Session):
             ...     print("epoch", trainer.current_epoch)
         """
 
+        from trainer_kit.callbacks.lambda_callback import FunctionCallback
+
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.set_callbacks([*self._given, CALLBACKS.get("function")(event, function, every)])
+            self.set_callbacks([*self._given, FunctionCallback(event, function, every)])
             return function
 
         return register

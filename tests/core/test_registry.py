@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trainer_kit.core.errors import RegistryError
-from trainer_kit.core.registry import CALLBACKS, LOGGERS, PRECISIONS, STRATEGIES, Registry
+from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES, Registry
 
 
 def install(root: Path, package: str, entries: str, source: str = "", group: str = "trainer_kit.engines") -> None:
@@ -154,12 +154,11 @@ def test_two_packages_with_one_name_are_refused(site):
     assert caught.value.found == "plug-one (plug_one:A), plug-two (plug_two:A)"
 
 
-def test_the_groups_of_the_four_kinds():
-    assert [registry.group for registry in (STRATEGIES, PRECISIONS, LOGGERS, CALLBACKS)] == [
+def test_the_groups_of_the_kinds():
+    assert [registry.group for registry in (STRATEGIES, PRECISIONS, LOGGERS)] == [
         "trainer_kit.strategies",
         "trainer_kit.precisions",
         "trainer_kit.loggers",
-        "trainer_kit.callbacks",
     ]
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, final, overload
 
 from trainer_kit.core.errors import RegistryError, did_you_mean
 
-__all__ = ["CALLBACKS", "LOGGERS", "OPTIMIZERS", "PRECISIONS", "READERS", "STRATEGIES", "Registry"]
+__all__ = ["LOGGERS", "OPTIMIZERS", "PRECISIONS", "READERS", "STRATEGIES", "Registry"]
 
 _Target = TypeVar("_Target")
 
@@ -158,6 +158,5 @@ def _describe(target: Any) -> str:
 STRATEGIES = Registry("strategy")
 PRECISIONS = Registry("precision")
 LOGGERS = Registry("logger")
-CALLBACKS = Registry("callback")
 READERS = Registry("reader")
 OPTIMIZERS = Registry("optimizer")

@@ -21,7 +21,7 @@ from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Group
 from trainer_kit.state.collect import OF_A_RUN, fitting, own_part
 from trainer_kit.state.records import RUN, read_records
-from trainer_kit.state.runs import RunFiles, clean_directory, discarded, distinct
+from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, clean_directory, discarded, distinct, named_directories
 from trainer_kit.step.bus import Bus
 from trainer_kit.strategies.strategy import Strategy
 
@@ -41,7 +41,7 @@ class Search:
     """
 
     files: RunFiles
-    callbacks: Sequence[Any]
+    callbacks: Sequence[KeepsCheckpoints]
     world: Group
     fits: bool
 
@@ -152,8 +152,7 @@ class Search:
         return self._newest_verified([newest], whole_first=whole_first)
 
     def _directories(self) -> list[Location]:
-        named = [absolute(callback.dirpath) for callback in self.callbacks if callback.dirpath]
-        return list(dict.fromkeys([*named, absolute(self.files.checkpoint_dir)]))
+        return list(dict.fromkeys([*named_directories(self.callbacks), absolute(self.files.checkpoint_dir)]))
 
     def _newest_verified(
         self, directories: list[Location], run: str | None = None, whole_first: bool = False

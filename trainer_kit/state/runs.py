@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, Protocol, final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.commit import versions as library_versions
@@ -36,6 +36,7 @@ from trainer_kit.step.requests import Requests
 
 __all__ = [
     "Cleanup",
+    "KeepsCheckpoints",
     "RunFiles",
     "call_optional",
     "check_records",
@@ -43,12 +44,29 @@ __all__ = [
     "count_fit",
     "discarded",
     "distinct",
+    "keep_checkpoints",
+    "named_directories",
     "take_directories",
 ]
 
 Cleanup = list[Callable[[BaseException | None], Any]]
 """What an entry point calls at its end, each with the exception or None."""
 _STEP: Final = re.compile(r"\bstep[-=](\d+)")
+
+
+class KeepsCheckpoints(Protocol):
+    """A callback that keeps checkpoints: `ModelCheckpoint`, or any other with ``best_model_path``."""
+
+    dirpath: str | None
+    """Where it keeps them; None for the directory of the run."""
+    best_model_path: str
+    best_model_score: Any
+    monitor: str | None
+
+
+def keep_checkpoints(callbacks: Iterable[Any]) -> list[KeepsCheckpoints]:
+    """The callbacks that keep checkpoints."""
+    return [callback for callback in callbacks if hasattr(callback, "best_model_path")]
 
 
 @final
@@ -144,11 +162,11 @@ class RunFiles:
         root = locate(self.root) if is_url(self.root) else self.directory
         return root / "checkpoints"
 
-    def checkpoint_directories(self, callbacks: Sequence[Any]) -> list[Location]:
+    def checkpoint_directories(self, callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
         """The directories of the checkpoint callbacks, in their order, else the run's own."""
-        return _named(callbacks) or [self.checkpoint_dir]
+        return named_directories(callbacks) or [self.checkpoint_dir]
 
-    def recorded_directories(self, callbacks: Sequence[Any]) -> list[Location]:
+    def recorded_directories(self, callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
         """Where the continued run keeps checkpoints, by its record.
 
         Only directories inside the root or the run's own, those of today's callbacks, and those that hold a checkpoint
@@ -156,7 +174,7 @@ class RunFiles:
         """
         if self.continued is None:
             return []
-        today = {_real(directory) for directory in _named(callbacks)}
+        today = {_real(directory) for directory in named_directories(callbacks)}
         inside = tuple(os.path.realpath(parent) + os.sep for parent in (self.root, self.continued.directory))
         return [
             locate(place)
@@ -366,12 +384,13 @@ def _sound(file: Path) -> list[RunRecord]:
     return [] if record_problem(file) else read_records(file) or []
 
 
-def _named(callbacks: Sequence[Any]) -> list[Location]:
+def named_directories(callbacks: Sequence[KeepsCheckpoints]) -> list[Location]:
+    """The directories that callbacks give for their checkpoints."""
     directories = (getattr(callback, "dirpath", None) for callback in callbacks)
     return list(dict.fromkeys(absolute(directory) for directory in directories if directory))
 
 
-def check_records(files: RunFiles, callbacks: Sequence[Any]) -> None:
+def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> None:
     """Refuse to start a new run where the records do not say to which run the checkpoints found there belong.
 
     On rank 0, before anything is written. After a restart by a launcher without ``resume="auto"`` only damaged records
@@ -403,7 +422,7 @@ def check_records(files: RunFiles, callbacks: Sequence[Any]) -> None:
     ids = {record.id for record in records}
     listed = {_real(place) for record in records for place in record.places}
     beside = [absolute(directory / "checkpoints") for directory in directories]
-    for place in dict.fromkeys([*_named(callbacks), absolute(files.checkpoint_dir), *beside]):
+    for place in dict.fromkeys([*named_directories(callbacks), absolute(files.checkpoint_dir), *beside]):
         there = [one for one in checkpoints(place) if one.info.get("run") and _is_whole(one.path)]
         unknown = [one for one in there if one.info["run"] not in ids]
         # A later run of the same directory has replaced the record, so sound records need not list all of them.
@@ -452,7 +471,12 @@ def _lost(new: RunRecord, record: RunRecord) -> str:
 
 
 def take_directories(
-    files: RunFiles, callbacks: Sequence[Any], world: Group, requests: Requests, progress: Progress, cleanup: Cleanup
+    files: RunFiles,
+    callbacks: Sequence[KeepsCheckpoints],
+    world: Group,
+    requests: Requests,
+    progress: Progress,
+    cleanup: Cleanup,
 ) -> list[str]:
     """Lock the checkpoint directories, discard incomplete saves there, and record the run. Every rank calls it.
 

@@ -44,7 +44,14 @@ from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
 from trainer_kit.state.resume import Search, holds_weights, load_weights, read_rest, read_start
-from trainer_kit.state.runs import call_optional, check_records, count_fit, take_directories
+from trainer_kit.state.runs import (
+    KeepsCheckpoints,
+    call_optional,
+    check_records,
+    count_fit,
+    keep_checkpoints,
+    take_directories,
+)
 from trainer_kit.state.saving import abandon_save, save_requested
 from trainer_kit.step.bus import Bus, sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation, evaluate
@@ -296,7 +303,7 @@ class EntryPoint:
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
         """Compose the evaluation, with the requested weights."""
         trainer, module = self.trainer, self.module
-        callbacks = [callback for callback in self._before if hasattr(callback, "best_model_path")]  # of the fit
+        callbacks = keep_checkpoints(self._before)  # those of the fit
         chosen = ckpt_path is None and self.fitted and callbacks and callbacks[0].best_model_path
         search = Search(trainer.files, callbacks, trainer.strategy.world, fits=False)
         path = search.find("best" if chosen else ckpt_path)
@@ -358,7 +365,7 @@ class EntryPoint:
         requests.stop, requests.validation, requests.checkpoints[:] = before
 
 
-def _best(callback: Any) -> str:
+def _best(callback: KeepsCheckpoints) -> str:
     """Why a checkpoint callback calls its ``best_model_path`` the best."""
     if callback.best_model_score is None:
         return "the newest checkpoint of the last fit"
@@ -366,7 +373,7 @@ def _best(callback: Any) -> str:
     return f"the best checkpoint of the last fit, {callback.monitor} = {score:.6g}"
 
 
-def _check_callbacks(callbacks: list[Any], world: Group) -> None:
+def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
     """Refuse ranks with different checkpoint callbacks: all ranks must take part in a checkpoint."""
     if world.size == 1:
         return

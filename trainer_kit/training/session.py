@@ -25,7 +25,7 @@ from trainer_kit.loggers.dummy import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect
-from trainer_kit.state.runs import RunFiles, call_optional
+from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, call_optional, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.manual import ManualStepper
@@ -420,9 +420,9 @@ class Session:
         return next((callback for callback in self._callbacks if hasattr(callback, attribute)), None)
 
     @property
-    def checkpoint_callbacks(self) -> list[Any]:
+    def checkpoint_callbacks(self) -> list[KeepsCheckpoints]:
         """All callbacks that keep checkpoints."""
-        return [callback for callback in self._callbacks if hasattr(callback, "best_model_path")]
+        return keep_checkpoints(self._callbacks)
 
     @property
     def checkpoint_callback(self) -> Any:
@@ -459,7 +459,8 @@ class Session:
     @property
     def manual_optimizers(self) -> list[Any]:
         """The optimizers as ``module.optimizers()`` hands them out."""
-        return list(getattr(None if self.run is None else self.run.stepper, "optimizers", self.optimizers))
+        stepper = None if self.run is None else self.run.stepper
+        return list(stepper.optimizers if isinstance(stepper, ManualStepper) else self.optimizers)
 
     @property
     def lr_scheduler_configs(self) -> list[LRSchedulerConfig]:

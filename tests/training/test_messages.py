@@ -1,4 +1,4 @@
-"""What a run says by itself: why it was stopped, and that there was nothing to go on from."""
+"""Lines that a run prints: why it was stopped, and that there was no checkpoint to continue from."""
 
 from __future__ import annotations
 

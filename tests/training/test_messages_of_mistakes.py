@@ -1,4 +1,4 @@
-"""What trains nothing, or does not validate, is said."""
+"""A run that trains nothing, or does not validate, prints a line."""
 
 from __future__ import annotations
 
