@@ -39,7 +39,7 @@ class Screen:
 @pytest.fixture
 def clock(monkeypatch):
     now = [1000.0]
-    for module in ("progress_bar", "progress_line"):
+    for module in ("progress_bar",):
         monkeypatch.setattr(f"trainer_kit.callbacks.{module}.monotonic", lambda: now[0])
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
 

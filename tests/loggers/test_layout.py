@@ -22,7 +22,7 @@ from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
 from trainer_kit.core.protocols import Logger
 from trainer_kit.loggers import CSVLogger, JSONLLogger, TensorBoardLogger
-from trainer_kit.loggers.params import flatten, numbers, params_dict, plain
+from trainer_kit.loggers.layout import flatten, numbers, params_dict, plain
 
 FILE_LOGGERS = [loggers.CSVLogger, loggers.JSONLLogger, loggers.TensorBoardLogger]
 

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.progress_bar import TQDMProgressBar
-    from trainer_kit.callbacks.stochastic_weight_averaging import StochasticWeightAveraging
     from trainer_kit.callbacks.timer import Timer
-    from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, WeightAveraging
+    from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 __all__ = [
     "Callback",
@@ -47,7 +46,7 @@ _HOME = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
-    "StochasticWeightAveraging": "stochastic_weight_averaging",
+    "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",

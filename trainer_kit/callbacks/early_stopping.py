@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
+from trainer_kit.callbacks.conditions import Monitor, epoch_ends_here, has_validation
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final, TypeVar, cast, final
 
-from trainer_kit.callbacks.schedule import following, in_run
+from trainer_kit.callbacks.conditions import following, in_run
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Duration, DurationLike

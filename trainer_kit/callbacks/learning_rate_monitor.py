@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch.optim import Optimizer
 
-from trainer_kit.callbacks.schedule import following
+from trainer_kit.callbacks.conditions import following
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike

@@ -12,11 +12,8 @@ from typing import Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from trainer_kit.callbacks.checkpoint_files import Shelf
-from trainer_kit.callbacks.checkpoint_name import CheckpointName
-from trainer_kit.callbacks.monitor import Monitor, epoch_ends_here, has_validation
-from trainer_kit.callbacks.retention import Retention
-from trainer_kit.callbacks.schedule import following, in_run, the_only
+from trainer_kit.callbacks.checkpoint_files import CheckpointFiles, CheckpointName, Retention
+from trainer_kit.callbacks.conditions import Monitor, epoch_ends_here, following, has_validation, in_run, the_only
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import absolute, locate
@@ -145,7 +142,7 @@ class ModelCheckpoint(Callback):
         if self._every is None or self._by_epoch:
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", ModelCheckpoint)
-        self._shelf = Shelf(
+        self._files = CheckpointFiles(
             None if dirpath is None else str(absolute(dirpath)),
             CheckpointName(filename, auto_insert_metric_name),
             Retention(save_top_k, watched.better if monitor is not None else _later),
@@ -179,7 +176,7 @@ class ModelCheckpoint(Callback):
             >>> ModelCheckpoint(filename="{epoch}-{acc:.2f}").format_checkpoint_name({"epoch": 3, "acc": 0.5}, ver=1)
             'epoch=3-acc=0.50-v1'
         """
-        template = self._shelf.name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
+        template = self._files.name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
         name = template(metrics, self.CHECKPOINT_EQUALS_CHAR)
         join = self.CHECKPOINT_JOIN_CHAR
         name = join.join([*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])])
@@ -199,29 +196,29 @@ class ModelCheckpoint(Callback):
     @property
     def dirpath(self) -> str | None:
         """The directory, absolute, or its URL; None before the run's own is known."""
-        return self._shelf.dirpath
+        return self._files.dirpath
 
     @property
     def best_model_path(self) -> str:
         """The best checkpoint asked for, or ""; without ``monitor`` the newest."""
-        return self._shelf.best[0]
+        return self._files.best[0]
 
     @property
     def best_model_score(self) -> Tensor | None:
         """Its value of ``monitor``, a scalar on the CPU."""
-        score = self._shelf.best[1]
+        score = self._files.best[1]
         return None if self._monitor is None or score is None else _scalar(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """Path → value of ``monitor``, for those kept; empty without ``monitor``."""
-        kept = self._shelf.retention.kept if self._monitor is not None else {}
+        kept = self._files.retention.kept if self._monitor is not None else {}
         return {path: _scalar(score) for path, score in kept.items()}
 
     @property
     def kth_best_model_path(self) -> str:
         """The kept one that goes next, or "" while there is room."""
-        return self._shelf.retention.worst if self._monitor is not None else ""
+        return self._files.retention.worst if self._monitor is not None else ""
 
     @property
     def kth_value(self) -> Tensor:
@@ -237,7 +234,7 @@ class ModelCheckpoint(Callback):
     @property
     def last_model_path(self) -> str:
         """The newest checkpoint asked for, or ""."""
-        return self._shelf.retention.newest
+        return self._files.retention.newest
 
     @property
     def state_key(self) -> str:
@@ -246,7 +243,7 @@ class ModelCheckpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            **self._shelf.state_dict(),
+            **self._files.state_dict(),
             "current_score": self._score,
             "waiting": self._waiting,
             "validated_step": self._validated_step,
@@ -255,7 +252,7 @@ class ModelCheckpoint(Callback):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self._same_place = self._shelf.load_state_dict(state_dict)
+        self._same_place = self._files.load_state_dict(state_dict)
         if self._same_place:
             self._score = state_dict["current_score"]
         self._waiting, self._validated_step = state_dict["waiting"], state_dict["validated_step"]
@@ -265,11 +262,11 @@ class ModelCheckpoint(Callback):
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
-        others = (other._shelf for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
-        self._shelf.next_try, self._shelf.name_of = self._next_try, self.format_checkpoint_name
-        self._shelf.first_version = self.STARTING_VERSION
-        self._shelf.alias = self._alias()
-        self._shelf.open(trainer, (shelf for shelf in others if shelf is not self._shelf))
+        others = (other._files for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
+        self._files.next_try, self._files.name_of = self._next_try, self.format_checkpoint_name
+        self._files.first_version = self.STARTING_VERSION
+        self._files.alias = self._alias()
+        self._files.open(trainer, (files for files in others if files is not self._files))
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if not self._active:
@@ -277,8 +274,8 @@ class ModelCheckpoint(Callback):
             return
         restored, self._restored = self._restored, False
         if restored and self._same_place and not _is_finite(trainer, module):
-            self._shelf.retention.taint(self.last_model_path)  # it cannot say so of itself
-        self._shelf.start(trainer, restored and self._same_place)
+            self._files.retention.taint(self.last_model_path)  # it cannot say so of itself
+        self._files.start(trainer, restored and self._same_place)
         if not restored:
             self._next = self._next_epoch = math.inf
             self._waiting, self._validated_step = False, 0
@@ -353,19 +350,19 @@ class ModelCheckpoint(Callback):
         return True
 
     def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        if self._active and (self._waiting or self.save_last) and trainer.global_step != self._shelf.asked_step:
+        if self._active and (self._waiting or self.save_last) and trainer.global_step != self._files.asked_step:
             # Its value, if it has one, is older than this step.
             score = float(trainer.global_step) if self._monitor is None else None
-            self._shelf.ask(trainer, "training ended", score)
+            self._files.ask(trainer, "training ended", score)
         self._waiting = False
 
     def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
         wanted = self.save_on_exception and self._active and not trainer.sanity_checking
-        if not wanted or isinstance(exception, NonFiniteError) or trainer.global_step == self._shelf.asked_step:
+        if not wanted or isinstance(exception, NonFiniteError) or trainer.global_step == self._files.asked_step:
             return
         # Other ranks may be gone: no collective.
         score = float(trainer.global_step) if self._monitor is None else None
-        self._shelf.ask(trainer, f"{type(exception).__name__}: {exception}", score, together=False)
+        self._files.ask(trainer, f"{type(exception).__name__}: {exception}", score, together=False)
 
     def _next_try(self) -> str:
         if self._timed:
@@ -382,7 +379,7 @@ class ModelCheckpoint(Callback):
             reason: why it is due.
             final: ``monitor`` had its last chance to be logged at all: without a value that is an error.
         """
-        step, shelf = trainer.global_step, self._shelf
+        step, files = trainer.global_step, self._files
         score: float | None = float(step)
         if self._monitor is not None:
             counts = {"epoch": trainer.current_epoch, "step": step}
@@ -393,14 +390,14 @@ class ModelCheckpoint(Callback):
             if value is not None and logged_at == step:
                 self._score = score = self._monitor.worst if math.isnan(value) else value
         self._waiting = score is None
-        if step == shelf.asked_step:
-            if score is not None and shelf.retention.admits(score):
-                shelf.rate(score)
+        if step == files.asked_step:
+            if score is not None and files.retention.admits(score):
+                files.rate(score)
             return
-        admitted = score is not None and shelf.retention.admits(score)
+        admitted = score is not None and files.retention.admits(score)
         shown = "" if self._monitor is None or score is None else f", {self.monitor} = {score:.6g}"
         if admitted or self.save_last:
-            path = shelf.ask(trainer, reason, score if admitted else None)
+            path = files.ask(trainer, reason, score if admitted else None)
             message = f"checkpoint {path} ({reason}{shown})"
         elif score is None:
             return

@@ -9,8 +9,8 @@ from trainer_kit.core.lazy import lazy_names
 if TYPE_CHECKING:
     from trainer_kit.core.protocols import Logger
     from trainer_kit.loggers.csv_logs import CSVLogger
-    from trainer_kit.loggers.dummy import DummyLogger
     from trainer_kit.loggers.journal import JSONLLogger, read_journal
+    from trainer_kit.loggers.layout import DummyLogger
     from trainer_kit.loggers.tensorboard import TensorBoardLogger
     from trainer_kit.loggers.wandb import WandbLogger
 
@@ -18,7 +18,7 @@ __all__ = ["CSVLogger", "DummyLogger", "JSONLLogger", "Logger", "TensorBoardLogg
 
 _HOME = {
     "CSVLogger": "csv_logs",
-    "DummyLogger": "dummy",
+    "DummyLogger": "layout",
     "JSONLLogger": "journal",
     "Logger": ".core.protocols",
     "TensorBoardLogger": "tensorboard",

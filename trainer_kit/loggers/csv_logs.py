@@ -11,8 +11,7 @@ from typing import Any, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
-from trainer_kit.loggers.params import numbers
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers
 
 __all__ = ["CSVLogger"]
 

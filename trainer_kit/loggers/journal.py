@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.core.errors import LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
-from trainer_kit.loggers.params import numbers, params_dict, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, params_dict, plain
 
 __all__ = ["JSONLLogger", "read_journal"]
 

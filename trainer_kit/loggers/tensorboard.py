@@ -12,8 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.parallel import is_divided
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger
-from trainer_kit.loggers.params import flatten, numbers, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, flatten, numbers, plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -13,8 +13,7 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, locate
-from trainer_kit.loggers.layout import DEFAULT_NAME
-from trainer_kit.loggers.params import params_dict, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, params_dict, plain
 
 __all__ = ["WandbLogger"]
 

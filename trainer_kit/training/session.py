@@ -21,7 +21,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.loggers.dummy import DummyLogger
+from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect

@@ -2,7 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer_kit.callbacks.schedule import following, in_run, the_only
+from trainer_kit.callbacks.conditions import following, in_run, the_only
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.progress import Duration
 
