@@ -53,9 +53,8 @@ PRINTERS = {
     "callbacks/summary": "the table of layers",
     "launch/": "the headline of a failed run",
     "training/session.py": "Trainer.print, through which explain() and results go",
-    "accelerator/process.py": "Accelerator.print",
+    "accelerator/processes.py": "Accelerator.print, and what each process has, in debug mode",
     "inference/device_map.py": "infer_auto_device_map(verbose=True)",
-    "accelerator/accelerator.py": "what each process has, in debug mode",
 }
 SYNC_METHODS = {"item", "cpu", "tolist", "numpy"}
 SYNC_COMMENT = re.compile(r"#.*\bsync point\b")

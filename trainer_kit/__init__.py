@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer_kit.accelerator.loader import skip_first_batches
     from trainer_kit.accelerator.local_sgd import LocalSGD
     from trainer_kit.accelerator.logs import get_logger
-    from trainer_kit.accelerator.process import DistributedType
+    from trainer_kit.accelerator.processes import DistributedType
     from trainer_kit.accelerator.trackers import GeneralTracker, LoggerType, on_main_process, register_tracker_class
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
@@ -209,7 +209,7 @@ _HOME = {
     "DeepSpeedPlugin": "compat.deepspeed:DeepSpeedPlugin",
     "DDPCommunicationHookType": "compat.options:DDPCommunicationHookType",
     "DistributedDataParallelKwargs": "compat.options:DistributedDataParallelKwargs",
-    "DistributedType": "accelerator.process:DistributedType",
+    "DistributedType": "accelerator.processes:DistributedType",
     "DummyOptim": "compat.deepspeed:DummyOptim",
     "DummyScheduler": "compat.deepspeed:DummyScheduler",
     "Duration": "core.progress:Duration",

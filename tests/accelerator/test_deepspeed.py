@@ -74,7 +74,7 @@ def by_weight(accelerator: tk.Accelerator, parts: tuple[float, ...] = (0.25, 0.7
     model, optimizer, loader = accelerator.prepare(net, sgd(net), DataLoader(SAMPLES, batch_size=3))
     with accelerator.accumulate(model):
         accelerator.backward(model(SAMPLES.tensors[0]).square().sum(), weight=1)
-    accelerator.window.reset()
+    accelerator.accumulation.reset()
     optimizer.zero_grad()
     for x, y in loader:
         with accelerator.accumulate(model):
@@ -226,7 +226,7 @@ def test_what_the_plugin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
     told = tk.DeepSpeedPlugin(gradient_accumulation_steps=5)
     assert told.deepspeed_config["zero_optimization"] == {"stage": 1}
-    assert told.said() == {"gradient_accumulation_steps": 5, "mixed_precision": "bf16"}
+    assert told.accelerator_arguments() == {"gradient_accumulation_steps": 5, "mixed_precision": "bf16"}
     assert (told.zero3_init_flag, told.is_zero3_init_enabled()) == (True, False)
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.parity.plain import case, doubled, make_batches, make_net, merged
-from trainer_kit.accelerator import saving
+from trainer_kit.accelerator import checkpoints
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
 from trainer_kit.testing.conformance import assert_same, whole
@@ -211,7 +211,7 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
         ):
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing:
-                    patch.setattr(saving, name, raises)
+                    patch.setattr(checkpoints, name, raises)
                 with case(name=name), pytest.raises(ValueError if rank == failing else RankError, match="of a user"):
                     act()
         breaks.breaks = rank == 1

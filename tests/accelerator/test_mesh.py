@@ -183,7 +183,7 @@ def what_a_mesh_says(accelerator: tk.Accelerator) -> None:
     with pytest.raises(ConfigurationError, match="LocalSGD under 'mesh'"):
         tk.LocalSGD(accelerator, accelerator._models[0], 8)
     with accelerator.join_uneven_inputs(accelerator._models, even_batches=False):
-        assert not accelerator.window.joining
+        assert not accelerator.accumulation.joining
     with accelerator.maybe_context_parallel(buffers=[torch.ones(3)], buffer_seq_dims=[0]):
         pass  # there is nothing to divide among
 

@@ -22,7 +22,7 @@ X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
 
 @pytest.fixture(autouse=True)
 def _nobody_looks():
-    gc.collect()  # an Accelerator is a cycle, and looks until it is gone or its first steps are over
+    gc.collect()  # an Accelerator looks until it is deleted or its first steps are over
     assert not _global_optimizer_pre_hooks
 
 
@@ -64,7 +64,9 @@ def test_a_collector_that_runs_inside_a_step_does_not_disturb_it():
     model = accelerator.prepare(nn.Linear(3, 1))
     accelerator.backward(model(X).mean())
     collects = register_optimizer_step_pre_hook(lambda *_: gc.collect() and None)
-    del accelerator, model
+    cycle = [accelerator, model]
+    cycle.append(cycle)
+    del accelerator, model, cycle
     sgd(nn.Linear(3, 1)).step()  # torch goes through the hooks meanwhile
     collects.remove()
     assert len(_global_optimizer_pre_hooks) == 1
@@ -163,7 +165,7 @@ def test_no_look_is_left_after_the_first_steps(steps):
         with accelerator.accumulate(model):
             accelerator.backward(model(X).mean())
             optimizer.step()
-    assert accelerator._watch is None
+    assert not accelerator.prepared.checks.active
     assert optimizer._before_first_step is None
     assert not model._forward_pre_hooks
     assert not _global_optimizer_pre_hooks

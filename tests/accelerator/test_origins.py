@@ -10,7 +10,7 @@ import torch
 
 import trainer_kit as tk
 from trainer_kit import Accelerator
-from trainer_kit.accelerator.engines import chosen_strategy, plugins
+from trainer_kit.accelerator.composition import chosen_strategy, plugins
 from trainer_kit.compat.deepspeed import named_plugins
 from trainer_kit.compat.options import by_kind
 from trainer_kit.core.environment import Environment

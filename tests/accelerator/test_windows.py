@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainer_kit import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
-from trainer_kit.accelerator.accumulation_window import Window
+from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.strategies.single import Alone
 
@@ -314,7 +314,7 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
 
 def test_gradients_that_are_gone_are_completed_anew():
     completed = []
-    window = Window(1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or [])
+    window = Accumulation(1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or [])
     ours, others = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer, other = (torch.optim.SGD([p], lr=0.1) for p in (ours, others))
     for expected in ([optimizer], [optimizer, optimizer, other], [optimizer, optimizer, other, optimizer]):

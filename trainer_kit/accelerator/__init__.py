@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from trainer_kit.core.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from trainer_kit.accelerator.accelerator import (
-        Accelerator,
+    from trainer_kit.accelerator.accelerator import Accelerator
+    from trainer_kit.accelerator.processes import (
         PartialState,
         broadcast,
         broadcast_object_list,
@@ -31,4 +31,6 @@ __all__ = [
     "synchronize_rng_states",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "accelerator"))
+__getattr__, __dir__ = lazy_names(
+    __name__, {name: "accelerator" if name == "Accelerator" else "processes" for name in __all__}
+)

@@ -1,33 +1,41 @@
-"""`Accelerator`: strategy, precision, feed and checkpoints of a Trainer, for a loop of the user's own."""
+"""`Accelerator`: strategy, precision, loaders and checkpoints of a Trainer, for a raw loop."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from enum import Enum
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, final
-from weakref import WeakSet
+from typing import Any, TypeVar, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
-from trainer_kit.accelerator import collectives
-from trainer_kit.accelerator.accelerate_names import Answers
-from trainer_kit.accelerator.accumulation_window import Window
-from trainer_kit.accelerator.collective_debug import meet
-from trainer_kit.accelerator.engines import asked_engine, chosen_sizes, chosen_strategy, engine_says, plugins
-from trainer_kit.accelerator.generators import synchronize
-from trainer_kit.accelerator.hang_watchdog import Waiting
-from trainer_kit.accelerator.loop_checks import Watch
-from trainer_kit.accelerator.process import Processes
-from trainer_kit.accelerator.wrapping import unwrap, without_exchange
-from trainer_kit.build import choose_precision, choose_strategy, launched_on_xla
-from trainer_kit.compat.deepspeed import named_plugins
-from trainer_kit.compat.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
+from trainer_kit.accelerator.accumulation import GradientState
+from trainer_kit.accelerator.batch_size import release_memory
+from trainer_kit.accelerator.checkpoints import Checkpoints
+from trainer_kit.accelerator.composition import (
+    chosen_sizes,
+    made_accumulation,
+    made_precision,
+    named_dynamo,
+    named_loaders,
+    named_options,
+    named_trackers,
+    plugins,
+    started_strategy,
+)
+from trainer_kit.accelerator.loader import PreparedLoader, skip_first_batches
+from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from trainer_kit.accelerator.parallel_ranks import ParallelRanks
+from trainer_kit.accelerator.prepared import Prepared
+from trainer_kit.accelerator.processes import AcceleratorProcesses, DistributedType
+from trainer_kit.accelerator.trackers import Trackers
+from trainer_kit.accelerator.wrapping import spans_devices, unwrap, with_exchange, without_exchange
+from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin
 from trainer_kit.compat.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -43,91 +51,21 @@ from trainer_kit.compat.options import (
     check_arguments,
     micro_batches,
 )
-from trainer_kit.core.arguments import as_list
-from trainer_kit.core.configuration_sources import Chosen, choose, describe_origins, is_true, steps_of, variable
+from trainer_kit.compat.parallelism import ParallelismConfig
+from trainer_kit.core.configuration_sources import describe_origins
 from trainer_kit.core.display import Text
-from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
-from trainer_kit.precision.overflow import make_scaler
-from trainer_kit.strategies.strategy import Strategy
 
-__all__ = [
-    "Accelerator",
-    "PartialState",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "reduce",
-    "synchronize_rng_states",
-]
+__all__ = ["Accelerator"]
 
-_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # what log_with="all" means, with what else is installed
-_IF_INSTALLED: Final = ("wandb",)
-
-
-_LIVING: Final[WeakSet[Accelerator]] = WeakSet()
-"""Where one of them is in debug mode, the functions of this module are, too."""
+_F = TypeVar("_F", bound=Callable[..., Any])
+_ACCELERATES_WORDS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
 @final
-class PartialState(Processes):
-    """This process among those that were started together: a view of its environment, made anew at will.
-
-    Args:
-        cpu: compute on the CPU also where there is an accelerator.
-
-    Example:
-        >>> state = PartialState(cpu=True)
-        >>> state.num_processes, state.is_main_process, state.device
-        (1, True, device(type='cpu'))
-    """
-
-    _debug: ClassVar[bool | None] = None
-
-    def __init__(self, cpu: bool = False, **options: Any) -> None:
-        self.environment = Environment.detect()
-        self._accelerator = "cpu" if cpu else "auto"
-        self._strategy: Strategy | None = None
-
-    @property
-    def debug(self) -> bool:
-        """Whether processes compare their collectives first; set, it holds for every `PartialState` of the process."""
-        if PartialState._debug is not None:
-            return PartialState._debug
-        return any(one.debug for one in _LIVING) or is_true(choose("debug", None, False).value)
-
-    @debug.setter
-    def debug(self, debug: bool) -> None:
-        PartialState._debug = debug
-
-    def _together(self, data: Any, call: str) -> AbstractContextManager[None]:
-        world = self.world
-        if world.size > 1 and torch.distributed.is_initialized() and self.debug:
-            meet(world, data, call)
-        return nullcontext()
-
-    @property
-    def world(self) -> Group:
-        return self._joined().world
-
-    @property
-    def device(self) -> torch.device:
-        if self._accelerator == "auto" and launched_on_xla():
-            return self._joined().device  # torch does not know it
-        return pick_device(self._accelerator, self.environment.local_rank)
-
-    def _joined(self) -> Strategy:
-        if self._strategy is None:
-            self._strategy = choose_strategy("auto", self._accelerator, "auto", 1, self.environment)[0]
-            self._strategy.start()
-        return self._strategy
-
-
-@final
-class Accelerator(Answers):
+class Accelerator:
     """Everything of a Trainer but the loop, under Hugging Face Accelerate's names.
 
     A script written for Accelerate runs after ``from accelerate import`` became ``from trainer_kit import``. Two
@@ -175,6 +113,19 @@ class Accelerator(Answers):
         >>> optimizer.step()
     """
 
+    # Names of Accelerate that have one answer here.
+    initialized = True
+    fork_launched = False
+    is_fsdp2 = False
+    has_lomo_optimizer = False
+    should_save_model = True
+    use_seedable_sampler = True  # the order of the data is always a function of seed and epoch
+    use_stateful_dataloader = True  # positions of loaders are always part of a saved state
+    fsdp_plugin = None
+    megatron_lm_plugin = None
+    torch_tp_plugin = None
+    flag_tensor = None
+
     def __init__(
         self,
         device_placement: bool = True,
@@ -199,72 +150,782 @@ class Accelerator(Answers):
         **engines: Any,
     ) -> None:
         check_arguments(locals())
+        self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
         options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
-        self.environment = Environment.detect()
-        told = engine_says(asked_engine(options), mixed_precision, gradient_accumulation_steps)
-        self.origins = _origins(cpu, *told, gradient_accumulation_plugin, debug)
-        on_cpu, word, micro_batches, debugging = (chosen.value for chosen in self.origins.values())
+        plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
+        self.origins = named_options(options, cpu, mixed_precision, steps, plugin, debug)
+        on_cpu, word, chosen_steps, debugging = (chosen.value for chosen in self.origins.values())
         self.origins |= chosen_sizes(options)
-        self.strategy = _started(options, bool(on_cpu), self.environment)
-        self.precision = _precision(word, self.strategy, options)
-        self.device_placement = device_placement
-        self.dataloader_config = _loaders(dataloader_config, split_batches)
-        self.accumulation = _accumulation(gradient_accumulation_plugin, gradient_accumulation_steps, micro_batches)
-        self.window = _window(self.strategy, self.accumulation, self.precision.name)
-        self.waiting = _waiting(self, self._tell)
-        self.dynamo_plugin = dynamo_plugin or _dynamo(dynamo_backend)
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.scheduler_steps_per_process = scheduler_steps_per_process
+        self.strategy = started_strategy(options, bool(on_cpu), self.environment)
+        self.precision = made_precision(word, self.strategy, options)
+        self.dataloader_config = named_loaders(dataloader_config, split_batches)
+        self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
-        self.log_with = _several(log_with)
-        self.profile_handler = options.get(ProfileKwargs) or ProfileKwargs()
-        self.autocast_handler, self.scaler_handler = options.get(AutocastKwargs), options.get(GradScalerKwargs)
-        self.ddp_handler, self.init_handler = (
-            options.get(DistributedDataParallelKwargs),
-            options.get(InitProcessGroupKwargs),
+        self.rng_types = rng_types
+        self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
+        self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
+        self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
+        self.ddp_handler: DistributedDataParallelKwargs | None = options.get(DistributedDataParallelKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = options.get(InitProcessGroupKwargs)
+        self.accumulation = made_accumulation(plugin, steps, chosen_steps, self.strategy, self.precision.name)
+        self.processes = AcceleratorProcesses(self.environment, self.strategy, debugging)
+        self.prepared = Prepared(
+            self.processes,
+            self.strategy,
+            self.precision,
+            self.accumulation,
+            loaders=self.dataloader_config,
+            dynamo=self.dynamo_plugin,
+            deepspeed_plugins=self.deepspeed_plugins,
+            device_placement=device_placement,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            scheduler_steps_per_process=scheduler_steps_per_process,
+            data_seed=self.dataloader_config.data_seed if seed is None else seed,
         )
-        self.data_seed = self.dataloader_config.data_seed if seed is None else seed
-        self.step = 0
-        self.trackers, self._models, self._optimizers, self._schedulers = [], [], [], []
-        self._dataloaders, self._objects = [], []
-        self._watch = self._first_steps = Watch(self.strategy, self.print, self._models)
-        self._before_save, self._before_load = OrderedDict(), OrderedDict()
-        self._triggered, self.flag_tensor, self._own_backward = False, None, None
-        self.rng_types, self.debug = rng_types, debugging
-        _LIVING.add(self)
+        self._compose(named_trackers(log_with))
+
+    def _compose(self, log_with: list[Any]) -> None:
+        """Make the parts that need the others."""
+        project = self.project_configuration
+        self.collectives = self.processes.collectives
+        self.parallel_ranks = ParallelRanks(self.strategy)
+        self.checkpoints = Checkpoints(
+            self.processes, self.strategy, self.precision, self.accumulation, self.prepared, project
+        )
+        self.tracking = Trackers(log_with, self.processes, project)
+        # Scripts for Accelerate read these lists.
+        self.log_with = log_with
+        self.trackers = self.tracking.started
+        self._models = self.prepared.models
+        self._optimizers = self.prepared.optimizers
+        self._schedulers = self.prepared.schedulers
+        self._dataloaders = self.prepared.loaders
+
+    # -- preparing -------------------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+        """Prepare models, optimizers, loaders and schedulers, in any mix and order, for this number of processes.
+
+        Args:
+            objects: anything else is returned as it is; an object that is prepared already, too.
+            device_placement: for each object whether it is moved; by default as the Accelerator's.
+
+        Returns:
+            The prepared objects, in the same order; one object alone is not in a tuple.
+
+        Raises:
+            ConfigurationError: an optimizer is prepared whose model is not.
+        """
+        found = self.prepared.prepare(objects, device_placement)
+        if self.debug:
+            self.processes.print_everywhere(self.explain())
+        return found[0] if len(found) == 1 else found
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """The model on its device, in the precision, and wrapped for several processes.
+
+        Args:
+            model: is changed in place, and wrapped where there are several processes.
+            device_placement: whether it is moved.
+            evaluation_mode: it is not trained, so gradients need no exchange.
+        """
+        return self.prepared.prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
+        """An optimizer that steps where gradients are complete."""
+        return self.prepared.prepare_optimizer(optimizer)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> PreparedLoader:
+        """A loader divided among the processes; see `PreparedLoader`. Every process calls it.
+
+        Its order follows the seed of the Accelerator, else the seed that the main process has set by now.
+        """
+        return self.prepared.prepare_loader(data_loader, device_placement)
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """A scheduler that advances with its optimizer, by default once for each process in an optimizer step.
+
+        Accelerate does the same, and the scripts written for it multiply the length of their schedules by the number of
+        processes. ``split_batches=True`` and ``Accelerator(scheduler_steps_per_process=False)``: once in a step, as
+        ``ReduceLROnPlateau``, whose patience counts values, and DeepSpeed's own schedules always do.
+        """
+        return self.prepared.prepare_scheduler(scheduler)
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
+        """The user's own model.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: its forward stays in the precision that it was prepared for.
+            keep_torch_compile: a compiled model stays compiled.
+        """
+        return self.prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader whose iterations begin with batch ``num_batches``."""
+        return skip_first_batches(dataloader, num_batches)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the layers of a model were placed on several devices; such a model is not trained here."""
+        return spans_devices(model)
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Forget what was prepared; assign the result to the names that still refer to it."""
+        self.prepared.clear()
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """As `free_memory`."""
+        return self.free_memory(*objects)
+
+    @property
+    def device_placement(self) -> bool:
+        """Whether models and batches move to the device."""
+        return self.prepared.device_placement
+
+    @device_placement.setter
+    def device_placement(self, moves: bool) -> None:
+        self.prepared.device_placement = moves
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers advance where optimizers step."""
+        return self.prepared.step_scheduler_with_optimizer
+
+    @step_scheduler_with_optimizer.setter
+    def step_scheduler_with_optimizer(self, with_optimizer: bool) -> None:
+        self.prepared.step_scheduler_with_optimizer = with_optimizer
+
+    @property
+    def scheduler_steps_per_process(self) -> bool:
+        """Whether an optimizer step advances schedulers once for each process."""
+        return self.prepared.scheduler_steps_per_process
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether a loader's batch size is that of all processes together."""
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        """Whether the main process reads, and sends the others their batches."""
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether last batches are filled up from the start of the data."""
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        replace(self.dataloader_config, even_batches=even)  # checks the value
+        self.dataloader_config.even_batches = even
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether copies to an accelerator do not wait."""
+        return self.dataloader_config.non_blocking
+
+    # -- the steps of a loop ---------------------------------------------------------------------------------------
+
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
+        """One micro-batch: gradients are exchanged, and optimizers step, at the end of a window only.
+
+        Args:
+            models: those that are trained in it.
+        """
+        self.accumulation.models = models
+        return self.accumulation
+
+    def backward(self, loss: Tensor, weight: float | None = None, **options: Any) -> None:
+        """Backward, in place of ``loss.backward()``.
+
+        Args:
+            loss: a scalar: the mean over the batch; with ``weight`` a sum.
+            weight: how many things ``loss`` sums over: ``backward(token_losses.sum(), weight=tokens)`` gives the exact
+                mean over all tokens of the window and of all processes.
+            options: of ``Tensor.backward``; an engine with a backward of its own takes ``retain_graph`` only.
+        """
+        prepared = self.prepared
+        if prepared.checks.active:
+            prepared.check_backward()
+        scaled = self.precision.scale_loss(self.accumulation.scale(loss, weight))
+        if prepared.backward is None:
+            scaled.backward(**options)  # type: ignore[no-untyped-call]
+        else:
+            prepared.backward(scaled, **options)
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Refused.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "LOMO optimizers are not supported", fix="accelerator.backward(loss), optimizer.step()"
+        )
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Remove fp16's scale from gradients, and weigh them for their window; by default of all optimizers."""
+        self.prepared.unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+        """Clip by the norm of all gradients of ``parameters`` together; only at the end of a window.
+
+        Returns:
+            The norm before; None inside a window.
+        """
+        if not self.accumulation.sync:
+            return None
+        complete = self.prepared.complete_gradients(parameters)
+        return self.strategy.clip_gradients(complete, max_norm, "norm", float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip each element; only at the end of a window."""
+        if self.accumulation.sync:
+            self.strategy.clip_gradients(self.prepared.complete_gradients(parameters), clip_value, "value")
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Inside, computations outside of a prepared model are in the precision, too."""
+        chosen = autocast_handler or self.autocast_handler
+        context: Any = self.precision.forward_context()
+        if chosen is not None and isinstance(context, torch.autocast):
+            context = torch.autocast(
+                self.device.type, context.fast_dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+            )
+        with context or nullcontext():
+            yield
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, gradients of ``model`` stay on their process."""
+        return without_exchange(model) if self.use_distributed else nullcontext()
+
+    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Inside, the next backward exchanges gradients, also where its forward ran under `no_sync`."""
+        return with_exchange(model)
+
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, a process that has no batches left takes part in the exchanges of the others.
+
+        Args:
+            joinables: prepared models.
+            even_batches: whether loaders repeat samples meanwhile, those over an ``IterableDataset``, too; by default
+                as they are configured.
+
+        Raises:
+            ConfigurationError: the strategy needs every process in a step.
+        """
+        return self.prepared.join_uneven_inputs(joinables, even_batches)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Collection[Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """One step on sequences that `ParallelismConfig(cp_size=...)` divides; without it this does nothing.
+
+        Inside, each buffer is this process's part of it, in place; attention is over the whole sequence, and the mean
+        of a cross entropy over the targets of all of it. Forward, loss and backward belong inside; targets are shifted
+        before. Positions that a model counts itself begin at 0 on each part: pass them as a buffer.
+
+        Args:
+            buffers: tensors that have the sequence: inputs, targets, positions.
+            buffer_seq_dims: which dimension of each is the sequence.
+            no_restore_buffers: those that are not needed whole afterwards.
+
+        Raises:
+            StrategyError: a sequence that cannot be divided, or no attention was called.
+        """
+        return self.parallel_ranks.divided_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends its window: gradients are complete, optimizers step."""
+        return self.accumulation.sync
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        if sync not in (True, False):
+            raise ConfigurationError("sync_gradients is True or False", found=f"sync_gradients={sync!r}")
+        self.accumulation.sync = bool(sync)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self.accumulation.steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.accumulation.steps = micro_batches(steps, "accelerator.gradient_accumulation_steps")
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """The state of the accumulation."""
+        return GradientState(self.accumulation)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer's last step was skipped because gradients overflowed."""
+        return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
+
+    # -- what processes exchange: every process makes these calls --------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """Nested tensors of all processes one after the other, along the first dimension."""
+        return self.collectives.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Results of the current batch of all processes, without those of repeated samples.
+
+        Of processes that get the same batches one counts.
+
+        Args:
+            input_data: nested tensors of one entry a sample along the first dimension, or other objects. A scalar is
+                gathered from each process.
+            use_gather_object: also for tensors: they may then differ in shape.
+        """
+        return self.collectives.gather_for_metrics(input_data, use_gather_object, self.accumulation.batches)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
+        return self.collectives.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+        """Nested tensors made as long along ``dim`` as the longest of all processes."""
+        return self.collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+    def set_trigger(self) -> None:
+        """Set the trigger that every process finds at its next `check_trigger`."""
+        self.collectives.set_trigger()
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since; every process asks at the same place."""
+        return self.collectives.check_trigger()
+
+    # -- the processes ---------------------------------------------------------------------------------------------
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process makes this call."""
+        self.processes.wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Inside, the main process goes first and all others follow."""
+        return self.processes.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Inside, the first process of each machine goes first and the others follow."""
+        return self.processes.local_main_process_first()
+
+    def on_main_process(self, function: _F) -> _F:
+        """Decorator: only the main process calls ``function``; the others get None."""
+        return self.processes.on_main_process(function)
+
+    def on_local_main_process(self, function: _F) -> _F:
+        """Decorator: only the first process of each machine calls ``function``."""
+        return self.processes.on_local_main_process(function)
+
+    def on_last_process(self, function: _F) -> _F:
+        """Decorator: only the last process calls ``function``."""
+        return self.processes.on_last_process(function)
+
+    def on_process(self, function: _F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: only process ``process_index`` calls ``function``."""
+        return self.processes.on_process(function, process_index)
+
+    def on_local_process(self, function: _F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
+        return self.processes.on_local_process(function, local_process_index)
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """This process's part of a list, a tuple, a tensor, or a dict of them; the first processes get one more.
+
+        Args:
+            inputs: is divided; the members of a dict are equally long.
+            apply_padding: repeat the last element so that every process gets equally many.
+
+        Raises:
+            ConfigurationError: the members of a dict differ in length.
+        """
+        return self.processes.split_between_processes(inputs, apply_padding)
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print once on each machine."""
+        self.processes.print(*values, **options)
+
+    def set_device(self) -> None:
+        """Accepted: the device was chosen when the process began."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a process group; by default that of all processes."""
+        self.processes.destroy_process_group(group)
 
     @property
     def state(self) -> Accelerator:
-        """Identity and turn-taking, for scripts that ask for it separately."""
+        """The Accelerator itself: Accelerate keeps the identity of processes in another object."""
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy does not look for the mistakes of first steps: it would look at its copies of parameters."""
-        return {**vars(self), "_watch": None}
+    @property
+    def world(self) -> Group:
+        """All processes."""
+        return self.processes.world
 
-    def __repr__(self) -> str:
-        """What Accelerate prints of its state; `explain` says more."""
-        plugin = self.deepspeed_plugin
-        config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
-        return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n{config}"
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.strategy.device
 
-    def explain(self) -> Text:
-        """What this process has, a line each: group, device, wrapping, loaders; and where its options come from."""
-        lines = [
-            f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
-            f"strategy: {self.strategy.describe()}",
-            f"group: {self.backend or 'none'}, device {self.device}",
-            f"precision: {self.precision.name}",
-            f"accumulation: {self.window.steps} micro-batches a step",
-            *(f"model: {_wrapping(model)}" for model in self._models),
-            *(f"loader: {loader.describe()}" for loader in self._dataloaders),
-            *(f"scheduler: {scheduler.describe()}" for scheduler in self._schedulers),
-            *describe_origins(self.origins.items()),
-        ]
-        return Text("\n".join(lines))
+    @property
+    def default_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
+
+    @property
+    def num_processes(self) -> int:
+        """How many processes work together."""
+        return self.processes.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The number of this process, from 0."""
+        return self.processes.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The number of this process among those of its machine, from 0."""
+        return self.processes.local_process_index
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.processes.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.processes.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self.processes.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.processes.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several processes."""
+        return self.processes.use_distributed
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The engine, where Accelerate has a word for it; else the kind of processes that work together."""
+        return self.processes.distributed_type
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of the process group: "gloo", "nccl", …; None for a single process."""
+        return self.processes.backend
+
+    @property
+    def debug(self) -> bool:
+        """Whether processes compare their collectives first."""
+        return self.collectives.debug
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        self.collectives.debug = debug
+
+    # -- how processes divide the work -----------------------------------------------------------------------------
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """How many processes divide what; None where they divide only data."""
+        return self.parallel_ranks.config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The processes, an axis for each way in which they divide the work; None where there are no axes."""
+        return self.strategy.mesh
+
+    @property
+    def device_mesh(self) -> DeviceMesh | None:
+        """As `torch_device_mesh`."""
+        return self.strategy.mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are divided by FSDP2."""
+        return self.strategy.mesh is not None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data is read here; on a mesh, by `parallelism_config`, which copy is trained."""
+        return self.parallel_ranks.data_rank
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which part of the parameters is here."""
+        return self.parallel_ranks.rank("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each layer is here."""
+        return self.parallel_ranks.rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Which part of each sequence is here."""
+        return self.parallel_ranks.rank("cp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Which stage of the pipeline is here."""
+        return self.parallel_ranks.rank("pp")
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The plugin in use."""
+        return selected_plugin(self.deepspeed_plugins)
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """One of ``Accelerator(deepspeed_plugins={name: plugin})``."""
+        if name not in self.deepspeed_plugins:
+            known = ", ".join(self.deepspeed_plugins) or "none"
+            raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}", found=known)
+        return self.deepspeed_plugins[name]
+
+    def select_deepspeed_plugin(self, name: str) -> None:
+        """Train under another one of the plugins; before a model is prepared."""
+        chosen = self.get_deepspeed_plugin(name)
+        self.strategy.use(chosen.deepspeed_config)  # type: ignore[attr-defined]
+        for plugin in self.deepspeed_plugins.values():
+            plugin.selected = plugin is chosen
+
+    # -- the precision ---------------------------------------------------------------------------------------------
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision, by Accelerate's word where it has one."""
+        return _ACCELERATES_WORDS.get(self.precision.name, self.precision.name)
+
+    @property
+    def scaler(self) -> Any:
+        """The gradient scaler of fp16, or None."""
+        return self.precision.scaler
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether forwards run under torch's autocast."""
+        return self.mixed_precision in ("fp16", "bf16")
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether products are in fp8."""
+        return self.fp8_backend != "NO"
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """Whether Transformer Engine computes them."""
+        return self.fp8_backend == "TE"
+
+    @property
+    def fp8_backend(self) -> str:
+        """Whose fp8 it is, in Accelerate's words."""
+        return {"fp8": "AO", "transformer-engine": "TE"}.get(self.precision.name, "NO")
+
+    # -- states and weights ----------------------------------------------------------------------------------------
+
+    @property
+    def project_dir(self) -> str | None:
+        """The directory of the project."""
+        return self.project_configuration.project_path
+
+    @property
+    def logging_dir(self) -> str | None:
+        """The directory of trackers."""
+        return self.project_configuration.logging_path
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next automatically named checkpoint."""
+        return self.project_configuration.iteration
+
+    @property
+    def step(self) -> int:
+        """A number that saved states keep for the user."""
+        return self.checkpoints.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.checkpoints.step = step
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Keep further objects in saved states, by ``state_dict`` and ``load_state_dict``.
+
+        Their states hold plain data, tensors and arrays; anything else is refused at save time, naming the key.
+
+        Raises:
+            ConfigurationError: an object has no such methods.
+        """
+        self.checkpoints.register(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, directory)`` before each save.
+
+        ``weights`` holds a state dict for each model; what the hook takes out of it is not saved. What the hook writes
+        into ``directory`` becomes part of the checkpoint: it is a work directory until the state is complete, and gets
+        the checkpoint's name then.
+        """
+        return self.checkpoints.register_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, directory)`` before each load; a model that it takes out of the list is not loaded.
+
+        ``directory`` is the checkpoint; the files that hooks wrote into it have been verified.
+        """
+        return self.checkpoints.register_load_hook(hook)
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save models, optimizers, schedulers, loaders, generators and registered objects; every process calls it.
+
+        The directory is complete or absent, at every instant; one that is there is replaced.
+
+        Args:
+            output_dir: where; without it, and with automatic naming,
+                ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: False is refused: nothing is pickled.
+            save_model_func_kwargs: accepted for Accelerate's sake.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: a value that cannot be saved, by key, or a storage that fails.
+        """
+        with self.collectives.during("save_state"):
+            return self.checkpoints.save_state(output_dir, safe_serialization)
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Any = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Continue where `save_state` was called: prepare everything first, in the same order; every process calls it.
+
+        Of a directory that DeepSpeed wrote (without ZeRO, or what ``ds_to_universal`` made) weights, moments and the
+        schedule are taken; random numbers, the position in the data and a loss scale are not in it.
+
+        Args:
+            input_dir: what `save_state` or DeepSpeed wrote; by default the project's newest one that is whole.
+            load_kwargs: accepted for Accelerate's sake.
+            load_model_func_kwargs: of ``load_state_dict`` of the models: ``strict``, ``assign``.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or does not fit what was prepared.
+        """
+        with self.collectives.during("load_state"):
+            self.checkpoints.load_state(input_dir, load_model_func_kwargs)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The weights of a prepared model, whole, by the user's names.
+
+        Where they are divided (FSDP, DeepSpeed, a mesh) every process calls it, and the main process gets them, on the
+        CPU; the others get an empty dict: a device never holds more than one whole weight at a time.
+        """
+        return self.checkpoints.get_state_dict(model, unwrap)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+
+        A tied weight is written once, under its first name.
+
+        Args:
+            model: prepared or not.
+            save_directory: other files in it are not changed.
+            max_shard_size: of a file, in bytes or as ``"5GB"``.
+            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+        """
+        self.checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors.
+
+        A file that is there is replaced when the new one is whole.
+
+        Raises:
+            ConfigurationError: ``safe_serialization``, and something is not a tensor.
+        """
+        self.checkpoints.save(obj, f, safe_serialization)
+
+    # -- trackers --------------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of ``log_with``; every process calls it, the main process logs.
+
+        Args:
+            project_name: W&B's project; for trackers that write files, a directory below ``logging_dir``.
+            config: hyperparameters.
+            init_kwargs: constructor arguments, by the tracker's name.
+        """
+        self.tracking.start(project_name, config, init_kwargs)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+        """Log values with every tracker, on the main process.
+
+        Args:
+            values: by name; a tensor of one element is read here, which waits for the device.
+            step: of the values; by default one more than the last.
+            log_kwargs: by the tracker's name, options of its ``log``.
+        """
+        self.tracking.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; ``unwrap``: the object that it writes with (W&B's run, TensorBoard's writer).
+
+        On the other processes every call of it does nothing.
+
+        Raises:
+            ConfigurationError: there is none of this name.
+        """
+        return self.tracking.get(name, unwrap)
+
+    def end_training(self) -> None:
+        """Close every tracker, and wait for every process."""
+        self.tracking.finish()
+        self.wait_for_everyone()
+
+    # -- what this process is made of ------------------------------------------------------------------------------
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
@@ -288,151 +949,28 @@ class Accelerator(Answers):
             directory.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
 
+    def explain(self) -> Text:
+        """The parts of this process, a line each: group, device, wrapping, loaders; and the origins of its options."""
+        lines = [
+            f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
+            f"strategy: {self.strategy.describe()}",
+            f"group: {self.backend or 'none'}, device {self.device}",
+            f"precision: {self.precision.name}",
+            f"accumulation: {self.accumulation.steps} micro-batches a step",
+            *(f"model: {_wrapping(model)}" for model in self.prepared.models),
+            *(f"loader: {loader.describe()}" for loader in self.prepared.loaders),
+            *(f"scheduler: {scheduler.describe()}" for scheduler in self.prepared.schedulers),
+            *describe_origins(self.origins.items()),
+        ]
+        return Text("\n".join(lines))
+
+    def __repr__(self) -> str:
+        """The text that Accelerate prints of its state; `explain` says more."""
+        plugin = self.deepspeed_plugin
+        config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
+        return f"{self.processes!r}\nMixed precision type: {self.mixed_precision}\n{config}"
+
 
 def _wrapping(model: nn.Module) -> str:
     inner = unwrap(model)
     return type(model).__name__ + (f" of {type(inner).__name__}" if inner is not model else "")
-
-
-def _started(options: Mapping[type, Any], on_cpu: bool, environment: Environment) -> Strategy:
-    asked = chosen_strategy(options, environment)
-    made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[0]
-    made.start()
-    return made
-
-
-def _origins(
-    cpu: bool, precision: Any, steps: int | None, plugin: GradientAccumulationPlugin | None, debug: bool | None
-) -> dict[str, Chosen]:
-    on_cpu, debugging = choose("use_cpu", cpu or None, False), choose("debug", debug, False)
-    micro_batches = choose("gradient_accumulation_steps", steps if plugin is None else plugin.num_steps, 1)
-    return {
-        "use_cpu": Chosen(is_true(on_cpu.value), on_cpu.origin),
-        "mixed_precision": choose("mixed_precision", precision, "no"),
-        "gradient_accumulation_steps": Chosen(steps_of(micro_batches), micro_batches.origin),
-        "debug": Chosen(is_true(debugging.value), debugging.origin),
-    }
-
-
-def _window(strategy: Strategy, accumulation: GradientAccumulationPlugin, precision: str) -> Window:
-    strategy.configure(precision=precision, accumulation=accumulation.num_steps)  # refuses contradictions now
-    quiet = without_exchange if strategy.world.size > 1 and not accumulation.sync_each_batch else None
-    complete = strategy.complete_gradients if strategy.completes_gradients else None
-    groups = strategy.data, strategy.losses
-    return Window(accumulation.num_steps, *groups, accumulation.sync_with_dataloader, quiet, complete)
-
-
-def _waiting(here: Processes, tell: Callable[[str], None]) -> Waiting | None:
-    meets = here.use_distributed and torch.distributed.is_initialized()  # torch_xla's processes have no store
-    return Waiting(here.process_index, here.num_processes, tell) if meets else None
-
-
-def _dynamo(backend: str | None) -> TorchDynamoPlugin:
-    """What was asked for, else what the launcher says of torch.compile."""
-    if backend is not None:
-        return TorchDynamoPlugin(backend=backend)
-    names = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
-    said = {name: variable(f"dynamo_{name}") for name in names}
-    found = {name: chosen.value for name, chosen in said.items() if chosen is not None}
-    return TorchDynamoPlugin(
-        backend=str(found.get("backend", "no")).lower(),
-        mode=found.get("mode"),
-        fullgraph=is_true(found.get("use_fullgraph")),
-        dynamic=is_true(found["use_dynamic"]) if "use_dynamic" in found else None,
-        use_regional_compilation=is_true(found.get("use_regional_compilation")),
-    )
-
-
-def _precision(word: Any, strategy: Any, options: Mapping[type, Any]) -> Any:
-    if not hasattr(word, "forward_context"):
-        word = str(getattr(word, "value", word))
-    if word == "fp8":
-        recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
-        word = (recipes[0] if recipes else launched_recipe() or AORecipeKwargs()).make_precision()
-    made = choose_precision(word, None, strategy)
-    scaler = options.get(GradScalerKwargs)
-    if scaler is not None and made.scales:
-        native: Any = getattr(made, "base", made)
-        native.scaler = make_scaler(strategy.device.type, **scaler.to_kwargs())
-    return made
-
-
-def _loaders(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    if config is not None and split_batches and not config.split_batches:
-        raise ConfigurationError(
-            "split_batches is given twice",
-            found="split_batches=True, and a dataloader_config without it",
-            fix="DataLoaderConfiguration(split_batches=True)",
-        )
-    return config or DataLoaderConfiguration(split_batches=split_batches)
-
-
-def _accumulation(
-    plugin: GradientAccumulationPlugin | None, steps: int | None, chosen: int
-) -> GradientAccumulationPlugin:
-    if plugin is not None:
-        if steps not in (None, 1, plugin.num_steps):
-            raise ConfigurationError(
-                "accumulation is given twice",
-                found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
-            )
-        chosen = plugin.num_steps
-    return plugin or GradientAccumulationPlugin(num_steps=micro_batches(chosen, "gradient_accumulation_steps"))
-
-
-def _several(given: Any) -> list[Any]:
-    if given is None:
-        return []
-    several = as_list(given)
-    words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in several]
-    if "all" in words:
-        objects = [one for one in words if not isinstance(one, str)]
-        installed = [name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None]
-        named = (word for word in words if isinstance(word, str) and word != "all")
-        return [*objects, *dict.fromkeys([*named, *_EVERYWHERE, *installed])]
-    return words
-
-
-def _state(data: Any, call: str) -> PartialState:
-    """This process; in debug mode, once every process makes this call."""
-    state = PartialState()
-    with state._together(data, call):
-        return state
-
-
-def gather(tensor: Any) -> Any:
-    """Nested tensors of all processes one after the other, along the first dimension."""
-    return collectives.gather(_state(tensor, "gather").world, tensor)
-
-
-def gather_object(object: Any) -> list[Any]:
-    """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
-    return collectives.gather_object(_state(None, "gather_object").world, object)
-
-
-def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
-    return collectives.reduce(_state(tensor, "reduce").world, tensor, reduction, scale)
-
-
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Nested tensors of one process for everyone."""
-    return collectives.broadcast(_state(tensor, "broadcast").world, tensor, from_process)
-
-
-def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Small picklable values of one process for everyone, in place."""
-    return collectives.broadcast_object_list(_state(None, "broadcast_object_list").world, object_list, from_process)
-
-
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Nested tensors made as long along ``dim`` as the longest of all processes."""
-    return collectives.pad_across_processes(
-        _state(None, "pad_across_processes").world, tensor, dim, pad_index, pad_first
-    )
-
-
-def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
-    """Give every process the main process's generators: "torch", "cuda", "python", "numpy", "generator"."""
-    state = _state(None, "synchronize_rng_states")
-    synchronize(state.world, rng_types, generator, state.device)

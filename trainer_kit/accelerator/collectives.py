@@ -2,40 +2,202 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from trainer_kit.accelerator.hang_watchdog import HangWatchdog
 from trainer_kit.core.collective_errors import compare, same_everywhere, signature
-from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
 
-__all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "each_tensor",
-    "gather",
-    "gather_object",
-    "gather_rows",
-    "pad_across_processes",
-    "reduce",
-]
+__all__ = ["Collectives", "each_tensor"]
 
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
+_NO_CONTEXT: Final = nullcontext()
+_PACKAGE: Final = str(Path(__file__).resolve().parents[1])
+_PATIENCE: Final = 60.0  # seconds that debug mode waits for the other processes
+
+
+@final
+class Collectives:
+    """The calls that all processes make together.
+
+    Args:
+        world: all processes.
+        data: the processes among which batches are divided; by default all of them.
+        debug: compare the calls of all processes before each exchange.
+        watchdog: reports a call in which this process waits long for the others.
+    """
+
+    def __init__(
+        self, world: Group, data: Group | None = None, debug: bool = False, watchdog: HangWatchdog | None = None
+    ) -> None:
+        self.world = world
+        self.data = world if data is None else data
+        self.debug = debug
+        self._watchdog = watchdog
+        self._several = world.size > 1 and dist.is_initialized()  # torch_xla's processes have no store
+        self._triggered = False
+
+    def during(self, call: str, data: Any = None) -> AbstractContextManager[None]:
+        """The context of a call that every process makes.
+
+        Args:
+            call: the name in messages.
+            data: what is exchanged: debug mode compares the shapes and dtypes of its tensors.
+        """
+        if not self._several:
+            return _NO_CONTEXT
+        if self.debug:
+            _compare_calls(self.world, call, data)
+        return _NO_CONTEXT if self._watchdog is None else self._watchdog(call)
+
+    def barrier(self) -> None:
+        """Wait until every process makes this call."""
+        with self.during("wait_for_everyone"):
+            self.world.barrier()
+
+    def gather(self, data: Any) -> Any:
+        """Concatenate the tensors of all processes along the first dimension; scalars make a vector.
+
+        Args:
+            data: nested tensors, of equal shape on every process.
+
+        Returns:
+            The same nesting; each tensor has shape ``(processes * n, ...)``.
+
+        Raises:
+            RankError: on every process, where shapes, dtypes or structure differ.
+        """
+        with self.during("gather", data):
+            return _gather(self.world, data, "gather")
+
+    def gather_for_metrics(self, data: Any, use_gather_object: bool, batches: Any) -> Any:
+        """Gather the results of a batch without those of repeated samples, once for each part of the data.
+
+        Args:
+            data: nested tensors with an entry for each sample, or other objects.
+            use_gather_object: gather tensors as objects: they may then differ in shape.
+            batches: the loader of the batch, with its ``size`` and ``counts``; None outside of a loader.
+        """
+        with self.during("gather_for_metrics"):
+            group = self.data
+            counts: list[int] | None = None if batches is None else batches.counts
+            if use_gather_object or not _only_tensors(data):
+                if group.size > 1:
+                    compare(group, "gather_for_metrics(objects)")
+                if counts is not None and isinstance(data, (list, tuple)) and len(data) == batches.size:
+                    data = data[: counts[group.rank]]
+                return _gather_object(group, data)
+            if counts is None:
+                return _gather(group, data, "gather_for_metrics")
+            return _gather_rows(group, data, batches.size, counts)
+
+    def gather_object(self, data: Any) -> list[Any]:
+        """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
+        with self.during("gather_object"):
+            return _gather_object(self.world, data)
+
+    def reduce(self, data: Any, reduction: str, scale: float) -> Any:
+        """Reduce nested tensors over the processes; the arguments are not changed.
+
+        Args:
+            data: nested tensors, of equal shape on every process.
+            reduction: ``"sum"``, ``"mean"`` (the mean of whole numbers is a float), ``"max"``, ``"min"``, or
+                ``"none"``: the tensors as they are.
+            scale: the result is multiplied by it.
+
+        Raises:
+            ConfigurationError: an unknown reduction.
+            RankError: on every process, where shapes, dtypes or structure differ.
+        """
+        with self.during("reduce", data):
+            if reduction not in _REDUCTIONS:
+                fix = did_you_mean(str(reduction), _REDUCTIONS)
+                raise ConfigurationError(f"unknown reduction {reduction!r}", fix=fix)
+            if reduction == "none":
+                return each_tensor(data, lambda tensor: tensor)
+            same_everywhere(self.world, f"reduce by {reduction}", data)
+            return each_tensor(data, lambda tensor: self._reduced(tensor, reduction, scale))
+
+    def _reduced(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
+        whole = tensor.detach().clone()
+        if reduction == "mean" and not whole.is_floating_point() and not whole.is_complex():
+            whole = whole.to(torch.get_default_dtype())
+        whole = self.world.all_reduce(whole, reduction)
+        return whole if scale == 1.0 else whole * scale
+
+    def broadcast(self, data: Any, source: int) -> Any:
+        """Nested tensors of process ``source`` for every process; shapes and dtypes are equal everywhere.
+
+        Raises:
+            RankError: on every process, where they are not.
+        """
+        with self.during("broadcast", data):
+            same_everywhere(self.world, f"broadcast from process {source}", data)
+            return each_tensor(data, lambda one: self.world.broadcast(one.detach().clone(), source), strict=True)
+
+    def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
+        """Small picklable values of process ``source``, in place."""
+        with self.during("broadcast_object_list"):
+            values[:] = self.world.broadcast(list(values), source)
+        return values
+
+    def pad_across_processes(self, data: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
+        """Pad nested tensors along ``dim`` to the longest of all processes, so that they can be gathered.
+
+        Args:
+            data: nested tensors that differ in length along ``dim`` only.
+            dim: the dimension; tensors that do not have it are not changed.
+            pad_index: the value of the padding.
+            pad_first: pad at the beginning.
+
+        Raises:
+            RankError: on every process, where the structure or numbers of dimensions differ.
+        """
+        with self.during("pad_across_processes"):
+            lengths = iter(_lengths(self.world, "pad_across_processes", data, dim)[0])
+
+            def pad(tensor: Tensor) -> Tensor:
+                if not -tensor.ndim <= dim < tensor.ndim:
+                    return tensor
+                return _padded(tensor, max(next(lengths)), dim, pad_index, pad_first)
+
+            return each_tensor(data, pad, strict=True)
+
+    def set_trigger(self) -> None:
+        """Set the trigger that every process finds at its next `check_trigger`."""
+        self._triggered = True
+
+    def check_trigger(self) -> bool:
+        """Whether any process has set the trigger since the last check."""
+        with self.during("check_trigger"):
+            found = any(row[0] for row in self.world.agree([float(self._triggered)]))
+        if found:
+            self._triggered = False
+        return found
 
 
 def each_tensor(data: Any, act: Callable[[Tensor], Any], *, strict: bool = False) -> Any:
-    """``act`` on every tensor of a nesting of tuples, lists and mappings; their types are kept.
+    """Call ``act`` on every tensor of a nesting of tuples, lists and mappings; their types are kept.
 
     Args:
         data: the nesting.
-        act: is given each tensor.
-        strict: raise for a leaf that is no tensor, instead of leaving it as it is.
+        act: is called with each tensor.
+        strict: raise for a leaf that is not a tensor, instead of returning it as it is.
 
     Raises:
-        ConfigurationError: a leaf is no tensor.
+        ConfigurationError: a leaf is not a tensor.
     """
     if isinstance(data, Tensor):
         return act(data)
@@ -53,20 +215,15 @@ def each_tensor(data: Any, act: Callable[[Tensor], Any], *, strict: bool = False
     return data
 
 
-def gather(group: Group, data: Any, call: str = "gather") -> Any:
-    """Tensors of all processes one after the other, along the first dimension; scalars make a vector.
+def _only_tensors(data: Any) -> bool:
+    try:
+        each_tensor(data, lambda tensor: tensor, strict=True)
+    except ConfigurationError:
+        return False
+    return True
 
-    Args:
-        group: the processes.
-        data: nested tensors, of equal shape on every process.
-        call: the name in errors.
 
-    Returns:
-        The same nesting; each tensor has shape ``(processes * n, ...)``.
-
-    Raises:
-        RankError: on every process, where shapes, dtypes or structure differ.
-    """
+def _gather(group: Group, data: Any, call: str) -> Any:
     same_everywhere(group, call, data)
     return each_tensor(data, lambda tensor: _gathered(group, tensor), strict=True)
 
@@ -76,15 +233,22 @@ def _gathered(group: Group, tensor: Tensor) -> Tensor:
     return whole.clone() if group.size == 1 else group.all_gather(whole).flatten(0, 1)
 
 
-def gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
-    """Results of a batch of all processes, one after the other, without those of samples that are there twice.
+def _gather_object(group: Group, data: Any) -> list[Any]:
+    everyone = group.all_gather_object(data)
+    if all(isinstance(part, (list, tuple)) for part in everyone):
+        return [item for part in everyone for item in part]
+    return everyone
+
+
+def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
+    """Gather the results of a batch without those of repeated samples.
 
     Args:
         group: the processes.
         data: nested tensors. Those with an entry for each sample of the batch are cut to ``counts``; others may differ
-            in length, and all of them is kept. Scalars make a vector.
+            in length, and are kept whole. Scalars make a vector.
         size: samples of the batch on this process.
-        counts: how many of each process's samples are not there twice.
+        counts: how many of each process's samples are not repeated.
 
     Raises:
         RankError: on every process, where tensors differ in more than their length.
@@ -92,7 +256,7 @@ def gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
     lengths, sizes = _lengths(group, "gather_for_metrics", data, 0, size, alike=True)
     found = iter(lengths)
 
-    def one(tensor: Tensor) -> Tensor:
+    def gather_rows(tensor: Tensor) -> Tensor:
         if tensor.ndim == 0:
             return _gathered(group, tensor)
         theirs = next(found)
@@ -100,13 +264,13 @@ def gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
         parts = _gathered(group, _padded(tensor, max(theirs))).tensor_split(group.size)
         return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
-    return each_tensor(data, one)
+    return each_tensor(data, gather_rows)
 
 
 def _lengths(
     group: Group, call: str, data: Any, dim: int, size: int = 0, alike: bool = False
 ) -> tuple[list[list[int]], list[int]]:
-    """How long each tensor that has ``dim`` is along it on every process; and every process's ``size``.
+    """The length of each tensor that has ``dim`` along it on every process; and every process's ``size``.
 
     One exchange, and a second one only where the tensors of a process differ in length. ``alike``: their other
     dimensions and dtypes must be equal, not only the number of dimensions.
@@ -133,83 +297,64 @@ def _padded(tensor: Tensor, longest: int, dim: int = 0, value: float = 0, first:
     shape[dim] = longest - shape[dim]
     if not shape[dim]:
         return tensor
-    rest = tensor.new_full(shape, value)
-    return torch.cat([rest, tensor] if first else [tensor, rest], dim)
+    padding = tensor.new_full(shape, value)
+    return torch.cat([padding, tensor] if first else [tensor, padding], dim)
 
 
-def gather_object(group: Group, data: Any) -> list[Any]:
-    """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
-    everyone = group.all_gather_object(data)
-    if all(isinstance(part, (list, tuple)) for part in everyone):
-        return [item for part in everyone for item in part]
-    return everyone
+def _compare_calls(group: Group, call: str, data: Any) -> None:
+    """Wait until every process is about to make the same call: a different one would hang, or mix values up.
 
-
-def reduce(group: Group, data: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Nested tensors reduced over the processes, every process gets the result; the arguments are left alone.
-
-    Args:
-        group: the processes.
-        data: nested tensors, of equal shape on every process.
-        reduction: ``"sum"``, ``"mean"`` (of whole numbers too: the mean is a float), ``"max"``, ``"min"``, or
-            ``"none"``: the tensors as they are.
-        scale: the result is multiplied by it.
+    Processes leave their call in the store through which they found each other, so the comparison does not disturb a
+    process that does something else meanwhile. ``TRAINER_KIT_DEBUG_TIMEOUT`` is how many seconds this process waits
+    for the others (60).
 
     Raises:
-        ConfigurationError: an unknown reduction.
-        RankError: on every process, where shapes, dtypes or structure differ.
+        RankError: the call of each process, and which processes make none.
     """
-    if reduction not in _REDUCTIONS:
-        raise ConfigurationError(f"unknown reduction {reduction!r}", fix=did_you_mean(str(reduction), _REDUCTIONS))
-
-    if reduction == "none":
-        return each_tensor(data, lambda tensor: tensor)
-    same_everywhere(group, f"reduce by {reduction}", data)
-
-    def one(tensor: Tensor) -> Tensor:
-        whole = tensor.detach().clone()
-        if reduction == "mean" and not whole.is_floating_point() and not whole.is_complex():
-            whole = whole.to(torch.get_default_dtype())
-        whole = group.all_reduce(whole, reduction)
-        return whole if scale == 1.0 else whole * scale
-
-    return each_tensor(data, one)
-
-
-def broadcast(group: Group, data: Any, source: int = 0) -> Any:
-    """Nested tensors of process ``source`` for everyone; shapes and dtypes are equal everywhere.
-
-    Raises:
-        RankError: on every process, where they are not.
-    """
-    same_everywhere(group, f"broadcast from process {source}", data)
-    return each_tensor(data, lambda tensor: group.broadcast(tensor.detach().clone(), source), strict=True)
-
-
-def broadcast_object_list(group: Group, values: list[Any], source: int = 0) -> list[Any]:
-    """Small picklable values of process ``source``, in place."""
-    values[:] = group.broadcast(list(values), source)
-    return values
+    shapes: list[str] = []
+    if data is not None:
+        each_tensor(data, lambda tensor: shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")))
+    mine = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
+    store = dist.distributed_c10d._get_default_store()
+    number = store.add(f"trainer_kit/calls/{group.rank}", 1)
+    store.set(f"trainer_kit/call/{number}/{group.rank}", json.dumps(mine))
+    store.set(f"trainer_kit/last/{group.rank}", json.dumps(mine))
+    wait = timedelta(seconds=float(os.environ.get("TRAINER_KIT_DEBUG_TIMEOUT", _PATIENCE)))
+    everyone: list[dict[str, str] | None] = []
+    for rank in range(group.size):
+        key = f"trainer_kit/call/{number}/{rank}"
+        try:
+            store.wait([key], wait)
+        except RuntimeError:
+            everyone.append(None)
+            wait = timedelta(seconds=1)
+        else:
+            everyone.append(json.loads(store.get(key)))
+    if all(found is not None and found["call"] == mine["call"] for found in everyone):
+        return
+    lines = [f"process {rank}: {_described_call(found, store, rank)}" for rank, found in enumerate(everyone)]
+    raise RankError(
+        f"the processes do not make the same call: {call}",
+        found="; ".join(lines),
+        fix="call it on every process, outside of `if accelerator.is_main_process`, with tensors of one shape and "
+        "dtype (pad_across_processes makes lengths equal)",
+    )
 
 
-def pad_across_processes(group: Group, data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Nested tensors, each as long along ``dim`` as the longest of all processes, so that they can be gathered.
+def _described_call(found: dict[str, str] | None, store: Any, rank: int) -> str:
+    if found is not None:
+        return f"{found['call']} at {found['at']}"
+    last = f"trainer_kit/last/{rank}"
+    if not store.check([last]):
+        return "has made no call"
+    before = json.loads(store.get(last))
+    return f"has not come; its last call was {before['call']} at {before['at']}"
 
-    Args:
-        group: the processes.
-        data: nested tensors that differ in length along ``dim`` only.
-        dim: the dimension; tensors that do not have it are left alone.
-        pad_index: what the rest is filled with.
-        pad_first: fill up at the beginning.
 
-    Raises:
-        RankError: on every process, where the structure or numbers of dimensions differ.
-    """
-    lengths = iter(_lengths(group, "pad_across_processes", data, dim)[0])
-
-    def one(tensor: Tensor) -> Tensor:
-        if not -tensor.ndim <= dim < tensor.ndim:
-            return tensor
-        return _padded(tensor, max(next(lengths)), dim, pad_index, pad_first)
-
-    return each_tensor(data, one, strict=True)
+def _line_of_user() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_PACKAGE) or "contextlib" in frame.f_code.co_filename
+    ):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

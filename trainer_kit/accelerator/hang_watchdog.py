@@ -19,7 +19,7 @@ from torch import distributed as dist
 from trainer_kit.core.errors import add_note
 from trainer_kit.launch.startup_timeout import patience
 
-__all__ = ["Waiting"]
+__all__ = ["HangWatchdog"]
 
 _HERE: Final = str(Path(__file__).resolve().parents[1])
 _TORCH: Final = str(Path(dist.__file__).resolve().parents[1])  # not always in this environment's own directories
@@ -32,7 +32,7 @@ _ADVICE: Final = "every process must make this call: is it under `if accelerator
 
 
 @final
-class Waiting:
+class HangWatchdog:
     """Around every call that all processes make together; nothing is exchanged for it while nobody waits.
 
     A thread looks at the main thread's stack now and then. After ``TRAINER_KIT_PATIENCE`` seconds (30) in one call it
@@ -62,7 +62,7 @@ class Waiting:
             atexit.register(_end, over, thread)
             weakref.finalize(self, over.set)
 
-    def __call__(self, call: str) -> Waiting:
+    def __call__(self, call: str) -> HangWatchdog:
         """For the call of this name."""
         self._call = call
         return self
@@ -133,7 +133,7 @@ def _raised_by_torch(traceback: TracebackType | None) -> bool:
     return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_TORCH)
 
 
-def _look(of: weakref.ref[Waiting], store: Any, over: threading.Event, every: float) -> None:
+def _look(of: weakref.ref[HangWatchdog], store: Any, over: threading.Event, every: float) -> None:
     while not over.wait(every):
         waiting = of()
         if waiting is None:

@@ -10,7 +10,7 @@ from typing import Any, final
 import torch
 from torch.utils.data import default_collate
 
-from trainer_kit.accelerator.accumulation_window import Window
+from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.turns import Turn, evened
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
@@ -61,7 +61,7 @@ class PreparedLoader:
         make_feed: Callable[[bool, int], Feed],
         group: Group,
         device: torch.device | None,
-        window: Window,
+        window: Accumulation,
         *,
         seed: int,
         even: bool,
@@ -407,7 +407,7 @@ def prepare_loader(
     group: Group,
     world: Group,
     device: torch.device | None,
-    window: Window,
+    window: Accumulation,
     config: DataLoaderConfiguration,
     seed: int,
     shard: Callable[[Any], Any] | None = None,

@@ -1,4 +1,4 @@
-"""Usual mistakes of a loop of the user's own, looked for in its first steps only."""
+"""Checks for the usual mistakes of a raw loop, in its first steps only."""
 
 from __future__ import annotations
 
@@ -17,49 +17,56 @@ from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.dry_run import tensors_of
 
-__all__ = ["Watch"]
+__all__ = ["LoopChecks"]
 
 _LOOKS: Final = 3  # steps that are looked at, and forwards without gradients
 _OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
 _LATE: Final[list[RemovableHandle]] = []
-"""Hooks of objects that are gone, to be taken off at the next occasion."""
+"""Hooks of deleted objects, to be removed at the next occasion."""
 
 
 @final
-class Watch:
-    """Looks at the first forward of each model, the first backwards, and the first steps of optimizers.
+class LoopChecks:
+    """Checks the first forward of each model, the first backwards, and the first steps of optimizers.
 
     Args:
-        strategy: who the processes are, and which of them get batches of their own.
+        strategy: its processes, and which of them get batches of their own.
         say: prints one line, once on each machine.
-        models: that are prepared.
+        models: the prepared models.
+
+    Attributes:
+        active: whether `backward` is still to be called; False in a copy, which would look at copies of parameters.
     """
 
     def __init__(self, strategy: Strategy, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
-        self._world, self._data, self._say, self._models = strategy.world, strategy.data, say, models
+        self.active = True
+        self._world = strategy.world
+        self._data = strategy.data
+        self._say = say
+        self._models = models
         self._prepared: set[int] = set()  # parameters, once their optimizer steps
-        self._steps: weakref.finalize[..., Watch] | None = None  # ends the look at every optimizer's steps
+        self._steps: weakref.finalize[..., LoopChecks] | None = None  # removes the hook of every optimizer's steps
         self._looks = 0
         self._sample: float | None = None
 
     def model(self, model: nn.Module) -> None:
-        """Look at what the model is called with first, and first in training."""
-        look = _Look(self)
-        look.handle = model.register_forward_pre_hook(look, with_kwargs=True)
+        """Check the arguments of the model's first call, and of the first one in training."""
+        hook = _ForwardHook(self)
+        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_steps": None}  # a hook of this process
+        return {**vars(self), "_steps": None, "active": False}  # a hook of this process
 
     def forward(self, called: nn.Module, given: Any, more: bool) -> bool:
-        """A prepared model is called, with ``given``.
+        """A prepared model is called with ``given``.
 
         Args:
             called: the model.
             given: its arguments.
-            more: whether a call without gradients may be followed by another look.
+            more: whether another call may be checked after one without gradients.
 
         Returns:
-            Whether to be called at the next one too.
+            Whether the next call is to be checked, too.
         """
         self._compare_devices(called, given)
         trains = torch.is_grad_enabled()
@@ -80,16 +87,13 @@ class Watch:
                 fix="prepare the loader, or move the batch: batch.to(accelerator.device)",
             )
 
-    def backward(self, harm: str | None, any_loader: bool, steps: int) -> bool:
+    def backward(self, harm: str | None, any_loader: bool, steps: int) -> None:
         """A backward begins.
 
         Args:
-            harm: what goes wrong when an optimizer steps that is not prepared, or None.
-            any_loader: whether a prepared loader is there.
+            harm: the reason why an optimizer that is not prepared must not step, or None.
+            any_loader: whether a loader is prepared.
             steps: micro-batches of a window.
-
-        Returns:
-            Whether to be called at the next one too.
         """
         if harm is not None and self._steps is None:
             self._look_at_steps(harm)
@@ -101,20 +105,20 @@ class Watch:
                     "accelerator.prepare(model, optimizer, loader)"
                 )
         self._looks += 1
-        if self._looks < _LOOKS * steps:
-            return True
-        self._end_look()
-        return False
+        if self._looks >= _LOOKS * steps:
+            self.active = False
+            self._end_look()
 
     def _look_at_steps(self, harm: str) -> None:
-        """Whoever steps a prepared model without being prepared is stopped before the weights change.
+        """Stop an optimizer that is not prepared before it steps a prepared model.
 
-        torch calls this for every optimizer of the process, so it goes after the first steps, and with this object.
+        torch calls the hook for every optimizer of the process, so it is removed after the first steps, and with this
+        object.
         """
-        watch = weakref.ref(self)
+        checks = weakref.ref(self)
 
         def look(optimizer: Optimizer, arguments: Any, options: Any) -> None:
-            mine = watch()
+            mine = checks()
             if mine is not None:
                 mine._compare(optimizer, harm)
 
@@ -141,7 +145,7 @@ class Watch:
                     )
 
     def know(self, optimizer: Optimizer) -> None:
-        """This optimizer is prepared, and an engine that checks it by itself will step its parameters."""
+        """Record the parameters of a prepared optimizer whose steps the engine takes and checks itself."""
         self._prepared |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def step(self, optimizer: Optimizer) -> None:
@@ -163,22 +167,23 @@ class Watch:
 
 
 @final
-class _Look:
+class _ForwardHook:
     """The hook of a model, until its first forward in training; an object, because closures do not pickle."""
 
     handle: RemovableHandle
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch, self.left = watch, _LOOKS
+    def __init__(self, checks: LoopChecks) -> None:
+        self.checks = checks
+        self.left = _LOOKS
 
     def __call__(self, called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not self.watch.forward(called, (arguments, options), self.left > 0):
+        if not self.checks.forward(called, (arguments, options), self.left > 0):
             self.handle.remove()
         self.left -= 1
 
 
 def _remove(handle: RemovableHandle) -> None:
-    """Take a hook off, unless torch is going through the hooks right now: collectors run at any moment."""
+    """Remove a hook, unless torch iterates over the hooks right now: a garbage collection may run at any moment."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torch.optim import Optimizer
 
-from trainer_kit.accelerator.accumulation_window import Window
+from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.core.optimizer_proxy import OptimizerProxy
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.closures import calls_once, refusal_of_scaling
@@ -33,7 +33,7 @@ class AcceleratedOptimizer(OptimizerProxy):
     def __init__(
         self,
         optimizer: Optimizer,
-        window: Window,
+        window: Accumulation,
         precision: Precision,
         before_first_step: Callable[[Optimizer], None] | None = None,
         step: Callable[..., Any] | None = None,
@@ -134,7 +134,7 @@ class AcceleratedScheduler:
         self,
         scheduler: Any,
         optimizers: Sequence[AcceleratedOptimizer],
-        window: Window,
+        window: Accumulation,
         *,
         with_optimizer: bool = True,
         times: int = 1,

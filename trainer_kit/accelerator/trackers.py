@@ -1,18 +1,24 @@
-"""Trackers as scripts for Hugging Face Accelerate define and use them."""
+"""Trackers: the loggers of a Trainer, and trackers of the user, by Accelerate's calls."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
 from enum import Enum
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
+from trainer_kit.accelerator.processes import Processes
+from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import LOGGERS
 
-__all__ = ["Absent", "GeneralTracker", "LoggerTracker", "LoggerType", "on_main_process", "register_tracker_class"]
+__all__ = ["GeneralTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
+
+_IN_DIRECTORY: Final = ("tensorboard", "csv", "jsonl")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
@@ -60,11 +66,11 @@ class GeneralTracker:
     """A tracker of the user's own: a subclass has a ``name``, a ``tracker``, and its own ``log``.
 
     Attributes:
-        name: by which it is asked for.
+        name: the name for `Accelerator.get_tracker`.
         requires_logging_directory: whether ``logging_dir`` must be given; where the class is made by name, it is its
-            second argument, behind the project's name.
+            second argument, after the project's name.
         main_process_only: False: every process has its own.
-        tracker: what it writes through.
+        tracker: the object that it writes with.
     """
 
     name: str
@@ -100,21 +106,22 @@ def register_tracker_class(tracker: _C) -> _C:
 
 
 @final
-class LoggerTracker(GeneralTracker):
+class _LoggerTracker(GeneralTracker):
     """A logger of a Trainer, with a tracker's methods.
 
     Args:
-        name: by which it is asked for.
+        name: the name for `Accelerator.get_tracker`.
         logger: takes the values.
     """
 
     def __init__(self, name: str, logger: Any) -> None:
-        self.name, self.logger = name, logger
+        self.name = name
+        self.logger = logger
         self._step = -1
 
     @property
     def tracker(self) -> Any:
-        """What it writes through: W&B's run, TensorBoard's writer; else the logger itself."""
+        """The object that it writes with: W&B's run, TensorBoard's writer; else the logger itself."""
         return getattr(self.logger, "experiment", self.logger)
 
     writer = run = tracker
@@ -130,7 +137,7 @@ class LoggerTracker(GeneralTracker):
         Args:
             values: by name. A tensor of one element is read here, which waits for the device. Text goes to TensorBoard
                 and W&B, other values to W&B alone.
-            step: what they belong to.
+            step: of the values.
             options: accepted.
         """
         self._step = self._step + 1 if step is None else step
@@ -161,8 +168,8 @@ class LoggerTracker(GeneralTracker):
 
 
 @final
-class Absent(GeneralTracker):
-    """A tracker on a process that does not have one: whatever it is asked to do, it does nothing."""
+class _NoTracker(GeneralTracker):
+    """The tracker of a process that does not have one: every call does nothing."""
 
     tracker: Any = None
 
@@ -191,3 +198,121 @@ def _divided(values: Mapping[str, Any], outer: str = "") -> tuple[dict[str, floa
         else:
             others[name] = value
     return numbers, others
+
+
+@final
+class Trackers:
+    """The trackers of an Accelerator.
+
+    Args:
+        log_with: trackers, by name or as objects.
+        processes: the main process has the trackers.
+        project: where trackers write.
+
+    Attributes:
+        log_with: likewise.
+        started: the trackers that `start` made.
+    """
+
+    def __init__(self, log_with: list[Any], processes: Processes, project: ProjectConfiguration) -> None:
+        self.log_with = log_with
+        self.started: list[Any] = []
+        self._processes = processes
+        self._project = project
+
+    def start(
+        self, project_name: str, config: dict[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
+    ) -> None:
+        """Start the trackers of ``log_with``; every process calls it, the main process logs.
+
+        Args:
+            project_name: W&B's project; for trackers that write files, a directory below ``logging_dir``.
+            config: hyperparameters.
+            init_kwargs: constructor arguments, by the tracker's name.
+        """
+        options = {_word(name): dict(given) for name, given in (init_kwargs or {}).items()}
+        rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
+        self.started.clear()
+        for one in self.log_with:
+            tracker = self._made(one, project_name, options.get(str(getattr(one, "name", one)), {}))
+            self.started.append(tracker)
+            if self._writes(tracker):
+                tracker.start()
+                if config is not None:
+                    tracker.store_init_configuration(dict(config))
+
+    def _writes(self, tracker: GeneralTracker) -> bool:
+        return self._processes.is_main_process or not tracker.main_process_only
+
+    def _made(self, one: Any, project: str, options: dict[str, Any]) -> GeneralTracker:
+        if not isinstance(one, str):
+            name = getattr(one, "name", None)
+            made = one if isinstance(one, GeneralTracker) else _LoggerTracker(str(name or type(one).__name__), one)
+            complete = isinstance(name, str) and (hasattr(type(one), "tracker") or "tracker" in vars(one))
+            if made is one and self._writes(made) and not complete:
+                raise ConfigurationError(
+                    "a tracker has a name and a tracker", found=f"{type(one).__name__} without one of them"
+                )
+            return made if self._writes(made) else _NoTracker(made.name)
+        kind = LOGGERS.get(one)
+        custom = isinstance(kind, type) and issubclass(kind, GeneralTracker)
+        if not self._processes.is_main_process and (not custom or kind.main_process_only):
+            return _NoTracker(one)
+        if custom:
+            directory = (self._directory(one),) if kind.requires_logging_directory else ()
+            made = kind(project, *directory, **options)
+            assert isinstance(made, GeneralTracker)
+            return made
+        if one == "wandb":
+            save_dir = self._project.logging_path or "."
+            return _LoggerTracker(one, kind(**{"project": project, "save_dir": save_dir, **options}))
+        if one in _IN_DIRECTORY:
+            return _LoggerTracker(one, kind(self._directory(one), **{"name": project, "version": "", **options}))
+        return _LoggerTracker(one, kind(**options))
+
+    def _directory(self, word: str) -> str:
+        directory = self._project.logging_path
+        if directory is None:
+            raise ConfigurationError(
+                f"{word} needs a directory",
+                fix="Accelerator(project_dir=...), or ProjectConfiguration(logging_dir=...)",
+            )
+        return directory
+
+    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any] | None) -> None:
+        """Log values with every tracker, on the main process.
+
+        Args:
+            values: by name; a tensor of one element is read here, which waits for the device.
+            step: of the values; by default one more than the last.
+            log_kwargs: by the tracker's name, options of its ``log``.
+        """
+        given = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
+        for tracker in self.started:
+            if self._writes(tracker):
+                tracker.log(dict(given), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+
+    def get(self, name: Any, unwrap: bool) -> Any:
+        """A tracker by name; ``unwrap``: the object that it writes with.
+
+        Raises:
+            ConfigurationError: there is none of this name.
+        """
+        for tracker in self.started:
+            if tracker.name == _word(name):
+                return tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
+        raise ConfigurationError(
+            f"there is no tracker {name!r}",
+            found=", ".join(tracker.name for tracker in self.started) or "none is started",
+            fix=f"Accelerator(log_with={name!r}), and init_trackers(...) first",
+        )
+
+    def finish(self) -> None:
+        """Close every tracker."""
+        for tracker in self.started:
+            if self._writes(tracker):
+                tracker.finish()
+
+
+def _word(name: Any) -> str:
+    return str(getattr(name, "value", name))

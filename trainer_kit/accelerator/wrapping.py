@@ -1,4 +1,4 @@
-"""A model as a loop of the user's own calls it: its forward in the precision, wrapped by the strategy."""
+"""A model as a raw loop calls it: its forward in the precision, wrapped by the strategy, compiled."""
 
 from __future__ import annotations
 
@@ -19,25 +19,28 @@ __all__ = [
     "apply_precision",
     "compile_options",
     "compiled",
-    "remove_precision",
+    "spans_devices",
     "uncompiled",
     "unwrap",
+    "with_exchange",
     "without_exchange",
 ]
 
 
 @final
 class _Forward:
-    """A forward under autocast that hands out float32, as losses want it."""
+    """A forward under autocast that returns float32, as losses need it."""
 
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
-        self.forward, self.precision = forward, precision
+        self.forward = forward
+        self.precision = precision
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         context = self.precision.forward_context()
         assert context is not None
         if self.precision.converts_batch:
-            arguments, options = self.precision.convert_batch(arguments), self.precision.convert_batch(options)
+            arguments = self.precision.convert_batch(arguments)
+            options = self.precision.convert_batch(options)
         with context:
             outputs = self.forward(*arguments, **options)
         return each_tensor(outputs, _to_float32)
@@ -48,25 +51,19 @@ def _to_float32(tensor: Tensor) -> Tensor:
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
-    """Make ``model(...)`` compute in the precision; done twice, it is there once."""
+    """Make ``model(...)`` compute in the precision; a second call changes nothing."""
     if precision.forward_context() is None or isinstance(model.__dict__.get("forward"), _Forward):
         return
     # On the instance: the class, and other models of it, are left alone.
     model.__dict__["forward"] = _Forward(model.forward, precision)
 
 
-def remove_precision(model: nn.Module) -> None:
-    """The model's own forward again."""
-    if isinstance(model.__dict__.get("forward"), _Forward):
-        del model.__dict__["forward"]
-
-
 def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
-    """The user's model behind what `prepare` and ``torch.compile`` made of it.
+    """The user's model inside the wrappers of `prepare` and ``torch.compile``.
 
     Args:
         model: prepared or not.
-        keep_fp32_wrapper: leave its forward in the precision that it was prepared for.
+        keep_fp32_wrapper: False: its forward no longer computes in the precision that it was prepared for.
     """
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule)):
@@ -75,13 +72,13 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
             model = inner
         else:
             break
-    if not keep_fp32_wrapper:
-        remove_precision(model)
+    if not keep_fp32_wrapper and isinstance(model.__dict__.get("forward"), _Forward):
+        del model.__dict__["forward"]
     return model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """What ``torch.compile`` made the model of, with its wrapper; the model itself where nothing is compiled."""
+    """The model that ``torch.compile`` compiled, with the strategy's wrapper; a model that is not compiled itself."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 
@@ -100,6 +97,28 @@ def without_exchange(*models: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def with_exchange(model: nn.Module) -> Iterator[None]:
+    """Inside, the next backward exchanges gradients, also where its forward ran under `without_exchange`."""
+    model = uncompiled(model)
+    if not isinstance(model, nn.parallel.DistributedDataParallel):
+        yield
+        return
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = True
+    model.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+
+def spans_devices(model: nn.Module) -> bool:
+    """Whether the layers of a model were placed on several devices."""
+    maps = (getattr(module, "hf_device_map", None) for module in model.modules())
+    return any(found is not None and len(set(found.values())) > 1 for found in maps)
+
+
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """The model, compiled as the plugin says."""
     options = compile_options(plugin)
@@ -113,7 +132,7 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any]:
-    """The options of ``torch.compile`` that the plugin stands for."""
+    """The plugin as options of ``torch.compile``."""
     return {
         "backend": plugin.backend.lower(),
         "mode": plugin.mode,

@@ -18,7 +18,15 @@ from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.strategies.deepspeed.config import from_launcher, read_config, with_arguments
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["DeepSpeedPlugin", "DummyOptim", "DummyScheduler", "made_optimizer", "made_scheduler", "named_plugins"]
+__all__ = [
+    "DeepSpeedPlugin",
+    "DummyOptim",
+    "DummyScheduler",
+    "made_optimizer",
+    "made_scheduler",
+    "named_plugins",
+    "selected_plugin",
+]
 
 _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
@@ -247,7 +255,7 @@ class DeepSpeedPlugin:
         """Whether the JSON says ``"auto"``."""
         return bool(self.get_value(ds_key_long) == "auto")
 
-    def said(self) -> dict[str, Any]:
+    def accelerator_arguments(self) -> dict[str, Any]:
         """Arguments of the Accelerator that stand in the JSON."""
         found: dict[str, Any] = {}
         if self.gradient_accumulation_steps != "auto":
@@ -280,6 +288,11 @@ class DeepSpeedPlugin:
         made: Any = STRATEGIES.get("deepspeed")(config=self.deepspeed_config, **options)
         self.deepspeed_config, self.selected = made.config, True
         return made  # type: ignore[no-any-return]
+
+
+def selected_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | None:
+    """The plugin in use, of several by name."""
+    return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
 
 def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from enum import Enum
 from numbers import Integral
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from torch.profiler import ProfilerActivity, schedule
 
@@ -127,6 +127,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
         super().__post_init__()
         positive(self, "bucket_cap_mb")
         self.exchange()
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of `DDPStrategy`."""
+        names = (
+            "broadcast_buffers",
+            "bucket_cap_mb",
+            "find_unused_parameters",
+            "gradient_as_bucket_view",
+            "static_graph",
+        )
+        return {**{name: getattr(self, name) for name in names}, **self.exchange()}
 
     def exchange(self) -> dict[str, Any]:
         """How gradients are exchanged, as arguments of `DDPStrategy`."""
@@ -305,6 +316,16 @@ class ProjectConfiguration:
         if self.logging_dir is None:
             self.logging_dir = project_dir
 
+    @property
+    def project_path(self) -> str | None:
+        """``project_dir``, with the home directory written out."""
+        return None if self.project_dir is None else os.path.expanduser(self.project_dir)
+
+    @property
+    def logging_path(self) -> str | None:
+        """``logging_dir``, likewise."""
+        return None if self.logging_dir is None else os.path.expanduser(self.logging_dir)
+
 
 @dataclass(kw_only=True)
 class FullyShardedDataParallelPlugin:
@@ -323,6 +344,9 @@ class FullyShardedDataParallelPlugin:
         min_num_params: of a unit, for "size_based_wrap".
         activation_checkpointing: units compute their activations again in backward.
     """
+
+    serves_alone: ClassVar[bool] = False
+    """Whether a single process uses it."""
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None

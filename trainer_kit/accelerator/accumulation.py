@@ -1,4 +1,4 @@
-"""Accumulation in a loop of the user's own: when gradients are complete, and what each batch weighs in them."""
+"""Accumulation in a raw loop: when gradients are complete, and the weight of each batch in them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.precision.overflow import has_gradients
 from trainer_kit.strategies.gradients import local
 
-__all__ = ["Batches", "Window"]
+__all__ = ["Accumulation", "Batches", "GradientState"]
 
 
 class Batches(Protocol):
-    """A prepared loader, as far as weights go."""
+    """A prepared loader, as far as accumulation reads it."""
 
     weight: float
-    """What the current batch weighs on this process: its samples."""
+    """The weight of the current batch on this process: its samples."""
     total: float | None
-    """What it weighs over all processes; None when only asking would tell, and nobody has asked."""
+    """Its weight over all processes; None: only an exchange would show it."""
     nominal: float
-    """What a whole batch weighs on a process, the same on every one of them."""
+    """The weight of a whole batch on a process, the same on every one of them."""
+    counts: list[int] | None
+    """Samples of the current batch on each process that are not repeated; None: all of them."""
     end_of_dataloader: bool
     """Whether the current batch is the last."""
     asked: bool
@@ -37,12 +39,12 @@ class Batches(Protocol):
 
 
 @final
-class Window:
-    """The micro-batches of one optimizer step; as a context, one of them.
+class Accumulation:
+    """The accumulation window of a raw loop; as a context, one of its micro-batches.
 
-    The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over its micro-batches and all processes. Weights are known
-    one after the other here, so each loss is divided by what a whole window would weigh, ``steps`` times the first
-    batch, and gradients are corrected once where the window turned out otherwise: a short last group, a short last
+    The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over its micro-batches and all processes. A raw loop shows the
+    weights one after the other, so each loss is divided by the weight of a whole window, ``steps`` times the first
+    batch, and gradients are corrected once where the window turned out otherwise: a short last window, a short last
     batch, tokens.
 
     Args:
@@ -50,16 +52,19 @@ class Window:
         data: the processes among which batches are divided.
         losses: these, and those that compute parts of the same batch: gradients are averaged over all of them.
         sync_with_dataloader: whether the last batch of a loader ends a window.
+        adjust_scheduler: whether schedulers count the calls inside a window.
         quiet: the context in which the gradients of some models stay on their process.
         complete: the strategy's, after the last backward of a window; returns the gradients where they are kept.
 
     Attributes:
         sync: whether this micro-batch ends its window.
-        batches: the loader that gave the current batch, or None.
+        batches: the loader of the current batch, or None.
         reading: loaders that are being read, in the order in which that began.
         turn: the number of this micro-batch.
         ahead: whether its backward is still to come.
-        joining: processes may have left, so nobody is asked.
+        joining: whether processes may have left, so that weights are not exchanged.
+        models: the models of the next micro-batch.
+        corrected: optimizers whose gradients are corrected, and not used yet.
     """
 
     def __init__(
@@ -68,34 +73,42 @@ class Window:
         data: Group,
         losses: Group,
         sync_with_dataloader: bool = True,
+        adjust_scheduler: bool = True,
         quiet: Callable[..., AbstractContextManager[None]] | None = None,
         complete: Callable[[Optimizer], list[Tensor]] | None = None,
     ) -> None:
-        self.steps, self.data, self.losses, self.sync_with_dataloader = steps, data, losses, sync_with_dataloader
+        self.steps = steps
+        self.data = data
+        self.losses = losses
+        self.sync_with_dataloader = sync_with_dataloader
+        self.adjust_scheduler = adjust_scheduler
         self.sync = True
         self.batches: Batches | None = None
         self.reading: list[Batches] = []
-        self.turn = self._reached = 0  # and the last micro-batch with a backward
+        self.turn = 0
         self.joining = False
-        self.models: tuple[nn.Module, ...] = ()  # of the next micro-batch
-        self._quiet, self._complete = quiet, complete
+        self.models: tuple[nn.Module, ...] = ()
+        self.ahead = False
+        self.corrected: set[Optimizer] = set()
+        self._reached = 0  # the last micro-batch with a backward
+        self._quiet = quiet
+        self._complete = complete
         self._silence: AbstractContextManager[None] | None = None
         self._count = 0  # micro-batches since a window began
         self._inside = False  # an `accumulate` context
-        self.ahead = False
-        self._reference: float | None = None  # what losses were divided by
-        self._expected = 0.0  # what a correction compares with
-        self._known = self._mine = 0.0  # of the micro-batches before: over all processes, and of this one alone
-        self._weight, self._shared = 0.0, True  # of this micro-batch; whether over all processes
-        self._counts = False  # weights are those of batches: a correction means something
-        self._explicit = False
-        self._asks = False  # the weights of other processes are not known
-        self._done = False  # an optimizer was stepped with it
-        self.corrected: set[Optimizer] = set()
-        """Whose gradients have been made right, and not used yet."""
+        self._reference: float | None = None  # the divisor of losses
+        self._expected = 0.0  # the weight that a correction compares with
+        self._known = 0.0  # weight of the micro-batches before, over all processes
+        self._mine = 0.0  # the same, where only this process knows its own
+        self._weight = 0.0  # of this micro-batch
+        self._shared = True  # whether it is over all processes
+        self._counts = False  # whether weights are those of batches, so that a correction makes sense
+        self._explicit = False  # whether the user gives weights
+        self._asks = False  # whether the weights of other processes are not known
+        self._done = False  # whether an optimizer was stepped with it
 
     def __enter__(self) -> None:
-        """A micro-batch begins."""
+        """Begin a micro-batch."""
         if self.sync:
             self._begin()
             self._count = 0
@@ -116,33 +129,36 @@ class Window:
             self._silence.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        """The micro-batch is over."""
+        """End the micro-batch."""
         self._inside = self.ahead = False
         if self._silence is not None:
-            silence, self._silence = self._silence, None
+            silence = self._silence
+            self._silence = None
             silence.__exit__(*error)
 
     def _begin(self) -> None:
         self._known = self._mine = self._weight = 0.0
         self._reference = None
         self._explicit = self._asks = self._done = self._counts = False
-        if self.corrected:  # a step that was not taken: gradients that are gone are not those of the next one
+        if self.corrected:  # a step that was not taken: its gradients may be dropped by now
             self.corrected = {optimizer for optimizer in self.corrected if has_gradients(optimizer)}
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
-        """The loss as its backward is called, and what it weighs remembered.
+        """Scale a loss for its backward, and record its weight.
 
-        Outside of `accumulate` each batch is divided by what it weighs over all processes: whoever counts micro-batches
-        by himself gets the sum of their means, as in one process. For streams that is a small exchange on the CPU.
+        Outside of `accumulate` each batch is divided by its weight over all processes: a loop that counts micro-batches
+        itself gets the sum of their means, as in one process. For streams that is a small exchange on the CPU.
 
         Args:
-            loss: a mean over the batch; with ``weight`` a sum of what is counted by it.
-            weight: how much there is in ``loss``: tokens, for instance. None: the batch's samples.
+            loss: a mean over the batch; with ``weight`` a sum.
+            weight: how many things ``loss`` sums over: tokens, for instance. None: the batch's samples.
 
         Raises:
             ConfigurationError: two losses of one batch weigh differently, or only some are given a weight.
         """
-        inside, self._reached, self.ahead = self._inside, self.turn, False
+        inside = self._inside
+        self._reached = self.turn
+        self.ahead = False
         if weight is not None:
             return self._scale_sum(loss, float(weight))
         if self._explicit and (inside or not self._done):
@@ -153,7 +169,7 @@ class Window:
             )
         batches, size = self.batches, self.data.size
         if not inside:
-            # A loop that counts micro-batches by itself: each has the same part, and is whole when it is added.
+            # A loop that counts micro-batches itself: each has the same share, and is complete when it is added.
             self._begin()
             if batches is not None and batches.total is None:
                 batches.total = sum(row[0] for row in self.data.agree([batches.weight]))
@@ -197,31 +213,33 @@ class Window:
                 fix="leave join_uneven_inputs out: loaders give every process equally many batches",
             )
         self._explicit = self._asks = self._counts = True
-        self._reference, self._expected = 1.0, float(self.losses.size)
-        self._weight, self._shared = weight, False
+        self._reference = 1.0
+        self._expected = float(self.losses.size)
+        self._weight = weight
+        self._shared = False
         return loss
 
     def empties(self, before: int) -> bool:
-        """Whether ``zero_grad`` ahead of a backward drops gradients: once a window, however often a loop calls it.
+        """Whether ``zero_grad`` before a backward drops gradients: once a window, however often a loop calls it.
 
         Args:
-            before: in which micro-batch it was called ahead of a backward the last time.
+            before: the micro-batch of its last call before a backward.
         """
         earlier = self.turn - self._count  # the last micro-batch of the window before
         if 0 < self._reached <= earlier:
             return True
-        # A loop that does not call it ahead of every backward gives the window up.
+        # A loop that does not call it before every backward abandons the window.
         return self.sync and not earlier < before == self._reached
 
     @property
     def began(self) -> bool:
-        """Whether a loss came through `scale` since the window, or everything, began."""
+        """Whether `scale` was called since the window began."""
         return self._reference is not None
 
     def correct(self, optimizer: Optimizer) -> None:
-        """Make an optimizer's complete gradients those of the window as it turned out; once a window.
+        """Correct an optimizer's complete gradients for the weights of the window; once a window.
 
-        With several processes and weights that only they know this is a small exchange on the CPU.
+        With several processes and weights that only they know, this is a small exchange on the CPU.
         """
         self._done = True
         if optimizer in self.corrected:
@@ -232,13 +250,14 @@ class Window:
             self.corrected.add(optimizer)
         if not self._counts:
             return
-        found, mine = self._known, self._mine
+        found = self._known
+        mine = self._mine
         if self._shared:
             found += self._weight
         else:
             mine += self._weight
         if self._asks:
-            among = self.losses if self._explicit else self.data  # parts of one batch weigh as much as all of it
+            among = self.losses if self._explicit else self.data  # parts of one batch have the weight of all of it
             found += sum(row[0] for row in among.agree([mine]))
             self.corrected.add(optimizer)
         if found == self._expected:
@@ -253,24 +272,82 @@ class Window:
             torch._foreach_mul_(gradients, self._expected / found)
 
     def left(self, batches: Batches) -> None:
-        """A loader is read no longer; of two that were read side by side either may end first."""
+        """Forget a loader that is read no longer; of two that are read side by side either may end first."""
         if batches in self.reading:
             self.reading.remove(batches)
         self.batches = self.reading[-1] if self.reading else None
 
     def reset(self) -> None:
-        """A step that was begun is given up."""
+        """Abandon a step that was begun."""
         self._begin()
         self.reading.clear()
-        self._count, self.sync, self.batches, self.models = 0, True, None, ()
+        self._count = 0
+        self.sync = True
+        self.batches = None
+        self.models = ()
         self.corrected.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the window stands; gradients are the user's business."""
+        """The position in the window; gradients are not part of it."""
         return {"sync": self.sync, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         self._begin()
         self.corrected.clear()
-        self.sync, self._count = bool(state["sync"]), int(state["count"])
+        self.sync = bool(state["sync"])
+        self._count = int(state["count"])
+
+
+@final
+class GradientState:
+    """The state of the accumulation, under Accelerate's names; a view.
+
+    Args:
+        accumulation: of the Accelerator.
+    """
+
+    def __init__(self, accumulation: Accumulation) -> None:
+        self._accumulation = accumulation
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this micro-batch ends its window."""
+        return self._accumulation.sync
+
+    @property
+    def num_steps(self) -> int:
+        """Micro-batches of an optimizer step."""
+        return self._accumulation.steps
+
+    @property
+    def active_dataloader(self) -> Batches | None:
+        """The prepared loader that is read."""
+        return self._accumulation.batches
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is read."""
+        return self._accumulation.batches is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the current batch is the last of its loader."""
+        batches = self._accumulation.batches
+        return batches is not None and batches.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """Samples of the current batch, over all processes, that are not repeated; -1: all of them."""
+        batches = self._accumulation.batches
+        return -1 if batches is None or batches.counts is None else sum(batches.counts)
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends a window."""
+        return self._accumulation.sync_with_dataloader
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        """Whether schedulers count the calls inside a window."""
+        return self._accumulation.adjust_scheduler

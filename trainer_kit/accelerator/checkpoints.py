@@ -1,0 +1,579 @@
+"""Saving and loading everything that was prepared, as the committed directories that a Trainer writes, and weights."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.deepspeed_import import load_deepspeed
+from trainer_kit.accelerator.prepared import Prepared
+from trainer_kit.accelerator.processes import Processes
+from trainer_kit.accelerator.wrapping import unwrap
+from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_checkpoint, stage, write_checkpoint
+from trainer_kit.checkpoint.deepspeed import find_deepspeed
+from trainer_kit.checkpoint.files import tied_names
+from trainer_kit.checkpoint.manifest import check_content, read_manifest
+from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.checkpoint.store import checkpoints, newest_verified
+from trainer_kit.checkpoint.weights import export
+from trainer_kit.compat.options import ProjectConfiguration
+from trainer_kit.core.collective_errors import fail_together, on_every_rank, on_rank_zero
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.location import absolute
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.precision.precision import Precision
+from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
+from trainer_kit.state.optimizer_states import (
+    optimizer_state,
+    owned_parameters,
+    parameter_names,
+    restore_optimizer,
+    restore_scheduler,
+)
+from trainer_kit.state.resume import held_of
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["Checkpoints"]
+
+_NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+
+
+@final
+class Checkpoints:
+    """Writes and reads states and weights; every process makes the same calls.
+
+    Args:
+        processes: that work together.
+        strategy: collects and restores modules and optimizers.
+        precision: part of a state.
+        accumulation: likewise.
+        prepared: the models, optimizers, loaders and schedulers of a state.
+        project: where the project writes.
+
+    Attributes:
+        step: a number that a state keeps for the user.
+        objects: the registered objects.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        strategy: Strategy,
+        precision: Precision,
+        accumulation: Accumulation,
+        prepared: Prepared,
+        project: ProjectConfiguration,
+    ) -> None:
+        self.step = 0
+        self.objects: list[Any] = []
+        self._before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
+        self._processes = processes
+        self._strategy = strategy
+        self._precision = precision
+        self._accumulation = accumulation
+        self._prepared = prepared
+        self._project = project
+        self._world = processes.world
+
+    # -- what belongs to a state -----------------------------------------------------------------------------------
+
+    def register(self, objects: Collection[Any]) -> None:
+        """Keep further objects in saved states, by ``state_dict`` and ``load_state_dict``.
+
+        Raises:
+            ConfigurationError: an object has no such methods.
+        """
+        refused = [
+            type(one).__name__
+            for one in objects
+            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)))
+        ]
+        if refused:
+            raise ConfigurationError(
+                "what is saved with the state needs state_dict() and load_state_dict()",
+                found=", ".join(refused),
+                fix="give its class both, or keep it in an object that has them",
+            )
+        self.objects.extend(objects)
+
+    def register_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, weights, directory)`` before each save."""
+        handle = RemovableHandle(self._before_save)
+        self._before_save[handle.id] = hook
+        return handle
+
+    def register_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call ``hook(models, directory)`` before each load."""
+        handle = RemovableHandle(self._before_load)
+        self._before_load[handle.id] = hook
+        return handle
+
+    @property
+    def _modules(self) -> list[nn.Module]:
+        return [unwrap(model) for model in self._prepared.models]
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [one.optimizer for one in self._prepared.optimizers]
+
+    def _collect(self, weights: list[dict[str, Any]]) -> dict[str, Any]:
+        """Collect a state; every process calls it, and gets the same one but for its own buffers."""
+        names = self._names()
+        state: dict[str, Any] = {_part(i): part for i, part in enumerate(weights)}
+        state["optimizers"] = [optimizer_state(self._strategy, one, names) for one in self._optimizers]
+        state["precision"] = self._precision.state_dict()
+        state["window"] = self._accumulation.state_dict()
+
+        own: list[dict[str, Tensor]] = []
+
+        def collect_here() -> tuple[dict[str, Any], list[Any], int]:
+            state["schedulers"] = [dict(one.state_dict()) for one in self._prepared.schedulers]
+            state["objects"] = [dict(one.state_dict()) for one in self.objects]
+            loaders = [loader.state_dict() for loader in self._prepared.loaders]
+            own.extend(own_buffers(self._strategy, module) for module in self._modules)
+            return rng_state(self._strategy.device), loaders, self._strategy.data.rank
+
+        state["rng"], loaders, ranks = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
+        state["data_ranks"] = ranks
+        by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # the first of several that read the same
+        state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
+        buffers = self._world.gather_object(own)
+        if buffers is not None and any(any(theirs) for theirs in buffers):  # on the process that writes
+            state["buffers"] = buffers
+        advances = [one.times for one in self._prepared.schedulers]
+        state["progress"] = {"step": self.step, "iteration": self._project.iteration, "scheduler_steps": advances}
+        return state
+
+    def _names(self) -> dict[int, str]:
+        return {
+            parameter: self._name(i, name)
+            for i, module in enumerate(self._modules)
+            for parameter, name in parameter_names(self._strategy, module).items()
+        }
+
+    def _name(self, model: int, name: str) -> str:
+        """The name of a parameter among those of all models."""
+        return f"{model}.{name}" if len(self._prepared.models) > 1 else name
+
+    # -- states ----------------------------------------------------------------------------------------------------
+
+    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool) -> str:
+        """Save everything prepared and registered, and the generators.
+
+        Args:
+            output_dir: where; None, or automatic naming: ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: False is refused: nothing is pickled.
+
+        Returns:
+            The path.
+
+        Raises:
+            CheckpointError: a value that cannot be saved, by key, or a storage that fails.
+        """
+        if not safe_serialization:
+            raise ConfigurationError("states are saved without pickle", found="safe_serialization=False")
+        if not self._accumulation.sync:
+            self._processes.print(
+                "save_state inside an accumulation window: the gradients so far are not saved; "
+                "save where accelerator.sync_gradients is true"
+            )
+        automatic = self._project.automatic_checkpoint_naming
+        path = self._next_path() if automatic or output_dir is None else output_dir
+        target = _local_directory(path)
+        modules = self._modules
+        strategy = self._strategy
+        held = fail_together(self._world, lambda: [strategy.module_state(module) for module in modules])
+        weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
+        work = Path(on_rank_zero(self._world, lambda: str(_stage(target))))
+
+        def call_hooks() -> None:
+            for hook in list(self._before_save.values()):
+                hook(self._prepared.models, weights, str(work))
+
+        try:
+            on_every_rank(self._world, call_hooks)
+            self._write(target, self._collect(weights), work)
+        except BaseException:
+            if self._processes.is_main_process:
+                shutil.rmtree(work, ignore_errors=True)
+            raise
+        self._project.iteration += 1
+        return str(target)
+
+    def _write(self, target: Path, state: dict[str, Any], work: Path) -> None:
+        info = {"step": self.step, "world_size": self._processes.num_processes, "iteration": self._project.iteration}
+
+        if self._strategy.sharded:
+            from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
+
+            write_sharded(target, state, info=info, group=self._world.side_group(), overwrite=True, staged=work)
+
+        def write() -> None:
+            if not self._strategy.sharded:
+                write_checkpoint(target, state, info=info, overwrite=True, staged=work)
+            self._prune(target)
+
+        on_rank_zero(self._world, write)
+
+    def _read(self, path: Path) -> dict[str, Any]:
+        """The state; of divided tensors this process's parts."""
+        if not self._strategy.sharded:
+            return fail_together(self._world, lambda: read_checkpoint(path))
+        from trainer_kit.checkpoint.sharded import read_divided
+
+        like: dict[str, Any] = {}
+        elsewhere: dict[str, Collection[str]] = {}
+        every = fail_together(self._world, lambda: [held_of(self._strategy, module) for module in self._modules])
+        for i, (held, absent) in enumerate(every):
+            elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # of one model, where there are any
+            for name, tensor in held.items():
+                like[name] = like[f"{i}.{name}"] = tensor
+        return read_divided(path, like, elsewhere=elsewhere, group=self._world.side_group())
+
+    def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> None:
+        """Restore what `save_state` or DeepSpeed wrote; the same things are prepared, in the same order.
+
+        Args:
+            input_dir: the directory; None: the project's newest one that is whole.
+            load_options: of ``load_state_dict`` of the models: ``strict``, ``assign``.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or does not fit what was prepared.
+        """
+        path = self._find(input_dir)
+        if (theirs := fail_together(self._world, lambda: find_deepspeed(path))) is not None:
+            schedulers = [one.scheduler for one in self._prepared.schedulers]
+            parts = (self._modules, self._optimizers, schedulers)
+            self.step = load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
+            return
+        state = self._read(path)
+        models = list(self._prepared.models)
+        directory = path
+        if self._before_load:
+            directory = Path(on_rank_zero(self._world, lambda: str(_directory_of_hooks(path))))
+
+        def call_hooks() -> None:
+            for hook in list(self._before_load.values()):
+                hook(models, str(directory))
+            self._refuse_others(path, state)
+
+        def loaded(model: nn.Module) -> bool:
+            return any(model is left for left in models)
+
+        def load_models() -> None:
+            for i, model in enumerate(self._prepared.models):
+                if not loaded(model):
+                    continue
+                if "assign" in load_options and not (self._strategy.sharded or self._strategy.owns_step):
+                    unwrap(model).load_state_dict(state[_part(i)], **load_options)
+                else:
+                    strict = bool(load_options.get("strict", True))
+                    self._strategy.load_module_state(unwrap(model), state[_part(i)], strict)
+
+        fail_together(self._world, call_hooks)
+        fail_together(self._world, load_models)
+        owned = [owned_parameters(self._strategy, optimizer) for optimizer in self._optimizers]
+        fail_together(self._world, lambda: self._load_rest(state, owned))
+        self.step = state["progress"]["step"]
+        self._compare_schedulers(state["progress"].get("scheduler_steps"))
+        named = _NUMBERED.fullmatch(path.name)
+        self._project.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
+        differs = ranks_differ(self._strategy, state)
+        if differs is None:
+            restore_rng(state["rng"][self._processes.process_index], self._strategy.device)
+            kept = state["buffers"][self._processes.process_index] if "buffers" in state else []
+            for model, buffers in zip(self._prepared.models, kept, strict=False):
+                if loaded(model):
+                    unwrap(model).load_state_dict(buffers, strict=False)
+        else:
+            self._processes.print(f"resuming {differs}: random layers draw other numbers")
+
+    def _load_rest(self, state: Mapping[str, Any], owned: list[list[list[nn.Parameter]]]) -> None:
+        prepared = self._prepared
+        say = self._processes.print
+        names = self._names()
+        # A hook may have removed a model from the state.
+        saved_models = [(i, state.get(_part(i), {})) for i in range(len(prepared.models))]
+        weights = {self._name(i, name): value for i, kept in saved_models for name, value in kept.items()}
+        changed: dict[int, Mapping[str, Any]] = {}
+        for optimizer, groups, saved in zip(self._optimizers, owned, state["optimizers"], strict=True):
+            changed[id(optimizer)] = restore_optimizer(self._strategy, optimizer, groups, saved, names, say, weights)
+        for scheduler, saved in zip(prepared.schedulers, state["schedulers"], strict=True):
+            stepped = getattr(scheduler.scheduler, "optimizer", None)
+            kept = changed.get(id(getattr(stepped, "optimizer", stepped)), {})
+            restore_scheduler(scheduler.scheduler, saved, "lr" in kept)
+        self._precision.load_state_dict(state["precision"])
+        self._accumulation.load_state_dict(state["window"])
+        for one, saved in zip(self.objects, state["objects"], strict=True):
+            one.load_state_dict(saved)
+        seeds = [loader.seed for loader in prepared.loaders]
+        for loader, saved in zip(prepared.loaders, state["loaders"], strict=True):
+            loader.load_states(saved)
+        if prepared.data_seed is not None and seeds != [loader.seed for loader in prepared.loaders]:
+            say(f"load_state: the data keep the order of the state, not that of seed={prepared.data_seed}")
+
+    def _compare_schedulers(self, before: list[int] | None) -> None:
+        """Warn where schedulers now advance another number of times in each step, and so disagree with the state."""
+        now = [one.times for one in self._prepared.schedulers]
+        before = before or [1] * len(now)  # older states do not have it
+        if before != now:
+            self._processes.print(
+                f"schedulers advanced {max(before)} times an optimizer step when this state was saved, and advance "
+                f"{max(now)} times now, so they do not continue at the same place of their schedules; to resume on any "
+                "number of processes, count optimizer steps: Accelerator(scheduler_steps_per_process=False)"
+            )
+
+    def _refuse_others(self, path: Path, state: Mapping[str, Any]) -> None:
+        kinds: dict[str, list[Any]] = {
+            "optimizers": self._prepared.optimizers,
+            "schedulers": self._prepared.schedulers,
+            "loaders": self._prepared.loaders,
+            "objects": self.objects,
+        }
+        models = sum(name == "model" or name.startswith("model_") for name in state)
+        counts = {"models": (models, len(self._prepared.models) if models else 0)}
+        counts.update({kind: (len(state.get(kind, ())), len(now)) for kind, now in kinds.items()})
+        wrong = [f"{kind}: {then} saved, {now} prepared" for kind, (then, now) in counts.items() if then != now]
+        if wrong:
+            raise CheckpointError(
+                path, None, "; ".join(wrong), fix="prepare and register the same things, in the same order, first"
+            )
+
+    def _root(self, call: str, fix: str) -> Path:
+        """The directory of the project's checkpoints."""
+        if self._project.project_path is None:
+            raise ConfigurationError(f"{call} needs a directory", fix=fix)
+        return _local_directory(self._project.project_path) / "checkpoints"
+
+    def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            return _local_directory(input_dir)
+        root = self._root("load_state", "pass it, or the project's: Accelerator(project_dir=...)")
+
+        def newest_sound() -> str | None:
+            newest, damaged = newest_verified(root)
+            for bad, problem in damaged:
+                self._processes.print(
+                    f"checkpoint {bad.name} rejected: {problem.reason}; falling back to {newest and newest.name}"
+                )
+            return None if newest is None else str(newest)
+
+        found = on_rank_zero(self._world, newest_sound)
+        if found is None:
+            raise CheckpointError(root, None, "there is no checkpoint here that can be loaded")
+        return Path(found)
+
+    def _next_path(self) -> Path:
+        root = self._root("save_state", "pass it, or let Accelerator(project_dir=...) name it")
+
+        def free() -> int:
+            taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
+            wanted = self._project.iteration
+            return max(taken) + 1 if wanted in taken else wanted  # the checkpoints of an earlier run stay
+
+        self._project.iteration = on_rank_zero(self._world, free)
+        return root / f"checkpoint_{self._project.iteration}"
+
+    def _prune(self, newest: Path) -> None:
+        """Delete what is over the limit, the oldest first, now that the newest is durable."""
+        limit = self._project.total_limit
+        if limit is None or not self._project.automatic_checkpoint_naming:
+            return
+        numbered = [
+            (int(found[1]), record.path)
+            for record in checkpoints(newest.parent)
+            if (found := _NUMBERED.fullmatch(record.path.name))
+        ]
+        for _, old in sorted(numbered)[: max(0, len(numbered) - max(1, limit))]:
+            remove_checkpoint(old)
+            shutil.rmtree(_beside(Path(str(old))), ignore_errors=True)
+
+    # -- weights alone ---------------------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrapped: bool = True) -> dict[str, Any]:
+        """The weights of a prepared model, whole, by the user's names.
+
+        Where they are divided (FSDP, DeepSpeed, a mesh) every process calls it, and the main process gets them, on the
+        CPU; the others get an empty dict: a device never holds more than one whole weight at a time.
+        """
+        inner = unwrap(model)
+        own = inner if unwrapped else model
+        if self._strategy.owns_step:
+            whole = self._strategy.module_state(inner)
+            return _on_cpu(whole) if self._processes.is_main_process else {}
+        if not self._strategy.sharded:
+            return dict(own.state_dict())
+        found = fail_together(self._world, lambda: self._strategy.module_state(own))
+        everywhere = self._strategy.names_on_all_ranks()
+        tied = tied_names(found)
+        names = list(found)
+        held = None
+        if everywhere is not None:  # stages have other parameters, and share some
+            shared = {**tied, **self._strategy.shared_names(own)}
+            names = list(everywhere)
+            several = self._world.all_gather_object((list(found), shared))
+            held = [theirs for theirs, _ in several]
+            tied = {name: kept for _, ties in several for name, kept in ties.items()}
+        for name in names:
+            value = found.pop(name, None)
+            if name in tied:  # the same tensor, which was gathered under its first name
+                if self._processes.is_main_process:
+                    found[name] = found[tied[name]]
+                continue
+            if hasattr(value, "full_tensor"):
+                value = value.full_tensor()
+            if held is not None:
+                value = self._sent(value, next(rank for rank, theirs in enumerate(held) if name in theirs))
+            if self._processes.is_main_process:
+                found[name] = value.cpu() if isinstance(value, Tensor) else value  # sync point: a checkpoint
+        return found
+
+    def _sent(self, value: Any, source: int) -> Any:
+        """The value of process ``source``, for the main process; every process calls it."""
+        if source == 0:
+            return value
+        meta = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+        meta = self._world.broadcast(meta, source)
+        if not (isinstance(meta, tuple) and isinstance(meta[-1], torch.dtype)):
+            return meta
+        if self._processes.process_index != source:
+            value = torch.empty(meta[0], dtype=meta[1], device=self._strategy.device)
+        return self._world.broadcast(value.detach(), source)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str,
+        safe_serialization: bool,
+    ) -> None:
+        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+
+        A tied weight is written once, under its first name.
+
+        Args:
+            model: prepared or not.
+            save_directory: other files in it are not changed.
+            max_shard_size: of a file, in bytes or as ``"5GB"``.
+            safe_serialization: False writes ``pytorch_model.bin``, a pickle.
+        """
+        collective = self._strategy.sharded or self._strategy.owns_step
+        whole = self.get_state_dict(model) if self._processes.is_main_process or collective else {}
+
+        def write() -> None:
+            target = _local_directory(save_directory)
+            if target.is_file():
+                raise ConfigurationError("save_model needs a directory", found=str(target))
+            work = target / ".model.tmp"
+            shutil.rmtree(work, ignore_errors=True)
+            weights = {name: value.detach() for name, value in whole.items()}
+            if safe_serialization:
+                export(weights, work, "huggingface", max_shard_size=max_shard_size)
+            else:
+                export(weights, work / "pytorch_model.bin", "torch")
+            made = sorted(work.iterdir(), key=lambda file: file.suffix == ".json")
+            for file in made:
+                os.replace(file, target / file.name)
+            work.rmdir()
+            for old in set(target.glob("model*.safetensors*")) - {target / file.name for file in made}:
+                old.unlink()  # last: until here one of the two is whole
+
+        on_rank_zero(self._world, write)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
+        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors.
+
+        A file that is there is replaced when the new one is whole.
+
+        Raises:
+            ConfigurationError: ``safe_serialization``, and something is no tensor.
+        """
+        if not self._processes.is_main_process:
+            return
+        target = _local_directory(f)
+        part = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            if safe_serialization:
+                _check_tensors(obj)
+                export(obj, part, "safetensors")
+            else:
+                torch.save(obj, part)
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
+
+
+def _part(index: int) -> str:
+    """The name of a model in a state."""
+    return "model" if index == 0 else f"model_{index}"
+
+
+def _entries(root: Path) -> list[str]:
+    return os.listdir(root) if root.is_dir() else []
+
+
+def _beside(path: Path) -> Path:
+    """Where hooks wrote before their files were part of a checkpoint."""
+    return path.with_name(f"{path.name}.files")
+
+
+def _stage(target: Path) -> Path:
+    """The directory in which hooks write; an empty directory that the user made for the state is replaced."""
+    try:
+        if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
+            target.rmdir()
+        clean_incomplete(target.parent)  # left by processes that were killed in a save
+    except OSError as error:
+        raise io_failure(target, error, 0) from error
+    return stage(target)
+
+
+def _directory_of_hooks(path: Path) -> Path:
+    """Verify the files that hooks wrote, and return their directory."""
+    manifest = read_manifest(path)
+    check_content(path, manifest, list(manifest.get("extra", ())))
+    beside = _beside(path)
+    return beside if "extra" not in manifest and beside.is_dir() else path
+
+
+def _check_tensors(obj: Any) -> None:
+    found = {"the object": obj} if not isinstance(obj, Mapping) else obj
+    for name, value in found.items():
+        if not isinstance(value, Tensor):
+            raise ConfigurationError(
+                "safetensors hold tensors by name",
+                found=f"{name}: {type(value).__name__}",
+                fix="save a dict of tensors, or leave safe_serialization out",
+            )
+
+
+def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    moved: dict[int, Any] = {}  # a tied weight stays one tensor
+    for value in state.values():
+        if id(value) not in moved:
+            moved[id(value)] = value.cpu() if isinstance(value, Tensor) else value  # sync point: a checkpoint
+    return {name: moved[id(value)] for name, value in state.items()}
+
+
+def _local_directory(path: str | os.PathLike[str]) -> Path:
+    """A directory of this machine; hooks write beside a state, which they cannot at a URL."""
+    found = absolute(path)
+    if not isinstance(found, Path):
+        raise ConfigurationError(
+            "an Accelerator saves to a directory of this machine",
+            found=str(found),
+            fix="save to a local path; a Trainer's checkpoints may stand at a URL",
+        )
+    return found

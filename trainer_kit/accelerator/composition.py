@@ -1,0 +1,286 @@
+"""What the arguments of an `Accelerator` mean: strategy, precision, accumulation, options, and their origins."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, Final
+
+from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.wrapping import without_exchange
+from trainer_kit.build import choose_precision, choose_strategy
+from trainer_kit.compat.deepspeed import DeepSpeedPlugin
+from trainer_kit.compat.fp8 import AORecipeKwargs, FP8Recipe, launched_recipe
+from trainer_kit.compat.megatron import MegatronLMPlugin
+from trainer_kit.compat.options import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    TorchDynamoPlugin,
+    check_kind,
+    micro_batches,
+)
+from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from trainer_kit.core.arguments import as_list
+from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.precision.overflow import make_scaler
+from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.axes import places
+from trainer_kit.strategies.mesh_config import KEYS
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = [
+    "chosen_sizes",
+    "chosen_strategy",
+    "made_accumulation",
+    "made_precision",
+    "named_dynamo",
+    "named_loaders",
+    "named_options",
+    "named_trackers",
+    "plugins",
+    "started_strategy",
+]
+
+_PLUGINS: Final[dict[str, type]] = {
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "megatron_lm_plugin": MegatronLMPlugin,
+    "parallelism_config": ParallelismConfig,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
+    "deepspeed_plugin": DeepSpeedPlugin,
+}
+
+_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # trackers that log_with="all" means
+_IF_INSTALLED: Final = ("wandb",)
+
+# By the launcher's word; DeepSpeed's is among its plugins already.
+_LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}
+
+
+def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type, Any]:
+    """The plugins of engines by their class: an Accelerator's arguments, else what its launcher names.
+
+    Args:
+        given: arguments, by name.
+        deepspeed: DeepSpeed's plugins by name, the launcher's too; the first counts.
+
+    Raises:
+        ConfigurationError: for what is given twice.
+        TypeError: for an argument that it does not have.
+    """
+    found: dict[type, Any] = {}
+    given = {**given, "deepspeed_plugin": next(iter(deepspeed.values()), None), "deepspeed_plugins": None}
+    for name, value in given.items():
+        if name not in _PLUGINS and name != "deepspeed_plugins":
+            raise TypeError(f"Accelerator got an unexpected argument {name!r}")
+        if value is not None:
+            check_kind(name, value, _PLUGINS[name])
+            found[_PLUGINS[name]] = value
+    if TorchTensorParallelPlugin in found:
+        if ParallelismConfig in found:
+            raise ConfigurationError("tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config")
+        found[ParallelismConfig] = found.pop(TorchTensorParallelPlugin).as_config()
+    launched = variable("distributed_type")
+    kind = None if launched is None else _LAUNCHED.get(str(launched.value))
+    if kind is not None and _asked_engine(found) is None:
+        found[kind] = kind()
+    if ParallelismConfig not in found and (mesh := ParallelismConfig()).active_mesh_dims:
+        found[ParallelismConfig] = mesh
+    return found
+
+
+def _asked_engine(options: Mapping[type, Any]) -> Any:
+    """The plugin of the engine that the options ask for, or None."""
+    engines = (options[kind] for kind in _PLUGINS.values() if kind in options and kind is not ParallelismConfig)
+    return next(engines, None)
+
+
+def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
+    """The strategy that the user's options ask for; ``"auto"`` where there are none."""
+    engine = _asked_engine(options)
+    mesh = _mesh(options.get(ParallelismConfig), engine, environment)
+    wrapper = options.get(DistributedDataParallelKwargs)
+    group = options.get(InitProcessGroupKwargs)
+    given = any(one is not None for one in (wrapper, group, engine))
+    serves_alone = engine is not None and engine.serves_alone
+    if mesh is None and not (given and (environment.launched or serves_alone)):
+        return "auto"
+    chosen: dict[str, Any] = {}
+    if wrapper is not None and engine is None and mesh is None:
+        chosen.update(wrapper.arguments())
+    if group is not None:
+        chosen["process_group_backend"] = group.backend
+        if group.timeout is not None:
+            chosen["timeout"] = group.timeout
+    if mesh is not None:
+        return mesh.make_strategy(engine, **chosen)
+    if engine is not None:
+        return engine.make_strategy(**chosen)
+    return STRATEGIES.get("ddp")(**chosen)
+
+
+def _mesh(config: ParallelismConfig | None, engine: Any, environment: Environment) -> ParallelismConfig | None:
+    """The configuration of a mesh; None where only data are divided."""
+    dims = [] if config is None else config.active_mesh_dims
+    if config is None or not dims:
+        return None
+    if engine is not None and not isinstance(engine, FullyShardedDataParallelPlugin):
+        raise ConfigurationError(
+            "an engine of its own cannot divide a mesh",
+            found=f"parallelism_config={config.sizes} and {type(engine).__name__}",
+            fix="leave one out; FSDP (dp_shard_size=) divides what the other axes leave",
+        )
+    places(config.sizes, environment.world_size)
+    return None if dims == ["dp_replicate"] and engine is None else config
+
+
+def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
+    """The sizes of a mesh that are not 1, with their origins."""
+    config = options.get(ParallelismConfig)
+    found: dict[str, Chosen] = {}
+    for key in (*KEYS, "parallelism_config_pp_size"):
+        chosen = variable(key)
+        size = getattr(config, key.removeprefix("parallelism_config_"), None)
+        if size is not None and (chosen is None or str(chosen.value) != str(size)):
+            chosen = Chosen(size, "argument")
+        if chosen is not None and str(chosen.value) != "1":
+            found[key] = chosen
+    return found
+
+
+def named_options(
+    options: Mapping[type, Any],
+    cpu: bool,
+    precision: Any,
+    steps: int | None,
+    plugin: GradientAccumulationPlugin | None,
+    debug: bool | None,
+) -> dict[str, Chosen]:
+    """The options that the environment may give, with their origins.
+
+    Args:
+        options: the user's, by class: DeepSpeed's configuration may give precision and accumulation.
+        cpu: an argument of the Accelerator, as those that follow.
+        precision: likewise.
+        steps: likewise.
+        plugin: likewise.
+        debug: likewise.
+    """
+    engine = _asked_engine(options)
+    written = engine.accelerator_arguments() if isinstance(engine, DeepSpeedPlugin) else {}
+    precision = written.get("mixed_precision") if precision is None else precision
+    steps = written.get("gradient_accumulation_steps") if steps is None else steps
+    on_cpu = choose("use_cpu", cpu or None, False)
+    debugging = choose("debug", debug, False)
+    accumulation = choose("gradient_accumulation_steps", steps if plugin is None else plugin.num_steps, 1)
+    return {
+        "use_cpu": Chosen(is_true(on_cpu.value), on_cpu.origin),
+        "mixed_precision": choose("mixed_precision", precision, "no"),
+        "gradient_accumulation_steps": Chosen(steps_of(accumulation), accumulation.origin),
+        "debug": Chosen(is_true(debugging.value), debugging.origin),
+    }
+
+
+def started_strategy(options: Mapping[type, Any], on_cpu: bool, environment: Environment) -> Strategy:
+    """The strategy that the user's options ask for, started."""
+    asked = chosen_strategy(options, environment)
+    made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[0]
+    made.start()
+    return made
+
+
+def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -> Precision:
+    """The precision of a word or an object, with the scaler of the user's options."""
+    if not hasattr(word, "forward_context"):
+        word = str(getattr(word, "value", word))
+    if word == "fp8":
+        recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
+        word = (recipes[0] if recipes else launched_recipe() or AORecipeKwargs()).make_precision()
+    made = choose_precision(word, None, strategy)
+    scaler = options.get(GradScalerKwargs)
+    if scaler is not None and made.scales:
+        native: Any = getattr(made, "base", made)
+        native.scaler = make_scaler(strategy.device.type, **scaler.to_kwargs())
+    return made
+
+
+def made_accumulation(
+    plugin: GradientAccumulationPlugin | None, steps: int | None, chosen: int, strategy: Strategy, precision: str
+) -> Accumulation:
+    """The accumulation window that the arguments ask for.
+
+    Args:
+        plugin: an argument of the Accelerator.
+        steps: likewise.
+        chosen: the number of micro-batches where no plugin gives one.
+        strategy: takes part in the exchange of gradients.
+        precision: its name.
+
+    Raises:
+        ConfigurationError: two arguments contradict each other, or the engine's own configuration.
+    """
+    if plugin is not None and steps not in (None, 1, plugin.num_steps):
+        raise ConfigurationError(
+            "accumulation is given twice",
+            found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
+        )
+    if plugin is None:
+        plugin = GradientAccumulationPlugin(num_steps=micro_batches(chosen, "gradient_accumulation_steps"))
+    strategy.configure(precision=precision, accumulation=plugin.num_steps)  # refuses contradictions now
+    return Accumulation(
+        plugin.num_steps,
+        strategy.data,
+        strategy.losses,
+        sync_with_dataloader=plugin.sync_with_dataloader,
+        adjust_scheduler=plugin.adjust_scheduler,
+        quiet=without_exchange if strategy.world.size > 1 and not plugin.sync_each_batch else None,
+        complete=strategy.complete_gradients if strategy.completes_gradients else None,
+    )
+
+
+def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
+    """The options of torch.compile for a backend; without one the launcher's."""
+    if backend is not None:
+        return TorchDynamoPlugin(backend=backend)
+    names = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
+    found = {name: chosen.value for name in names if (chosen := variable(f"dynamo_{name}")) is not None}
+    return TorchDynamoPlugin(
+        backend=str(found.get("backend", "no")).lower(),
+        mode=found.get("mode"),
+        fullgraph=is_true(found.get("use_fullgraph")),
+        dynamic=is_true(found["use_dynamic"]) if "use_dynamic" in found else None,
+        use_regional_compilation=is_true(found.get("use_regional_compilation")),
+    )
+
+
+def named_loaders(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
+    """The configuration of loaders.
+
+    Raises:
+        ConfigurationError: the arguments contradict each other.
+    """
+    if config is not None and split_batches and not config.split_batches:
+        raise ConfigurationError(
+            "split_batches is given twice",
+            found="split_batches=True, and a dataloader_config without it",
+            fix="DataLoaderConfiguration(split_batches=True)",
+        )
+    return config or DataLoaderConfiguration(split_batches=split_batches)
+
+
+def named_trackers(given: Any) -> list[Any]:
+    """The trackers of ``log_with``: words and objects; ``"all"`` becomes the words of those that are installed."""
+    words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in as_list(given)]
+    if "all" not in words:
+        return words
+    objects = [one for one in words if not isinstance(one, str)]
+    installed = [name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None]
+    named = (word for word in words if isinstance(word, str) and word != "all")
+    return [*objects, *dict.fromkeys([*named, *_EVERYWHERE, *installed])]

@@ -1,0 +1,376 @@
+"""The models, optimizers, loaders and schedulers that an `Accelerator` has prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, final
+
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.loader import PreparedLoader, prepare_loader
+from trainer_kit.accelerator.loop_checks import LoopChecks
+from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
+from trainer_kit.accelerator.processes import Processes
+from trainer_kit.accelerator.wrapping import apply_precision, compile_options, compiled, uncompiled, unwrap
+from trainer_kit.compat.deepspeed import (
+    DeepSpeedPlugin,
+    DummyOptim,
+    DummyScheduler,
+    made_optimizer,
+    made_scheduler,
+    selected_plugin,
+)
+from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.seed import order_seed
+from trainer_kit.precision.overflow import has_gradients
+from trainer_kit.precision.precision import Precision
+from trainer_kit.state.optimizer_states import note_configured
+from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.transforms.compile import Compile
+
+__all__ = ["Prepared"]
+
+_SCHEDULERS: Final = (LRScheduler, ReduceLROnPlateau, AcceleratedScheduler, DummyScheduler)
+
+
+@final
+class Prepared:
+    """What an Accelerator has prepared, and how it prepares more.
+
+    Args:
+        processes: that work together.
+        strategy: wraps models.
+        precision: of their forwards.
+        accumulation: when optimizers step.
+        loaders: how loaders are divided.
+        dynamo: of ``torch.compile``.
+        deepspeed_plugins: by name; the selected one completes DeepSpeed's configuration.
+        device_placement: whether models and batches move to the device.
+        step_scheduler_with_optimizer: whether schedulers advance where optimizers step.
+        scheduler_steps_per_process: whether an optimizer step advances them once for each process.
+        data_seed: of the order of the data; None: the seed that the main process has set.
+
+    Attributes:
+        models: in the order in which they were prepared; likewise the others.
+        backward: the engine's backward; None: the loss's own.
+        checks: for the usual mistakes in the first steps.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        strategy: Strategy,
+        precision: Precision,
+        accumulation: Accumulation,
+        *,
+        loaders: DataLoaderConfiguration,
+        dynamo: TorchDynamoPlugin,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin],
+        device_placement: bool,
+        step_scheduler_with_optimizer: bool,
+        scheduler_steps_per_process: bool,
+        data_seed: int | None,
+    ) -> None:
+        self.models: list[nn.Module] = []
+        self.optimizers: list[AcceleratedOptimizer] = []
+        self.schedulers: list[AcceleratedScheduler] = []
+        self.loaders: list[PreparedLoader] = []
+        self.backward: Callable[..., None] | None = None
+        self.checks = LoopChecks(strategy, processes.print, self.models)
+        self.device_placement = device_placement
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.scheduler_steps_per_process = scheduler_steps_per_process
+        self.data_seed = data_seed
+        self._processes = processes
+        self._strategy = strategy
+        self._precision = precision
+        self._accumulation = accumulation
+        self._loader_options = loaders
+        self._dynamo = dynamo
+        self._deepspeed_plugins = deepspeed_plugins
+
+    def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> tuple[Any, ...]:
+        """Prepare models, optimizers, loaders and schedulers, in any mix and order.
+
+        Args:
+            objects: any other object is returned as it is.
+            device_placement: for each object whether it is moved.
+
+        Raises:
+            ConfigurationError: another number of placements than of objects.
+        """
+        places = list(device_placement or [None] * len(objects))
+        if len(places) != len(objects):
+            raise ConfigurationError(
+                "device_placement says for each object whether it is moved",
+                found=f"{len(places)} values for {len(objects)} objects",
+            )
+        done: dict[int, Any] = {}
+        # Schedulers need their optimizers, and those the parameters that preparing a model leaves.
+        for kind in (0, 1, 2):
+            for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
+                if index not in done and (made := self._prepare_one(thing, place, kind)) is not None:
+                    done[index] = made
+        return tuple(done.get(index, thing) for index, thing in enumerate(objects))
+
+    def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
+        if kind == 0 and isinstance(thing, nn.Module):
+            return self.prepare_model(thing, place, False)
+        if kind == 0 and isinstance(thing, (DataLoader, PreparedLoader)):
+            return self.prepare_loader(thing, place)
+        if kind == 1 and isinstance(thing, (Optimizer, DummyOptim)):
+            return self.prepare_optimizer(thing)
+        if kind == 2 and isinstance(thing, _SCHEDULERS):
+            return self.prepare_scheduler(thing)
+        return None
+
+    def prepare_model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
+        """The model on its device, in the precision, and wrapped for several processes.
+
+        Args:
+            model: is changed in place, and wrapped where there are several processes.
+            device_placement: whether it is moved.
+            evaluation_mode: it is not trained, so gradients need no exchange.
+        """
+        for known in self.models:
+            if model is known or model is unwrap(known):  # a second wrapper would exchange its gradients once more
+                return known
+        plugin = self._dynamo
+        compiles = plugin.backend.lower() != "no"
+        places = self._places(device_placement)
+        if self.checks.active and not evaluation_mode and not compiles:  # a hook would break the compiled graph
+            self.checks.model(model)
+        self._precision.convert_module(model)
+        apply_precision(model, self._precision)
+        if compiles and plugin.use_regional_compilation:  # before it is sharded
+            Compile(options=compile_options(plugin)).apply(model)
+        made = model
+        if evaluation_mode:
+            made = model.to(self._strategy.device) if places else model
+        elif places or self._processes.use_distributed:
+            made = self._strategy.wrap_module(model, self._precision)
+            self.backward = self._strategy.bind_backward(None)
+            self._rebind_optimizers()
+        if compiles and not plugin.use_regional_compilation:
+            made = compiled(made, plugin)
+        if not evaluation_mode:
+            self.models.append(made)
+        return made
+
+    def prepare_optimizer(self, optimizer: Optimizer | DummyOptim) -> AcceleratedOptimizer:
+        """An optimizer that steps where gradients are complete."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            return optimizer
+        optimizer = made_optimizer(self._strategy, optimizer)
+        owns_step = self._strategy.owns_step
+        if owns_step:  # before the engine replaces the parameters by its own
+            self.checks.know(optimizer)
+            self._configure_engine()
+        self._strategy.prepare_optimizer(optimizer)
+        if not hasattr(optimizer, "_configured_options"):  # a loaded state is compared with them
+            note_configured(optimizer)
+        first = None if owns_step else self._before_first_step
+        after = self._adapt_scale if self._precision.scales else None
+        step = self._bound_step(optimizer)
+        made = AcceleratedOptimizer(optimizer, self._accumulation, self._precision, first, step, after)
+        self.optimizers.append(made)
+        for scheduler in self.schedulers:  # one that was prepared before
+            if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
+                scheduler.optimizers = [made]
+        return made
+
+    def _before_first_step(self, optimizer: Optimizer) -> None:
+        if self._precision.scales and not self._accumulation.began and has_gradients(optimizer):
+            raise ConfigurationError(
+                "gradients are stepped with that were never scaled for float16",
+                found="loss.backward()",
+                fix="accelerator.backward(loss)",
+            )
+        self.checks.step(optimizer)
+
+    def _adapt_scale(self) -> None:
+        self._precision.adapt_scale([one.optimizer for one in self.optimizers])
+
+    def _bound_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
+        bound = self._strategy.bind_step(optimizer)
+        # Only where it is more than the optimizer's own, which others may wrap later.
+        return None if bound == optimizer.step else bound
+
+    def _rebind_optimizers(self) -> None:
+        """Point optimizers that were prepared before their model to its new parameters."""
+        for one in self.optimizers if not self._strategy.owns_step else ():
+            self._strategy.prepare_optimizer(one.optimizer)
+            one.rebind(self._bound_step(one.optimizer))
+
+    def _configure_engine(self) -> None:
+        known = (loader.feed.per_rank_batch_size for loader in self.loaders)
+        sizes = {size for size in known if size is not None}
+        plugin = selected_plugin(self._deepspeed_plugins)
+        size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
+        self._strategy.configure(accumulation=self._accumulation.steps, batch_size=size)
+
+    def prepare_loader(self, loader: Any, device_placement: bool | None) -> PreparedLoader:
+        """A loader divided among the processes; every process calls it.
+
+        Its order follows ``data_seed``, else the seed that the main process has set by now.
+        """
+        if isinstance(loader, PreparedLoader):
+            return loader
+        with self._processes.collectives.during("prepare"):
+            seed = self._processes.world.broadcast(order_seed() if self.data_seed is None else self.data_seed)
+        strategy = self._strategy
+        made = prepare_loader(
+            loader,
+            strategy.data,
+            strategy.world,
+            strategy.device if self._places(device_placement) else None,
+            self._accumulation,
+            self._loader_options,
+            seed + len(self.loaders),  # a seed each: two loaders over one data set must not come in the same order
+            strategy.shard_batch,
+            strategy.end_batch,
+        )
+        self.loaders.append(made)
+        return made
+
+    def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        """A scheduler that advances with its optimizer, by default once for each process in an optimizer step."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            return scheduler
+        latest = self.optimizers[-1].optimizer if self.optimizers else None
+        times = self._scheduler_steps
+        by_engine = isinstance(scheduler, DummyScheduler)
+        scheduler = made_scheduler(self._strategy, scheduler, latest, times)
+        plateau = isinstance(scheduler, ReduceLROnPlateau)
+        once = plateau or by_engine or type(scheduler).__module__.startswith("deepspeed.")
+        mine = [one for one in self.optimizers if getattr(scheduler, "optimizer", None) in (one, one.optimizer)]
+        made = AcceleratedScheduler(
+            scheduler,
+            mine or self.optimizers,
+            self._accumulation,
+            with_optimizer=self.step_scheduler_with_optimizer,
+            times=1 if once else times,
+            adjust=self._accumulation.adjust_scheduler and not plateau,  # torch's counts no calls
+        )
+        if made.times > 1 and not any(one.times > 1 for one in self.schedulers):
+            made.before_first_step = self._print_scheduler_steps
+        self.schedulers.append(made)
+        return made
+
+    def _print_scheduler_steps(self) -> None:
+        first = next(one for one in self.schedulers if one.times > 1)
+        self._processes.print(
+            f"{first.describe()}, as under Accelerate; once with Accelerator(scheduler_steps_per_process=False)"
+        )
+
+    @property
+    def _scheduler_steps(self) -> int:
+        """How often an optimizer step advances a scheduler."""
+        if not (self.scheduler_steps_per_process and self.step_scheduler_with_optimizer):
+            return 1
+        return 1 if self._loader_options.split_batches else self._processes.num_processes
+
+    def _places(self, given: bool | None) -> bool:
+        return self.device_placement if given is None else given
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
+        """The user's own model.
+
+        Args:
+            model: prepared or not.
+            keep_fp32_wrapper: its forward stays in the precision that it was prepared for.
+            keep_torch_compile: a compiled model stays compiled.
+        """
+        own = unwrap(model, keep_fp32_wrapper)
+        if keep_torch_compile and (inner := uncompiled(model)) is not model:
+            return model if inner is own else compiled(own, self._dynamo)
+        return own
+
+    def check_backward(self) -> None:
+        """Look for the usual mistakes of the first backwards."""
+        steps = self._accumulation.steps
+        harm = None
+        if steps > 1:
+            harm = f"{steps} micro-batches make a step"
+        elif self._precision.scales:
+            harm = "gradients are scaled for float16"
+        self.checks.backward(harm, bool(self.loaders), steps)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Make complete gradients those that the optimizers will see: unscaled, and weighed for their window.
+
+        Args:
+            optimizer: one or several; None: all.
+        """
+        if not self._accumulation.sync:
+            return
+        given = self.optimizers if optimizer is None else optimizer
+        for one in given if isinstance(given, (list, tuple)) else [given]:
+            raw = getattr(one, "optimizer", one)
+            self._accumulation.correct(raw)
+            self._precision.unscale_gradients(raw)
+
+    def complete_gradients(self, parameters: Any) -> list[Any]:
+        """The parameters, once their gradients are unscaled and weighed; other optimizers' gradients are not."""
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._strategy.owns_step:  # its optimizer steps parameters of the engine
+            self.unscale_gradients()
+            return several
+        wanted = {id(parameter) for parameter in several}
+        for one in self.optimizers:
+            if any(id(parameter) in wanted for group in one.param_groups for parameter in group["params"]):
+                self.unscale_gradients(one)
+        return several
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+        """Inside, a process that has no batches left takes part in the exchanges of the others.
+
+        Args:
+            joinables: prepared models.
+            even_batches: whether loaders fill up the last batch meanwhile; None: as they do.
+
+        Raises:
+            ConfigurationError: the strategy needs every process in a step.
+        """
+        strategy = self._strategy
+        several = strategy.data.size > 1
+        if several and (strategy.lockstep or strategy.completes_gradients):
+            raise ConfigurationError(
+                "a step needs every process, so that all of them need equally many batches",
+                found=f"join_uneven_inputs under {strategy.name!r}",
+                fix="leave it out and prepare() the loader: every process gets as many batches; or use DDP",
+            )
+        before = [(loader, loader.even) for loader in self.loaders]
+        self._accumulation.joining = several
+        if even_batches is not None:
+            for loader in self.loaders:
+                loader.set_even(even_batches)
+        with ExitStack() as stack:
+            models = [one for one in joinables if isinstance(one, Joinable)]
+            if models and self._processes.use_distributed:
+                stack.enter_context(Join(models))
+            try:
+                yield
+            finally:
+                self._accumulation.joining = False
+                for loader, even in before:
+                    loader.set_even(even)
+
+    def clear(self) -> None:
+        """Forget everything that was prepared."""
+        self.models.clear()
+        self.optimizers.clear()
+        self.schedulers.clear()
+        self.loaders.clear()
+        self._strategy.stop()
+        self._precision.abandon_step()  # what scales losses knows optimizers
+        self.checks = LoopChecks(self._strategy, self._processes.print, self.models)
+        self._accumulation.reset()

@@ -1,0 +1,389 @@
+"""The processes that work together: their identity, their order, and what only some of them do."""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, TypeVar, final
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from trainer_kit.accelerator.collectives import Collectives
+from trainer_kit.accelerator.generators import synchronize
+from trainer_kit.accelerator.hang_watchdog import HangWatchdog
+from trainer_kit.build import choose_strategy, launched_on_xla
+from trainer_kit.core.configuration_sources import choose, is_true
+from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group
+from trainer_kit.launch.options import several_on
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = [
+    "AcceleratorProcesses",
+    "DistributedType",
+    "PartialState",
+    "Processes",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "pad_across_processes",
+    "reduce",
+    "synchronize_rng_states",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class DistributedType(str, Enum):
+    """The kind of processes that work together, by Hugging Face Accelerate's words.
+
+    Example:
+        >>> DistributedType.NO == "NO"
+        True
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_XPU = "MULTI_XPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_NEURON = "MULTI_NEURON"
+    FSDP = "FSDP"
+    DEEPSPEED = "DEEPSPEED"
+    MEGATRON_LM = "MEGATRON_LM"
+    XLA = "XLA"
+
+
+_BY_ENGINE: Final = {
+    "deepspeed": DistributedType.DEEPSPEED,
+    "fsdp": DistributedType.FSDP,
+    "megatron": DistributedType.MEGATRON_LM,
+    "xla": DistributedType.XLA,
+}
+
+
+class Processes(ABC):
+    """The processes that work together, as this one sees them.
+
+    Attributes:
+        environment: what the launcher says about them.
+        num_processes: how many there are.
+        process_index: the number of this process, from 0.
+        local_process_index: its number among those of its machine, from 0.
+        is_main_process: whether it is the first of all.
+        is_local_main_process: whether it is the first of its machine.
+        is_last_process: whether it is the last of all.
+        use_distributed: whether there are several.
+    """
+
+    _engine: str | None = None  # of the strategy
+
+    def __init__(self, environment: Environment, rank: int, size: int, local_rank: int) -> None:
+        self.environment = environment
+        self.num_processes = size
+        self.process_index = rank
+        self.local_process_index = local_rank
+        self.is_main_process = rank == 0
+        self.is_local_main_process = local_rank == 0
+        self.is_last_process = rank == size - 1
+        self.use_distributed = size > 1
+
+    @property
+    @abstractmethod
+    def world(self) -> Group:
+        """All processes; a `PartialState` joins them when this is first read."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    @abstractmethod
+    def collectives(self) -> Collectives:
+        """The calls that all processes make together."""
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The engine, where Accelerate has a word for it; else the kind of processes that work together."""
+        if self._engine in _BY_ENGINE:
+            return _BY_ENGINE[self._engine]
+        return DistributedType(several_on(self.device.type)) if self.use_distributed else DistributedType.NO
+
+    def __repr__(self) -> str:
+        """The text that Accelerate prints of its state."""
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type!s}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    @property
+    def backend(self) -> str | None:
+        """The backend of their process group: "gloo", "nccl", …; None for a single process."""
+        if not self.use_distributed:
+            return None
+        return str(dist.get_backend()) if dist.is_initialized() else self.device.type
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device of this process."""
+        return self.device
+
+    def set_device(self) -> None:
+        """Accepted: the device was chosen when the process began."""
+
+    def destroy_process_group(self, group: Any = None) -> None:
+        """Leave a process group; by default that of all processes."""
+        if dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process makes this call."""
+        self.collectives.barrier()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print once on each machine."""
+        if self.is_local_main_process:
+            print(*values, **options)
+
+    def print_everywhere(self, text: str) -> None:
+        """Print on every process, with its number."""
+        print(f"[process {self.process_index}] {text}", flush=True)
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Inside, the main process goes first and all others follow."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """Inside, the first process of each machine goes first and the others follow."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, mine: bool) -> Iterator[None]:
+        if not mine:
+            self.world.barrier()
+        try:
+            yield
+        finally:
+            if mine:  # after an exception, too: the others wait
+                self.world.barrier()
+
+    def on_main_process(self, function: _F) -> _F:
+        """Decorator: only the main process calls ``function``; the others get None."""
+        return _only(self.is_main_process, function)
+
+    def on_local_main_process(self, function: _F) -> _F:
+        """Decorator: only the first process of each machine calls ``function``."""
+        return _only(self.is_local_main_process, function)
+
+    def on_last_process(self, function: _F) -> _F:
+        """Decorator: only the last process calls ``function``."""
+        return _only(self.is_last_process, function)
+
+    def on_process(self, function: _F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: only process ``process_index`` calls ``function``."""
+        decorate = functools.partial(_only, self.process_index == process_index)
+        return decorate if function is None else decorate(function)
+
+    def on_local_process(self, function: _F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
+        decorate = functools.partial(_only, self.local_process_index == local_process_index)
+        return decorate if function is None else decorate(function)
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This process's part of a list, a tuple, a tensor, or a dict of them; the first processes get one more.
+
+        Args:
+            inputs: is divided; the members of a dict are equally long.
+            apply_padding: repeat the last element so that every process gets equally many.
+
+        Raises:
+            ConfigurationError: the members of a dict differ in length.
+        """
+        length = len(inputs)
+        if isinstance(inputs, dict):
+            lengths = {key: len(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise ConfigurationError("what is divided together must be equally long", found=f"lengths {lengths}")
+            length = next(iter(lengths.values()), 0)
+        each, more = divmod(length, self.num_processes)
+        start = self.process_index * each + min(self.process_index, more)
+        stop = start + each + (self.process_index < more)
+        missing = each + (more > 0) - (stop - start)
+
+        def part(values: Any) -> Any:
+            mine = values[start:stop]
+            if not apply_padding or not missing or not length:
+                return mine
+            if isinstance(values, Tensor):
+                return torch.cat([mine, *[values[-1:]] * missing])
+            return type(mine)([*mine, *[values[-1]] * missing])
+
+        yield {key: part(value) for key, value in inputs.items()} if isinstance(inputs, dict) else part(inputs)
+
+
+def _only(here: bool, function: _F) -> _F:
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(*arguments, **options) if here else None
+
+    return call  # type: ignore[return-value]
+
+
+_OF_ACCELERATORS: Final[WeakSet[Collectives]] = WeakSet()
+"""While one of them is in debug mode, the functions of this module are, too."""
+
+
+@final
+class AcceleratorProcesses(Processes):
+    """The processes of a started strategy.
+
+    Args:
+        environment: what the launcher says about them.
+        strategy: is started.
+        debug: compare the calls of all processes before each exchange.
+    """
+
+    def __init__(self, environment: Environment, strategy: Strategy, debug: bool) -> None:
+        rank = strategy.world.rank
+        size = strategy.world.size
+        launched = environment.launched and size > 1
+        super().__init__(environment, rank, size, environment.local_rank if launched else rank)
+        self._strategy = strategy
+        self._engine = strategy.engine
+        watched = self.use_distributed and dist.is_initialized()
+        watchdog = HangWatchdog(rank, size, self.print_everywhere) if watched else None
+        self._collectives = Collectives(strategy.world, strategy.data, debug, watchdog)
+        _OF_ACCELERATORS.add(self._collectives)
+
+    @property
+    def world(self) -> Group:
+        return self._strategy.world
+
+    @property
+    def device(self) -> torch.device:
+        return self._strategy.device
+
+    @property
+    def collectives(self) -> Collectives:
+        return self._collectives
+
+
+@final
+class PartialState(Processes):
+    """This process among those that were started together: a view of its environment; any number of them may be made.
+
+    Args:
+        cpu: compute on the CPU also where there is an accelerator.
+
+    Example:
+        >>> state = PartialState(cpu=True)
+        >>> state.num_processes, state.is_main_process, state.device
+        (1, True, device(type='cpu'))
+    """
+
+    initialized = True
+    fork_launched = False
+    is_fsdp2 = False
+    deepspeed_plugin = None
+    deepspeed_plugins: Mapping[str, Any] = MappingProxyType({})
+    fsdp_plugin = None
+    megatron_lm_plugin = None
+    torch_tp_plugin = None
+    _debug: ClassVar[bool | None] = None
+
+    def __init__(self, cpu: bool = False, **options: Any) -> None:
+        here = Environment.detect()
+        super().__init__(here, here.rank, here.world_size, here.local_rank if here.world_size > 1 else 0)
+        self._accelerator = "cpu" if cpu else "auto"
+        self._strategy: Strategy | None = None
+
+    @property
+    def debug(self) -> bool:
+        """Whether processes compare their collectives first; set, it holds for every `PartialState` of the process."""
+        if PartialState._debug is not None:
+            return PartialState._debug
+        return any(one.debug for one in _OF_ACCELERATORS) or is_true(choose("debug", None, False).value)
+
+    @debug.setter
+    def debug(self, debug: bool) -> None:
+        PartialState._debug = debug
+
+    @property
+    def world(self) -> Group:
+        return self._joined().world
+
+    @property
+    def device(self) -> torch.device:
+        if self._accelerator == "auto" and launched_on_xla():
+            return self._joined().device  # torch does not know it
+        return pick_device(self._accelerator, self.environment.local_rank)
+
+    @property
+    def collectives(self) -> Collectives:
+        return Collectives(self.world, debug=self.debug)
+
+    def _joined(self) -> Strategy:
+        if self._strategy is None:
+            self._strategy = choose_strategy("auto", self._accelerator, "auto", 1, self.environment)[0]
+            self._strategy.start()
+        return self._strategy
+
+
+def gather(tensor: Any) -> Any:
+    """Nested tensors of all processes one after the other, along the first dimension."""
+    return PartialState().collectives.gather(tensor)
+
+
+def gather_object(object: Any) -> list[Any]:
+    """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
+    return PartialState().collectives.gather_object(object)
+
+
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
+    return PartialState().collectives.reduce(tensor, reduction, scale)
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Nested tensors of one process for every process."""
+    return PartialState().collectives.broadcast(tensor, from_process)
+
+
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Small picklable values of one process for every process, in place."""
+    return PartialState().collectives.broadcast_object_list(object_list, from_process)
+
+
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Nested tensors made as long along ``dim`` as the longest of all processes."""
+    return PartialState().collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
+
+
+def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
+    """Give every process the main process's generators: "torch", "cuda", "python", "numpy", "generator"."""
+    state = PartialState()
+    with state.collectives.during("synchronize_rng_states"):
+        synchronize(state.world, rng_types, generator, state.device)
