@@ -247,7 +247,7 @@ WRONG = [
     (["fit", "3"], "train.py fit: 3: unexpected"),
     (
         ["--config=a.yaml", "fit"],
-        "train.py fit: --config: options stand behind the command: fit, validate, test, predict",
+        "train.py fit: --config: options stand after the command: fit, validate, test, predict",
     ),
     (["fi"], "train.py: fi: unknown command, did you mean 'fit'?"),
     ([], "train.py: a command is missing: fit, validate, test, predict; see --help"),
@@ -467,7 +467,7 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
     left = [f"--config={one['directory']}/config.yaml", "--trainer.logger=false"]
     again, _ = several(script, [["fit", *left], ["test", *left]])
     assert all(again[name] == one[name] for name in ("optimizers", "schedulers", "weight"))
-    assert "--optimizer counts: TinyModule.configure_optimizers is not asked" in script(*quiet, *options).stdout
+    assert "--optimizer counts: TinyModule.configure_optimizers is not called" in script(*quiet, *options).stdout
 
     wrong = {
         "--optimizer=AdamX": "train.py fit: --optimizer: no class is called 'AdamX', did you mean 'Adam'?",

@@ -17,7 +17,7 @@ import yaml
 from click.testing import CliRunner
 
 from trainer_kit.commands.main import main
-from trainer_kit.launch.file import read_configuration
+from trainer_kit.launch.configuration import read_configuration
 
 ROOT = Path(__file__).parents[2]
 WRITTEN = Path("trainer_kit/config.yaml")

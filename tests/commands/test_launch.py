@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests.launch.configurations import SAMPLES
 from tests.ports import free_port
 from trainer_kit.commands.main import main
-from trainer_kit.launch.file import read_configuration
+from trainer_kit.launch.configuration import read_configuration
 
 pytestmark = pytest.mark.slow  # programs are started
 
@@ -313,7 +313,7 @@ def test_two_machines_restart_together() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "told to stop")])
+@pytest.mark.parametrize(("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "received a stop signal")])
 def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
     shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
     words = ("--num_processes", "2", "--max_restarts", "2", "raw.py", "wait")
@@ -436,14 +436,16 @@ def test_help_is_a_screen(command: str) -> None:
 def test_what_has_no_effect_is_named() -> None:
     code, output = call("explain", "--cpu", "--vm", "one", "--vm", "two", "--rdzv_backend", "c10d", "raw.py")
     assert code == 0
-    assert "has no effect yet: tpu_vm=['one', 'two'] (flag --tpu_vm)" in output
+    assert (
+        "has no effect yet: tpu_vm=['one', 'two'] (flag --tpu_vm): the machines of a TPU pod are not started" in output
+    )
     assert "has no effect yet: rdzv_backend=c10d (flag --rdzv_backend)" in output
     shared = ("--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.0.0.7")
     assert "run token: none (TRAINER_KIT_RUN_TOKEN)" in call("explain", *shared, "raw.py")[1]
     assert "run token: given" in call("explain", *shared, "raw.py", TRAINER_KIT_RUN_TOKEN="x")[1]
     code, output = call("explain", "--cpu", "--env", "WANDB_API_KEY=hush", "raw.py")
     assert code == 0
-    assert "the script is given WANDB_API_KEY=***" in output
+    assert "the script receives WANDB_API_KEY=***" in output
     assert "hush" not in output
 
 
@@ -456,7 +458,7 @@ def test_explain_shows_values_and_origins() -> None:
     assert rows["mixed_precision"] == ["bf16", "two.yaml:1"]
     assert rows["num_machines"] == ["1", "default"]
     assert "processes here: 2, by an agent" in output
-    assert "the script is given TRAINER_KIT_MIXED_PRECISION=bf16" in output
+    assert "the script receives TRAINER_KIT_MIXED_PRECISION=bf16" in output
     assert output.endswith("runs: raw.py -x\n")
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch import rerun_command, run_agent, run_forked
-from trainer_kit.launch.command import split_command
+from trainer_kit.launch.program import split_command
 
 
 @pytest.mark.parametrize(

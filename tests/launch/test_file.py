@@ -12,7 +12,7 @@ import yaml
 
 from tests.launch.configurations import SAMPLES
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.launch.file import ConfigurationFile, read_configuration
+from trainer_kit.launch.configuration import ConfigurationFile, read_configuration
 from trainer_kit.launch.options import SECTIONS, TOP
 
 
@@ -112,7 +112,7 @@ def test_values_are_what_accelerate_means(tmp_path: Path) -> None:
         ("debug: true\ndebug: false\n", "config.yaml:2: debug: is given twice, first in line 1"),
         (
             "fsdp_config:\n  fsdp_version: 1\n  version: 2\n",
-            "config.yaml:3: fsdp_config.version: contradicts line 2, which says the same option",
+            "config.yaml:3: fsdp_config.version: contradicts line 2, which sets the same option",
         ),
         (
             "debug: !!python/object/apply:os.system [ls]\n",

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer_kit.launch.identity import arguments, handed_over, launches, script
+from trainer_kit.launch.program import arguments, handed_over, launches, script
 
 ROOT = Path(__file__).parents[2]
-SHOW = "from trainer_kit.launch.identity import arguments, script; print(script(), arguments())"
+SHOW = "from trainer_kit.launch.program import arguments, script; print(script(), arguments())"
 
 
 def run(directory, *command):

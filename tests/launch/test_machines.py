@@ -18,8 +18,7 @@ from tests.ports import free_port
 from tests.programs import Programs
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
-from trainer_kit.launch.machines import Machines, PeerFailed, _own_towards
-from trainer_kit.launch.signed import Signed
+from trainer_kit.launch.machines import Machines, PeerFailed, SignedStore, own_address_towards
 
 ABOUT = {"processes": 2}
 
@@ -73,7 +72,7 @@ def test_they_meet_fail_and_part(port: int) -> None:
 
 
 def test_one_that_does_not_answer_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_kit.launch.machines._HEARING", 0.3)
+    monkeypatch.setattr("trainer_kit.launch.machines._REPLY_TIME", 0.3)
 
     def first(machine: Machines):
         machine.meet(ABOUT)
@@ -140,7 +139,7 @@ def test_a_stranger_in_the_store_has_no_say(port: int, monkeypatch: pytest.Monke
         stranger.set("failed/0", "1")
         for _ in range(5):
             machine.check(0)
-        stranger.set("told/0/1", '{"status": 137, "failures": []}')
+        stranger.set("outcome/0/1", '{"status": 137, "failures": []}')
         found = machine.outcome(0, [], 0, 10)
         machine.leave(0)
         return found
@@ -159,7 +158,7 @@ def test_a_stranger_in_the_store_has_no_say(port: int, monkeypatch: pytest.Monke
 def test_machines_with_different_tokens_do_not_meet(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), False)
-    Signed(store).set("here/0", json.dumps(ABOUT))
+    SignedStore(store).set("here/0", json.dumps(ABOUT))
     for other in ("guess", ""):
         monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", other)
         with pytest.raises(LaunchError, match="share one token") as caught:
@@ -172,7 +171,7 @@ import os, re, sys
 from datetime import timedelta
 from pathlib import Path
 from trainer_kit.core.environment import Environment
-from trainer_kit.launch.machines import meet_without_agent
+from trainer_kit.launch.startup_timeout import meet_without_agent
 
 store = meet_without_agent(Environment.detect(), timedelta(seconds=20))
 store.set("from", os.environ["RANK"])
@@ -190,7 +189,7 @@ for table in ("tcp", "tcp6"):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("address", ["own", "service", "unknown"])
 def test_rank_0_listens_at_one_address(address: str, port: int, tmp_path: Path, programs: Programs) -> None:
-    own = _own_towards("192.0.2.200")
+    own = own_address_towards("192.0.2.200")
     if address == "service" and own in (None, "192.0.2.200"):
         pytest.skip("this machine has no network")
     script = tmp_path / "rank.py"

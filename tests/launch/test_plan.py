@@ -16,8 +16,8 @@ from trainer_kit.compat.fp8 import launched_recipe
 from trainer_kit.core.configuration_sources import ORIGINS, Chosen, choose, variable
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError
+from trainer_kit.launch.configuration import Resolved, accelerates_default, default_file, our_default, resolve
 from trainer_kit.launch.plan import plan
-from trainer_kit.launch.resolve import Resolved, accelerates_default, default_file, our_default, resolve
 from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.megatron.config import from_launcher
 
@@ -146,7 +146,7 @@ def test_deepspeed_reaches_the_ranks() -> None:
     assert (made.processes, told["distributed_type"], told["zero_stage"]) == (2, "DEEPSPEED", "3")
     assert (told["offload_param_device"], float(told["gradient_clipping"])) == ("cpu", 1.0)
     assert {"offload_optimizer_device", "gradient_accumulation_steps"}.isdisjoint(told)
-    assert made.left_out == ("deepspeed_multinode_launcher", "deepspeed_hostfile", "zero3_save_16bit_model")
+    assert tuple(made.ignored) == ("deepspeed_multinode_launcher", "deepspeed_hostfile", "zero3_save_16bit_model")
     assert "zero_stage" not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
 
 
@@ -163,7 +163,7 @@ def test_fsdp_reaches_the_ranks() -> None:
     told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
     assert told["distributed_type"] == "FSDP"
     assert told["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
-    assert made.left_out == ()
+    assert tuple(made.ignored) == ()
 
 
 def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,11 +200,11 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
     assert {"A": "1", "TRAINER_KIT_DISTRIBUTED_TYPE": "XLA", "TRAINER_KIT_MIXED_PRECISION": "bf16"}.items() <= (
         made.environ.items()
     )
-    assert {"tpu_name", "tpu_zone", "tpu_vm", "downcast_bf16"} == set(made.left_out)
+    assert {"tpu_name", "tpu_zone", "tpu_vm", "downcast_bf16"} == set(made.ignored)
     made = plan(options("distributed_type: TPU\nnum_processes: 1\nmain_training_function: run\n"), ALONE)
-    assert made.left_out == ("main_training_function",)
+    assert tuple(made.ignored) == ("main_training_function",)
     made = plan(options("distributed_type: TPU\nnum_processes: 8\nmax_restarts: 2\n"), ALONE)
-    assert (made.processes, made.in_place, made.max_restarts, made.left_out) == (1, True, 0, ("max_restarts",))
+    assert (made.processes, made.in_place, made.max_restarts, tuple(made.ignored)) == (1, True, 0, ("max_restarts",))
     assert made.through == ("-m", "trainer_kit.launch.each_device")
     assert made.environ["TRAINER_KIT_NUM_PROCESSES"] == "8"
     with pytest.raises(ConfigurationError, match="do not train together yet"):
@@ -349,8 +349,8 @@ def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
 def test_how_long_machines_wait() -> None:
     given = cpu(num_processes=2, num_machines=2, main_process_ip="10.0.0.7")
     assert plan(options("rdzv_conf: timeout=30\n", given), ALONE).machines.timeout == 30
-    assert plan(options("rdzv_conf: timeout=30\n", cpu()), ALONE).left_out == ("rdzv_conf",)
-    assert plan(options("rdzv_backend: c10d\n", given), ALONE).left_out == ("rdzv_backend",)
+    assert list(plan(options("rdzv_conf: timeout=30\n", cpu()), ALONE).ignored) == ["rdzv_conf"]
+    assert list(plan(options("rdzv_backend: c10d\n", given), ALONE).ignored) == ["rdzv_backend"]
     with pytest.raises(ConfigurationError, match="not by torch's rendezvous"):
         plan(options("rdzv_conf: is_host=1\n", given), ALONE)
 
@@ -361,12 +361,16 @@ def test_what_only_an_agent_can_do_has_one() -> None:
         assert plan(options("", cpu(**option)), ALONE).supervised
     slurm = Environment(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm")
     found = plan(options("", cpu(tee="3", max_restarts=2)), slurm)
-    assert (found.supervised, found.left_out) == (False, ("tee", "max_restarts"))
+    assert (found.supervised, tuple(found.ignored)) == (False, ("tee", "max_restarts"))
 
 
 def test_what_has_no_effect_is_named() -> None:
     found = plan(options(SAMPLES["multi_cpu.yaml"] + "enable_cpu_affinity: true\n"), ALONE)
-    assert found.left_out == ("enable_cpu_affinity", "mpirun_hostfile", "mpirun_ccl")
+    assert found.ignored == {
+        "enable_cpu_affinity": "processes are not bound to cores",
+        "mpirun_hostfile": "mpirun is not started from here",
+        "mpirun_ccl": "mpirun is not started from here",
+    }
 
 
 def test_under_slurm_one_task_for_each_process() -> None:

@@ -1,4 +1,4 @@
-"""``trainer-kit checkpoint``: list, verify, compare, export and repair checkpoints."""
+"""``trainer-kit checkpoint``: list, verify, compare, export and repair checkpoints; ``merge-weights``: join files."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 import click
 
-from trainer_kit.commands.paths import FilePath
+from trainer_kit.commands.terminal import FilePath, table
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, is_url, locate
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "merge_weights"]
 
 
 class _Place(FilePath):
-    """A path of this machine, or a URL: whether that is there is found out by the command."""
+    """A path of this machine, or a URL; the command checks whether the URL exists."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         if not is_url(value):
@@ -29,7 +29,7 @@ class _Place(FilePath):
 _CHECKPOINT = _Place(exists=True, path_type=Path)
 _DIRECTORY = _Place(exists=True, file_okay=False, path_type=Path)
 
-# The room of checkpoints is imported by the command that runs: it brings torch, which --help can do without.
+# Each command imports the code of checkpoints itself: it needs torch, which --help does not need.
 
 
 @click.group()
@@ -55,9 +55,7 @@ def _ls(directory: Location) -> None:
     if len(rows) == 1:
         click.echo(f"no checkpoints in {directory}")
         return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    table(rows)
 
 
 @checkpoint.command("verify")
@@ -70,7 +68,7 @@ def _verify(paths: tuple[Location, ...]) -> None:
 
     damaged = 0
     for path in paths:
-        # What holds no checkpoints is judged itself, and refused.
+        # A directory without checkpoints is verified itself, and refused.
         inside = [] if was_checkpoint(path) or not path.is_dir() else sorted(candidates(path))
         for each in inside or [path]:
             try:
@@ -117,7 +115,7 @@ def _export(source: Location, target: Path, format: str | None, max_shard_size: 
 @checkpoint.command("repair")
 @click.argument("directory", type=_DIRECTORY)
 def _repair(directory: Location) -> None:
-    """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, write the index anew."""
+    """Rename damaged checkpoints in DIRECTORY to NAME.damaged, clean up after dead runs, rewrite the index."""
     from trainer_kit.checkpoint.store import repair
 
     done = repair(directory)
@@ -129,3 +127,20 @@ def _repair(directory: Location) -> None:
         click.echo(f"discarded {done.discarded} incomplete save{'s' * (done.discarded > 1)}")
     newest = f", the newest is {done.sound[0].name}" if done.sound else ""
     click.echo(f"{len(done.sound)} sound{newest}")
+
+
+@click.command("merge-weights")
+@click.argument("directory", type=FilePath(exists=True, path_type=Path))
+@click.argument("output", type=FilePath(path_type=Path))
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file, where OUTPUT is a directory.")
+def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
+    """Write the weights of many files as one.
+
+    OUTPUT ends in .safetensors for one file; without a suffix it is a directory in Hugging Face's layout.
+
+    DIRECTORY is a checkpoint of this library, sharded or not, or Hugging Face's safetensors with their index. torch's
+    distributed checkpoints are refused, as they are pickles.
+    """
+    from trainer_kit.checkpoint.weights import export
+
+    click.echo(export(directory, output, max_shard_size=max_shard_size))

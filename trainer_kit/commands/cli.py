@@ -1,4 +1,4 @@
-"""``tk.cli``: a training script's command line, made from the signatures of its module, its data and the Trainer."""
+"""``tk.cli``: the command line of a training script, from the signatures of its module, its data and the Trainer."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.seed import seed_everything
 
 if TYPE_CHECKING:
+    from trainer_kit.core.protocols import ModuleLike, TrainerLike
     from trainer_kit.trainer import Trainer
 
 __all__ = ["CliRun", "cli"]
@@ -23,14 +24,14 @@ __all__ = ["CliRun", "cli"]
 @final
 @dataclass(frozen=True, kw_only=True)
 class CliRun:
-    """What a command line made and did.
+    """The objects and the result of a command line.
 
     Attributes:
         command: fit, validate, test or predict.
         trainer: as configured.
         module: as configured, and trained by ``fit``.
-        datamodule: as configured; None where the module brings its loaders.
-        result: what the verb returned.
+        datamodule: as configured; None if the module has the loaders.
+        result: the return value of the command.
     """
 
     command: str
@@ -49,17 +50,17 @@ def cli(
     trainer_defaults: Mapping[str, Any] | None = None,
     args: Sequence[str] | None = None,
 ) -> CliRun:
-    """Make this script a command line: ``fit``, ``validate``, ``test`` and ``predict``, then run what it was asked.
+    """Make this script a command line with ``fit``, ``validate``, ``test`` and ``predict``, and run the given command.
 
     Options and keys are ``trainer.…``, ``model.…``, ``data.…`` (the constructors' arguments), ``seed_everything`` and
-    ``ckpt_path``; ``--config FILE`` takes them from YAML, later options win, and ``--print_config`` prints them all. A
-    class is chosen as ``class_path`` and ``init_args``. A wrong call is one line and exit code 2. Each run that writes
-    logs or checkpoints keeps its resolved configuration as ``config.yaml`` in its directory, readable by its owner
-    alone, with secrets masked.
+    ``ckpt_path``; ``--config FILE`` reads them from YAML, later options win, and ``--print_config`` prints them all. A
+    class is chosen as ``class_path`` and ``init_args``. A wrong call prints one line and exits with code 2. Each run
+    that writes logs or checkpoints saves its resolved configuration as ``config.yaml`` in its directory, readable only
+    by its owner, with secrets masked.
 
     Args:
         module: the `TrainModule` class; None: any, chosen by ``--model``.
-        data: the `DataModule` class; None: the module brings its loaders.
+        data: the `DataModule` class; None: the module has the loaders.
         subclass_mode_model: ``--model`` chooses a subclass of ``module``.
         subclass_mode_data: ``--data`` chooses a subclass of ``data``.
         trainer_defaults: arguments of the Trainer in place of its own defaults; classes as dicts of ``class_path`` and
@@ -67,7 +68,7 @@ def cli(
         args: words in place of ``sys.argv[1:]``.
 
     Returns:
-        What was made and done. Where ranks are started, it returns on the ranks alone.
+        The objects and the result. If it starts ranks, it returns only on the ranks.
 
     Raises:
         SystemExit: with 2 for a wrong call, with 0 after ``--help`` and ``--print_config``.
@@ -97,31 +98,32 @@ def cli(
         seed_everything(parsed.seed)
     try:
         made = parsed.instantiate()
-    except ConfigurationError as error:  # of the Trainer or of the user's constructors: the call is wrong
+    except ConfigurationError as error:  # from the Trainer or from constructors of the user
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     trainer, datamodule = made["trainer"], made.get("data")
-    trainer.set_callbacks([*trainer.callbacks, _SaveConfig(parsed.configuration())])
-    verb = getattr(trainer, parsed.command)
-    result = verb(made["model"], datamodule=datamodule, **parsed.verb_arguments())
+    saves = parsed.command == "fit" and trainer.checkpoint_callback is not None
+    if (trainer.loggers or saves) and not trainer.settings.fast:
+        trainer.set_callbacks([*trainer.callbacks, _SaveConfig(parsed.configuration())])
+    run = getattr(trainer, parsed.command)
+    result = run(made["model"], datamodule=datamodule, **parsed.entry_point_arguments())
     return CliRun(command=parsed.command, trainer=trainer, module=made["model"], datamodule=datamodule, result=result)
 
 
 @final
 class _SaveConfig(Callback):
-    """Writes the resolved configuration to the run's directory, beside those that are there."""
+    """Writes the resolved configuration to the run's directory, without replacing another one."""
 
     def __init__(self, configuration: Mapping[str, Any]) -> None:
         self.configuration = configuration
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        writes = trainer.loggers or (stage == "fit" and trainer.checkpoint_callback is not None)
-        if not writes or trainer.settings.fast or not trainer.is_global_zero:
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if not trainer.is_global_zero:
             return
         import yaml
 
         text = yaml.safe_dump(mask_secrets(self.configuration), sort_keys=False, allow_unicode=True)
-        directory = Path(trainer.run_dir)
+        directory = trainer.run_dir
         directory.mkdir(parents=True, exist_ok=True)
         _keep(directory, text)
 

@@ -1,35 +1,36 @@
-"""What is wrong with a call of a training script, in one line: where it stands, why, and what may have been meant."""
+"""The error of a wrong call of a training script in one line: its place, the reason, and a similar name."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, final
 
 import yaml
 
-from trainer_kit.commands.keys import misplaced, parameters, prefixes, subclasses
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import did_you_mean, printable
-from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
 
 __all__ = ["FileProblem", "check_file", "check_keys", "check_words", "complaint"]
 
 _MOST_BYTES: Final = 1_000_000
 _MOST_DEPTH: Final = 50
 _MOST_VALUES: Final = 2_000  # jsonargparse copies a list once for each of its values
+_UNTYPED: Final = (inspect.Parameter.empty, Any, "Any", "typing.Any", object, "object")
 
 
 class FileProblem(Exception):
-    """A configuration file that is not read at all; its text is the one line to print."""
+    """A configuration file or value that is refused before jsonargparse reads it; its text is the line to print."""
 
 
 def check_file(path: str) -> None:
-    """Refuse what is no YAML, and what is made to take all time or memory.
+    """Refuse a file that is no YAML, or that would take all time or memory.
 
     Raises:
         FileProblem: file, line and reason.
@@ -44,59 +45,56 @@ def check_file(path: str) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise FileProblem(f"{path}: it cannot be read: {error}") from error
     try:
-        guarded_events(text, _MOST_VALUES, _MOST_DEPTH)
+        root = guarded_root(text, _MOST_VALUES, _MOST_DEPTH)
     except YamlProblem as problem:
         kind = "" if problem.too_much else "this is no YAML: "
         raise FileProblem(f"{path}:{problem.line}: {kind}{problem.reason}") from None
-    _check_nodes(path, text)
+    _check_nodes(path, root)
 
 
 def check_words(prog: str, words: Sequence[str]) -> None:
-    """Refuse values on the command line that are made to take all time or memory.
+    """Refuse values on the command line that would take all time or memory.
 
     Raises:
         FileProblem: option and reason.
     """
     for option, value in _given(words):
         try:
-            guarded_events(value, _MOST_VALUES, _MOST_DEPTH)
+            guarded_root(value, _MOST_VALUES, _MOST_DEPTH)
         except YamlProblem as problem:
-            if problem.too_much:  # what is no YAML may be a text
+            if problem.too_much:  # other values may be plain texts
                 raise FileProblem(f"{prog}: {option}: {problem.reason}") from None
 
 
 def check_keys(
     prog: str, words: Sequence[str], files: Iterable[str], options: Iterable[str], kinds: Mapping[str, type[Any]]
 ) -> None:
-    """Refuse keys that jsonargparse would pass over: see `misplaced`.
+    """Refuse keys that jsonargparse would ignore: unknown ones without a value, and classes for untyped arguments.
 
     Raises:
         FileProblem: place and reason.
     """
     names = [option.removeprefix("--") for option in options]
     for file in files:
-        with open(file, encoding="utf-8") as stream:
-            node: Any = yaml.compose(stream, Loader=yaml.SafeLoader)
-        for found in misplaced(node, "", names, kinds):
+        for found in _misplaced(_root(file), "", names, kinds):
             raise FileProblem(f"{file}:{found.line}: {found.key}: {found.reason}")
     for option, value in _given(words):
         try:
             node = yaml.compose(value, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, OverflowError):
             continue
-        for found in misplaced(node, option.removeprefix("--").rstrip("+"), names, kinds):
+        for found in _misplaced(node, option.removeprefix("--").rstrip("+"), names, kinds):
             raise FileProblem(f"{prog}: --{found.key}: {found.reason}")
 
 
 def _given(words: Sequence[str]) -> list[tuple[str, str]]:
     """Options that are given as words, and their values."""
-    together = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
-    apart = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
-    return [(option, value) for option, value in [*together, *apart] if option != "--config"]
+    joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
+    separate = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
+    return [(option, value) for option, value in [*joined, *separate] if option != "--config"]
 
 
-def _check_nodes(path: str, text: str) -> None:
-    node = yaml.compose(text, Loader=yaml.SafeLoader)
+def _check_nodes(path: str, node: yaml.Node | None) -> None:
     if node is not None and not isinstance(node, yaml.MappingNode):
         raise FileProblem(f"{path}:1: there must be keys and values at the top")
     seen: set[int] = set()
@@ -130,15 +128,15 @@ def complaint(
     options: Iterable[str],
     kinds: Mapping[str, type[Any]],
 ) -> str:
-    """One line for what jsonargparse says in many.
+    """Turn a message of jsonargparse, which has many lines, into one line.
 
     Args:
-        text: its message.
-        prog: the script, and its verb.
+        text: the message.
+        prog: the script, and its command.
         words: the command line.
         files: configuration files in it.
-        options: every option of the verb.
-        kinds: by key, of which class something is chosen there.
+        options: every option of the command.
+        kinds: by key, the base class of what is chosen there.
     """
     if found := re.search(r"unrecognized arguments: (\S+)", text):
         name = found[1].partition("=")[0]
@@ -152,8 +150,8 @@ def complaint(
         return f"{prog}: a command is missing: {found[1].replace(',', ', ')}; see --help"
     if found := re.search(r"does not accept option '([^']+)'", text):
         keys = {option.removeprefix("--") for option in options}
-        keys |= {part for key in keys for part in prefixes(key)}
-        unknown = next((part for part in prefixes(found[1]) if part not in keys), found[1])
+        keys |= {part for key in keys for part in _prefixes(key)}
+        unknown = next((part for part in _prefixes(found[1]) if part not in keys), found[1])
         return f"{_place(unknown, prog, words, files)}: unknown key{_meant(unknown, keys)}"
     chain = re.findall(r'Parser key "([^"]+)":', text)
     if chain:
@@ -170,7 +168,7 @@ def complaint(
 
 
 def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> tuple[str | None, str]:
-    """The key farthest inside, without those around it, and what is wrong with it."""
+    """The innermost key, and its problem."""
     classes = re.findall(r"Problem with given class_path '([^']+)'", text)
     kind = classes[-1] if classes else None
     if kind and (found := re.search(r"Option '([^']+)' is not accepted", text)):
@@ -178,7 +176,7 @@ def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> t
     if kind and (found := re.search(r"following arguments are required: (.*)", text)):
         return None, f"{kind} needs {found[1]}"
     if found := re.search(r"Expected a dot import path string: (\S+)", text):
-        names = _subclasses(kinds.get(chain[0]))
+        names = {one.__name__ for one in _subclasses(kinds.get(chain[0])) if not one.__name__.startswith("_")}
         return None, f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}"
     given = re.search(r"Given value: (.*?)\s*$", text, re.M)
     if found := re.search(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text):
@@ -202,7 +200,7 @@ def _kind(text: str) -> str:
 def _place(
     key: str, prog: str, words: Sequence[str], files: Sequence[str], inner: str | None = None, anywhere: bool = False
 ) -> str:
-    """The option, or the line of the file, that gave ``key``."""
+    """The option, or the line of the file, that contains ``key``."""
     if any(word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key) for word in words):
         return f"{prog}: --{key}"
     for file in reversed(files):
@@ -213,11 +211,9 @@ def _place(
 
 
 def _line(file: str, key: str, inner: str | None) -> int | None:
-    with open(file, encoding="utf-8") as stream:
-        node: Any = yaml.compose(stream, Loader=yaml.SafeLoader)
-    line = None
+    node, line = _root(file), None
     while key:  # keys may hold dots themselves
-        entry = next((entry for part in prefixes(key) if (entry := _entry(node, part))), None)
+        entry = next((entry for part in _prefixes(key) if (entry := _entry(node, part))), None)
         if entry is None:
             return None
         line, node = entry[0].start_mark.line + 1, entry[1]
@@ -231,6 +227,11 @@ def _line(file: str, key: str, inner: str | None) -> int | None:
         rest += [value for _, value in one.value] if isinstance(one, yaml.MappingNode) else []
         rest += one.value if isinstance(one, yaml.SequenceNode) else []
     return line
+
+
+def _root(file: str) -> Any:
+    with open(file, encoding="utf-8") as stream:
+        return yaml.compose(stream, Loader=yaml.SafeLoader)
 
 
 def _entry(node: Any, name: str) -> Any:
@@ -248,18 +249,141 @@ def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> st
 
 def _parameters(path: str) -> list[str]:
     module, _, name = path.rpartition(".")
-    return parameters(getattr(sys.modules.get(module), name, None))
-
-
-def _subclasses(kind: type[Any] | None) -> set[str]:
-    return {one.__name__ for one in subclasses(kind) if not one.__name__.startswith("_")}
+    return _parameter_names(getattr(sys.modules.get(module), name, None))
 
 
 def _shown(value: str, key: str) -> str:
-    """A value that was given; one with values inside may hold secrets under names that nobody can tell here."""
+    """A given value; one with inner values is not shown, because their names, which may mark secrets, are unknown."""
     inside = value.startswith(("{", "[", "Namespace(", "NestedArg("))
     return "what was given" if inside else _short(mask_secrets(value, key.rpartition(".")[2]))
 
 
 def _short(value: Any, most: int = 80) -> str:
     return printable(" ".join(str(value).split()), most)
+
+
+@final
+class _Misplaced(NamedTuple):
+    """A key that has no place.
+
+    Attributes:
+        key: with those around it.
+        line: of the text, from 1.
+        reason: what is wrong with it.
+    """
+
+    key: str
+    line: int
+    reason: str
+
+
+def _misplaced(node: Any, key: str, options: Iterable[str], kinds: Mapping[str, type[Any]]) -> Iterator[_Misplaced]:
+    """Unknown keys with an empty mapping, and classes for arguments without a type.
+
+    jsonargparse drops the former, and instantiates or passes on any class for the latter.
+
+    Args:
+        node: of PyYAML.
+        key: the path to it; empty for a whole file.
+        options: every option, without ``--``.
+        kinds: by key, the base class of what is made there.
+    """
+    known = {option for option in options if not option.endswith(".help")}
+    outer, _, name = key.rpartition(".")
+    if outer in kinds:
+        yield from _untyped(kinds[outer], name, node, key, 1)
+    around = {part for option in known for part in _prefixes(option)[:-1]}
+    yield from _Walk(known | around, known - around, kinds).below(node, key)
+
+
+@final
+class _Walk:
+    def __init__(self, places: set[str], leaves: set[str], kinds: Mapping[str, type[Any]]) -> None:
+        self.places, self.leaves, self.kinds = places, leaves, kinds
+
+    def below(self, node: Any, key: str) -> Iterator[_Misplaced]:
+        """The misplaced keys of one node."""
+        for item in node.value if isinstance(node, yaml.SequenceNode) else ():
+            yield from self.below(item, key)
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        path = next((value.value for name, value in pairs if name.value == "class_path"), None)
+        kind = self.kinds.get(key) if path is None else self._class(str(path))
+        for name, value in pairs:
+            if path is not None and name.value in ("init_args", "dict_kwargs"):
+                yield from self._arguments(value, key, path, kind if name.value == "init_args" else None)
+                continue
+            inner = f"{key}.{name.value}" if key else str(name.value)
+            inside = any(part in self.leaves for part in _prefixes(inner)[:-1])
+            if _is_empty(value) and path is None and not inside and inner not in self.places:
+                near = did_you_mean(inner, self.places, otherwise="see --help")
+                yield _Misplaced(inner, name.start_mark.line + 1, f"unknown key, {near}")
+            if path is None and kind is not None:
+                yield from _untyped(kind, name.value, value, inner, name.start_mark.line + 1)
+            yield from self.below(value, inner)
+
+    def _arguments(self, node: Any, key: str, path: str, kind: Any) -> Iterator[_Misplaced]:
+        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            if kind is not None and _is_empty(value) and not _takes(kind, name.value):
+                near = did_you_mean(name.value, _parameter_names(kind), otherwise="see --help")
+                yield _Misplaced(key, name.start_mark.line + 1, f"{path} does not take {name.value!r}, {near}")
+            if kind is not None:
+                yield from _untyped(kind, name.value, value, f"{key}.{name.value}", name.start_mark.line + 1)
+            yield from self.below(value, key)
+
+    def _class(self, path: str) -> Any:
+        """An imported class by its path, or a known class by its bare name."""
+        module, _, name = path.rpartition(".")
+        if module:
+            return getattr(sys.modules.get(module), name, None)
+        return next((one for kind in self.kinds.values() for one in _subclasses(kind) if one.__name__ == name), None)
+
+
+def _untyped(kind: Any, name: str, value: Any, key: str, line: int) -> Iterator[_Misplaced]:
+    pairs = value.value if isinstance(value, yaml.MappingNode) else []
+    if any(inner.value == "class_path" for inner, _ in pairs) and _annotation(kind, name) in _UNTYPED:
+        reason = f"{name!r} of {kind.__name__} has no type, so no class is made for it; annotate it with one"
+        yield _Misplaced(key, line, reason)
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, yaml.MappingNode) and all(_is_empty(value) for _, value in node.value)
+
+
+def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]]:
+    """The modules and parameters of the constructors along the bases of a class."""
+    own = [base for base in getattr(kind, "__mro__", ()) if "__init__" in vars(base) and base is not object]
+    return [(base.__module__, inspect.signature(base.__init__).parameters) for base in own]
+
+
+def _annotation(kind: Any, name: str) -> Any:
+    """The annotation of an argument of a constructor; None if no constructor names it."""
+    return next((found[name].annotation for _, found in _constructors(kind) if name in found), None)
+
+
+def _takes(kind: Any, name: str) -> bool:
+    # torch's constructors take any keyword only to refuse it.
+    found = [given for module, given in _constructors(kind) if not module.startswith("torch.")]
+    anything = not found or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found[-1].values())
+    return anything or any(name in one for one in found)
+
+
+def _parameter_names(kind: Any) -> list[str]:
+    """The parameters of the constructors of a class and of its bases."""
+    return [name for _, found in _constructors(kind) for name in found]
+
+
+def _prefixes(key: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _subclasses(kind: type[Any] | None) -> list[type[Any]]:
+    """A class and all its imported subclasses."""
+    found: list[type[Any]] = []
+    rest = [] if kind is None else [kind]
+    while rest:
+        one = rest.pop()
+        found.append(one)
+        rest += one.__subclasses__()
+    return found

@@ -1,4 +1,4 @@
-"""``trainer-kit config``: a configuration by questions, a plain one, and the one that is used."""
+"""``trainer-kit config``: write a configuration by questions or for this machine, and show the one in use."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import click
 
-from trainer_kit.commands.paths import FilePath
-from trainer_kit.commands.questions import ask, choose
+from trainer_kit.commands.terminal import FilePath, ask, choose
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_on
@@ -64,21 +63,21 @@ _FILE: Final = FilePath(path_type=Path, dir_okay=False)
 
 
 def _accelerator() -> tuple[str | None, int]:
-    """What torch drives here, and how many."""
+    """The type and the number of the accelerators of this machine."""
     from trainer_kit.core.devices import count_accelerators, present_accelerator
 
     found = present_accelerator()
     return (None, 0) if found is None else (found.type, count_accelerators())
 
 
-def _about(option: Option, question: str, default: str | None) -> Any:
+def _ask_option(option: Option, question: str, default: str | None) -> Any:
     if option.words:
         return choose(question, [(word, word) for word in option.words], default or option.words[0])
     return ask(question, default, option.value)
 
 
 def _processes(answers: dict[str, Any], kind: str) -> None:
-    """Machines, processes, and how a model is held."""
+    """Ask for machines, processes, and how the model is distributed."""
     device, count = _accelerator()
     machines = ask("How many machines?", "1", positive)
     answers["num_machines"] = machines
@@ -102,12 +101,14 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
             section, asked = _ENGINES[held]
             answers["distributed_type"] = held
             options = SECTIONS[section]
-            answers[section] = {name: _about(options[name], f"{name}?", default) for name, default in asked.items()}
+            answers[section] = {
+                name: _ask_option(options[name], f"{name}?", default) for name, default in asked.items()
+            }
         answers["gpu_ids"] = "all"
 
 
 def _answers() -> dict[str, Any]:
-    """The wizard: what it asks depends on the answers, the defaults on this machine."""
+    """The wizard: its questions depend on the answers, its defaults on this machine."""
     device, count = _accelerator()
     answers: dict[str, Any] = {"compute_environment": choose("Where will it run?", _PLACES, "LOCAL_MACHINE")}
     if answers["compute_environment"] == "AMAZON_SAGEMAKER":
@@ -139,10 +140,10 @@ def _answers() -> dict[str, Any]:
 
 
 def _write(path: Path, answers: Mapping[str, Any]) -> None:
-    """All of it, or nothing."""
+    """Write the file atomically."""
     import yaml
 
-    from trainer_kit.launch.file import read_configuration
+    from trainer_kit.launch.configuration import read_configuration
 
     filled = {name: value for name, value in sorted(answers.items()) if value not in (None, {})}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,7 +164,7 @@ def config(context: click.Context, config_file: Path | None) -> None:
     context.obj = config_file
     if context.invoked_subcommand is not None:
         return
-    from trainer_kit.launch.resolve import our_default
+    from trainer_kit.launch.configuration import our_default
 
     path = config_file or our_default()
     answers = _answers()
@@ -182,7 +183,7 @@ def config(context: click.Context, config_file: Path | None) -> None:
 @click.pass_context
 def _default(context: click.Context, mixed_precision: str, config_file: Path | None, force: bool) -> None:
     """Write a configuration for this machine's devices, without questions."""
-    from trainer_kit.launch.resolve import our_default
+    from trainer_kit.launch.configuration import our_default
 
     path = config_file or context.obj or our_default()
     if path.exists() and not force:
@@ -209,8 +210,7 @@ def _default(context: click.Context, mixed_precision: str, config_file: Path | N
 @click.pass_context
 def _show(context: click.Context, config_file: Path | None) -> None:
     """Show the configuration that `launch` uses."""
-    from trainer_kit.launch.file import read_configuration
-    from trainer_kit.launch.resolve import accelerates_default, default_file, our_default
+    from trainer_kit.launch.configuration import accelerates_default, default_file, our_default, read_configuration
 
     path = config_file or context.obj or default_file()
     if path is None:

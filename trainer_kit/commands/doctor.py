@@ -19,7 +19,7 @@ from typing import Any, Final, final
 
 import click
 
-from trainer_kit.commands.paths import FilePath
+from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.errors import TrainerKitError
 
 __all__ = ["Finding", "doctor"]

@@ -75,8 +75,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def _configuration() -> Iterator[tuple[str, Any]]:
-    from trainer_kit.launch.file import read_configuration
-    from trainer_kit.launch.resolve import default_file
+    from trainer_kit.launch.configuration import default_file, read_configuration
 
     path = default_file()
     yield "configuration", path or "none"

@@ -1,4 +1,4 @@
-"""``trainer-kit estimate-memory``: what a model takes in memory, before there is one."""
+"""``trainer-kit estimate-memory``: the memory that a model will need."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from trainer_kit.commands.terminal import table
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 
@@ -20,7 +21,7 @@ __all__ = ["estimate_memory"]
 @click.argument("model")
 @click.option("--args", default="{}", help="The constructor's arguments, as JSON or YAML: '{width: 512}'.")
 def estimate_memory(model: str, args: str) -> None:
-    """Print what MODEL takes in memory by dtype.
+    """Print the memory that MODEL needs, by dtype.
 
     MODEL is a class (package.module:Class), a directory with a Hugging Face config.json, a safetensors file, or a
     checkpoint. Nothing is downloaded, and no weight is read or allocated.
@@ -37,9 +38,7 @@ def estimate_memory(model: str, args: str) -> None:
     click.echo(
         f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {largest!r}"
     )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    table(rows)
     click.echo("On each device, without activations. 16-mixed and bf16-mixed keep all three in float32.")
 
 
@@ -88,11 +87,11 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
             made = getattr(home, name)(**arguments)
             if hasattr(made, "configure_model"):
                 made.configure_model()
-    except Exception as error:  # whatever a constructor of the user's does
+    except Exception as error:  # a constructor of the user may raise anything
         raise ConfigurationError(
             f"{name} could not be made without its weights",
             found=f"{type(error).__name__}: {error}",
-            fix="pass its arguments as --args '{name: value}'; what reads values of its weights cannot be made so",
+            fix="pass its arguments as --args '{name: value}'; a constructor that reads its weights cannot be used",
         ) from error
     if not isinstance(made, nn.Module):
         raise ConfigurationError(f"{name} is no module", found=type(made).__name__)

@@ -1,4 +1,4 @@
-"""``trainer-kit``: all commands, and what their errors look like."""
+"""``trainer-kit``: all commands, and how they print errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from typing import Any, final
 
 import click
 
-from trainer_kit.commands.checkpoint import checkpoint
+from trainer_kit.commands.checkpoint import checkpoint, merge_weights
 from trainer_kit.commands.config import config
 from trainer_kit.commands.doctor import doctor
 from trainer_kit.commands.env import env
 from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
-from trainer_kit.commands.merge_weights import merge_weights
 from trainer_kit.commands.trial import trial
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
@@ -22,7 +21,7 @@ __all__ = ["main"]
 
 @final
 class _Commands(click.Group):
-    """Leaves with 2 for a wrong call and 1 for everything else that this library refuses, without a traceback."""
+    """Exits with 2 for a wrong call and with 1 for other errors of this library, without a traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -36,7 +35,7 @@ class _Commands(click.Group):
 @click.version_option(sys.modules[__name__.partition(".")[0]].__version__, prog_name="trainer-kit")
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
-    """Start runs of trainer_kit, and look after them."""
+    """Start runs of trainer_kit, and manage their files."""
 
 
 for _command in (checkpoint, config, doctor, env, estimate_memory, explain, launch, merge_weights, trial):

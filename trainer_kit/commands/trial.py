@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 import click
 
-from trainer_kit.commands.paths import FilePath
+from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.launch.resolve import default_file
+from trainer_kit.launch.configuration import default_file
 
 __all__ = ["trial"]
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import TYPE_CHECKING, Final, final
 
 if TYPE_CHECKING:
     import yaml
 
-__all__ = ["YamlProblem", "guarded_events"]
+__all__ = ["YamlProblem", "guarded_events", "guarded_root"]
 
 _LONG: Final = 200
 """Characters of a text that count as one value."""
@@ -68,6 +69,39 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
     return events
 
 
+def guarded_root(
+    text: str, most: int = 5_000, deepest: int = 16, tags: Container[str | None] | None = None
+) -> yaml.Node | None:
+    """The root node of a YAML text, None for an empty one; no value is constructed.
+
+    Args:
+        text: all of it.
+        most: see `guarded_events`.
+        deepest: see `guarded_events`.
+        tags: the tags that may be written; None allows all.
+
+    Raises:
+        YamlProblem: no YAML, too much of it, another tag, or a second document.
+
+    Example:
+        >>> guarded_root("lr: 0.1").value[0][1].value
+        '0.1'
+    """
+    import yaml
+
+    for event in guarded_events(text, most, deepest):
+        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag not in (tags or (event.tag,)):
+            raise YamlProblem(_line(event), f"{event.tag}: tags are not read")
+    roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
+    if len(roots) > 1:
+        raise YamlProblem(roots[1].start_mark.line + 1, "a second document begins here; a configuration has one")
+    return roots[0] if roots else None
+
+
+def _line(event: yaml.Event) -> int:
+    return 1 if event.start_mark is None else event.start_mark.line + 1
+
+
 @final
 class _Sizes:
     """The size of what is open, and of every anchor."""
@@ -77,10 +111,15 @@ class _Sizes:
         self.anchors: dict[str, int] = {}
         self.open: list[tuple[str | None, int]] = []
 
+    def _names(self) -> set[str]:
+        return {*self.anchors, *(anchor for anchor, _ in self.open if anchor is not None)}
+
     def add(self, event: yaml.Event) -> None:
         import yaml
 
-        line = 1 if event.start_mark is None else event.start_mark.line + 1
+        line = _line(event)
+        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.anchor in self._names():
+            raise YamlProblem(line, f"&{event.anchor} is given twice")
         if isinstance(event, yaml.CollectionStartEvent):
             if len(self.open) == self.deepest + 1:
                 raise YamlProblem(line, f"nested deeper than {self.deepest} levels", too_much=True)

@@ -1,37 +1,96 @@
-"""The agent: runs this program again on several ranks, supervises them, and ends as they end."""
+"""The agent: runs this program again on several ranks, supervises them, and exits with their code."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, final
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from trainer_kit.core.environment import START_DIRECTORY, Environment
 from trainer_kit.core.errors import LaunchError
-from trainer_kit.launch.command import rerun_command
 from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
 from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
-from trainer_kit.launch.process_monitor import Watch
+from trainer_kit.launch.program import rerun_command
 
-if TYPE_CHECKING:
-    from trainer_kit.launch.output import Output
-
-__all__ = ["run_agent", "run_ranks"]
+__all__ = ["Output", "run_agent", "run_ranks"]
 
 _BOOTSTRAP: Final = Path(__file__).with_name("bootstrap.py")
 _STOP: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _FORWARD: Final = ("SIGUSR1", "SIGUSR2")
-_ANSWER_TIME: Final = 60.0
-"""Seconds in which other machines tell how they ended, once one has failed: their ranks may need half of it to end."""
+_REPLY_TIME: Final = 60.0
+"""Seconds that other machines have to report how they ended after one failed: their ranks may need half of it."""
+_PERIOD: Final = 0.02
+_EXIT_TIME: Final = 30.0
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The streams of the ranks of one machine, as under torchrun.
+
+    Attributes:
+        tee: what goes both to a file and, with a prefix, to the console: "0" nothing, "1" stdout, "2" stderr, "3" both;
+            or "0:1,1:3", by local rank. None: both if there is a ``log_dir``, else nothing.
+        log_dir: the directory of these files; None: a new temporary directory, whose path is printed.
+        role: the word in the prefix.
+
+    Example:
+        >>> Output(tee="1", log_dir=Path("logs")).role
+        'rank'
+    """
+
+    tee: str | None = None
+    log_dir: Path | None = None
+    role: str = "rank"
+
+    def files(self, reports: str) -> DefaultLogsSpecs:
+        """The specification for torch's agent; without log files, torch writes its own files to ``reports``.
+
+        Args:
+            reports: a directory of this attempt alone.
+        """
+        tee = self.tee or ("0" if self.log_dir is None else "3")
+        directory = reports if self.log_dir is None else str(self.log_dir)
+        if tee != "0" and self.log_dir is None:
+            directory = tempfile.mkdtemp(prefix="trainer_kit-logs-")
+            print(f"trainer-kit: the output of the ranks is kept in {directory}", file=sys.stderr, flush=True)
+        return _Files(reports, log_dir=directory, tee=Std.from_str(tee))
+
+
+@final
+class _Files(DefaultLogsSpecs):
+    """Log files in their own directory, error reports in the directory that the agent of this attempt reads."""
+
+    def __init__(self, reports: str, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._reports = Path(reports)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        found = super().reify(envs)
+        for rank, environ in envs.items():
+            path = self._reports / str(rank) / "error.json"
+            path.parent.mkdir(exist_ok=True)
+            environ["TORCHELASTIC_ERROR_FILE"] = found.error_files[rank] = str(path)
+        return found
 
 
 def run_agent(
@@ -44,24 +103,24 @@ def run_agent(
 ) -> NoReturn:
     """Run this program again from its start, as ``nproc`` ranks on this machine, and exit with their code.
 
-    The ranks are started by torch's elastic agent with the variables that torchrun sets; they meet on a port of the
-    loopback interface. When one fails, the others are ended and its exception is printed; what the others then say
-    about broken connections is one line. SIGTERM, SIGINT, SIGHUP and SIGQUIT go on to the ranks, which have
-    ``signal_grace`` seconds (a second signal ends them at once); SIGUSR1 and SIGUSR2 are only passed on. Ranks die with
-    their agent, however it dies.
+    torch's elastic agent starts the ranks with the variables that torchrun sets; they rendezvous on a port of the
+    loopback interface. When one rank fails, the agent ends the others and prints the exception; the broken connections
+    that the others then report are one line. The agent forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT to the ranks, which
+    have ``signal_grace`` seconds to end (a second signal kills them at once), and forwards SIGUSR1 and SIGUSR2. Ranks
+    die with their agent, however it dies.
 
     The exit code is that of the rank that failed first, 128 + n for signal n, or 0.
 
     Args:
         nproc: number of ranks.
-        extra_env: variables for the ranks, beside those of torchrun.
-        max_restarts: how often all ranks are started again after a failure. A code of 128 or more (a signal) is final.
-        peer_grace: seconds in which the other ranks must end once one has failed.
-        signal_grace: seconds in which ranks must end once the agent was told to stop.
+        extra_env: variables for the ranks, in addition to those of torchrun.
+        max_restarts: how often all ranks are restarted after a failure. A code of 128 or more (a signal) is final.
+        peer_grace: seconds in which the other ranks must end after one has failed.
+        signal_grace: seconds in which ranks must end after the agent has received a stop signal.
 
     Raises:
-        LaunchError: where this program cannot be run again, or is itself a rank.
-        SystemExit: always, in the end.
+        LaunchError: this program cannot be run again, or is itself a rank.
+        SystemExit: always, after all ranks have ended.
     """
     here = Environment.detect()
     if here.launched:
@@ -92,227 +151,185 @@ def run_ranks(
     output: Output | None = None,
     monitor_interval: float = 0.1,
 ) -> NoReturn:
-    """Run a script as ``nproc`` ranks on this machine, beside as many on every other, and exit with their code.
+    """Run a script as ``nproc`` ranks on this machine, and as many on every other, and exit with their code.
 
     Args:
         words: ``[script, *arguments]``, ``["-m", module, *arguments]``, or ``["--exec", program, *arguments]``.
         nproc: number of ranks on this machine.
         options: of the interpreter.
-        machines: all machines of the run; by default this one alone, on its loopback interface.
+        machines: all machines of the run; by default only this one, on its loopback interface.
         extra_env: as for `run_agent`, like the arguments below.
         max_restarts: the same on every machine.
         peer_grace: see `run_agent`.
         signal_grace: see `run_agent`.
         output: of the ranks.
-        monitor_interval: seconds between two looks of torch's agent at the ranks.
+        monitor_interval: seconds between two polls of the ranks by torch's agent.
 
     Raises:
-        LaunchError: where machines do not meet.
-        SystemExit: always, in the end.
+        LaunchError: the machines do not rendezvous.
+        SystemExit: always, after all ranks have ended.
     """
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
-    together = machines or Machines()
-    os.environ.update(_environment(nproc, together, extra_env or {}))
+    machines = machines or Machines()
+    os.environ.update(_environment(nproc, machines, extra_env or {}))
     sys.stdout.flush()
-    together.meet({"num_machines": together.count, "processes": nproc, "max_restarts": max_restarts})
-    arguments = [*options, str(_BOOTSTRAP), *words]
+    machines.meet({"num_machines": machines.count, "processes": nproc, "max_restarts": max_restarts})
+    arguments = (*options, str(_BOOTSTRAP), *words)
     status = 1
     for attempt in range(max_restarts + 1):
         os.environ["TRAINER_KIT_RESTART_COUNT"] = str(attempt)
-        one = _Attempt(nproc, arguments, together, attempt, peer_grace, signal_grace)
-        status, said = one.run(output, monitor_interval)
-        if said:
-            print(said, file=sys.stderr, flush=True)
-        if status == 0 or status >= 128 or attempt == max_restarts or together.gone:
+        start = _Attempt(nproc, arguments, machines, attempt, peer_grace, signal_grace, monitor_interval)
+        status, message = start.run(output or Output())
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        if status == 0 or status >= 128 or attempt == max_restarts or machines.gone:
             break
         print(f"restart {attempt + 1} of {max_restarts}", file=sys.stderr, flush=True)
-    together.leave(attempt)
+    machines.leave(attempt)
     raise SystemExit(status)
 
 
 def _environment(nproc: int, machines: Machines, extra: Mapping[str, str]) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    chosen = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
-    # The ranks listen where machine 0 is reached, and nowhere else: on one machine alone, to nobody outside.
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    # The ranks listen only on the interface of machine 0's address: a single machine is not reachable from outside.
     interface = interface_of(machines.address)
     if interface is not None:
-        chosen["GLOO_SOCKET_IFNAME"] = interface
+        defaults["GLOO_SOCKET_IFNAME"] = interface
         if machines.count > 1:
-            chosen["NCCL_SOCKET_IFNAME"] = interface
+            defaults["NCCL_SOCKET_IFNAME"] = interface
     return {
-        **{name: value for name, value in chosen.items() if name not in os.environ},
+        **{name: value for name, value in defaults.items() if name not in os.environ},
         **extra,
         "TRAINER_KIT_AGENT_PID": str(os.getpid()),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # they are handled here
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "",  # this module handles them
     }
 
 
 @final
+@dataclass(frozen=True)
 class _Attempt:
     """One start of all ranks."""
 
-    def __init__(
-        self,
-        nproc: int,
-        arguments: Sequence[str],
-        machines: Machines,
-        number: int,
-        peer_grace: float,
-        signal_grace: float,
-    ) -> None:
-        self.nproc, self.arguments, self.machines, self.number = nproc, arguments, machines, number
-        self.peer_grace, self.signal_grace = peer_grace, signal_grace
-        self.world_size = nproc * machines.count
+    nproc: int
+    arguments: tuple[str, ...]
+    machines: Machines
+    number: int
+    peer_grace: float
+    signal_grace: float
+    monitor_interval: float
 
-    def run(self, output: Output | None, monitor_interval: float) -> tuple[int, str]:
-        """The exit status, and what to tell the user."""
-        from torch.distributed.elastic.multiprocessing import SignalException
-
-        _silence()
-        with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
-            agent = self._agent(directory, output, monitor_interval)
-            pids = _once_started(agent, self.nproc)
-            watch = Watch(pids, Path(directory), peer_grace=self.peer_grace, signal_grace=self.signal_grace)
+    def run(self, output: Output) -> tuple[int, str]:
+        """The exit status, and the message for the user."""
+        _silence_torch()
+        with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as name:
+            reports = Path(name)
+            agent = self._agent(output.files(name), output.role)
+            monitor = _ProcessMonitor(agent, self.nproc, reports, self.peer_grace, self.signal_grace)
             failed = True
-            watch.start()
+            monitor.start()
             try:
-                with _signals(watch):
+                with _signals(monitor):
                     result = agent.run()
                 failed = result.is_failed()
             except SignalException:
-                return self._stopped(watch, Path(directory), watch.stop_signal or signal.SIGTERM)
+                return self._stopped(monitor, reports, monitor.stop_signal or signal.SIGTERM)
             except PeerFailed as error:
-                return self._ended(self._followers(pids()), 1, str(error))
+                return self._ended(self._stopped_by_peer(monitor.pids()), 1, str(error))
             finally:
-                watch.stop(sweep=failed)
-            failures = self._failures(result.failures, watch, read_reports(Path(directory))) if failed else []
+                monitor.stop(sweep=failed)
+            failures = self._failures(result.failures, monitor, read_reports(reports)) if failed else []
             status = root_first(failures)[0].exit_status if failures else 0
-            if status - 128 in watch.forwarded:  # they obeyed
-                return self._stopped(watch, Path(directory), status - 128)
+            if status - 128 in monitor.forwarded:  # the ranks ended because of a forwarded signal
+                return self._stopped(monitor, reports, status - 128)
             return self._ended(failures, status, "")
 
-    def _followers(self, pids: Mapping[int, int]) -> list[RankFailure]:
+    def _agent(self, logs: DefaultLogsSpecs, role: str) -> LocalElasticAgent:
+        spec = WorkerSpec(
+            role=role,
+            local_world_size=self.nproc,
+            entrypoint=sys.executable,
+            args=self.arguments,
+            rdzv_handler=_Rendezvous(self.machines, self.number),
+            max_restarts=0,  # `run_ranks` restarts: with a new store, and never after a signal
+            monitor_interval=self.monitor_interval,
+            master_addr=self.machines.address,
+            local_addr=self.machines.address,
+        )
+        agent = LocalElasticAgent(spec, logs_specs=logs)
+        if self.machines.count > 1:
+            # torch would wait 300 s for a machine that has failed; `_ended` asks how the others ended.
+            agent._exit_barrier = lambda: None  # type: ignore[method-assign]
+        return agent
+
+    def _stopped_by_peer(self, pids: Mapping[int, int]) -> list[RankFailure]:
         """The ranks of this machine, which ended because another machine failed."""
         host, now = socket.gethostname(), time.time_ns()
         return [RankFailure(rank, None, now, host=host, pid=pid, stopped=True) for rank, pid in pids.items()]
 
-    def _ended(self, mine: list[RankFailure], status: int, why: str) -> tuple[int, str]:
-        """The same on every machine; the traceback is told where it happened."""
-        failures, worst = self.machines.outcome(self.number, mine, status, _ANSWER_TIME)
+    def _ended(self, own: list[RankFailure], status: int, reason: str) -> tuple[int, str]:
+        """The same status and headline on every machine; only the machine of the failed rank prints the traceback."""
+        failures, worst = self.machines.outcome(self.number, own, status, _REPLY_TIME)
         causes = [failure for failure in failures if not failure.stopped]
         if self.machines.gone:
-            why = f"machine {', '.join(map(str, self.machines.gone))} is gone"
-        if not causes or (why and all(failure.followed for failure in causes)):
-            return worst, why or ("" if worst == 0 else "another machine was told to stop")
-        told = describe(failures, self.world_size)
-        return root_first(causes)[0].exit_status, told if root_first(causes)[0] in mine else told.splitlines()[0]
+            reason = f"machine {', '.join(map(str, self.machines.gone))} is gone"
+        if not causes or (reason and all(failure.followed for failure in causes)):
+            return worst, reason or ("" if worst == 0 else "another machine received a stop signal")
+        message, root = describe(failures, self.nproc * self.machines.count), root_first(causes)[0]
+        return root.exit_status, message if root in own else message.splitlines()[0]
 
-    def _agent(self, directory: str, output: Output | None, monitor_interval: float) -> Any:
-        from torch.distributed.elastic.agent.server.api import WorkerSpec
-        from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-        from trainer_kit.launch.output import Output
-        from trainer_kit.launch.rendezvous import Rendezvous
-
-        streams = output or Output()
-        spec = WorkerSpec(
-            role=streams.role,
-            local_world_size=self.nproc,
-            entrypoint=sys.executable,
-            args=tuple(self.arguments),
-            rdzv_handler=Rendezvous(self.machines, self.number),
-            max_restarts=0,  # restarts are ours: with a fresh store, and never after a signal
-            monitor_interval=monitor_interval,
-            master_addr=self.machines.address,
-            local_addr=self.machines.address,
-        )
-        agent: Any = LocalElasticAgent(spec, logs_specs=streams.files(directory))
-        if self.machines.count > 1:
-            # torch would wait 300 s for a machine that has failed: how the others end is asked in `_ended`.
-            agent._exit_barrier = lambda: None
-        return agent
-
-    def _stopped(self, watch: Watch, directory: Path, number: int) -> tuple[int, str]:
-        """After a signal. Exceptions are worth a word, the ranks' own ways to obey are not."""
-        told = [
-            _told(report)
-            for report in read_reports(directory).values()
-            if report["type"] not in ("SystemExit", "KeyboardInterrupt")
-        ]
-        lines = [describe(told, self.world_size)] if told else []
-        if watch.killed:
-            ranks = ", ".join(map(str, sorted(watch.killed)))
+    def _stopped(self, monitor: _ProcessMonitor, reports: Path, number: int) -> tuple[int, str]:
+        """After a signal: exceptions are printed, the ranks' regular ways to end are not."""
+        found = [one for one in read_reports(reports).values() if one.type not in ("SystemExit", "KeyboardInterrupt")]
+        lines = [describe(found, self.nproc * self.machines.count)] if found else []
+        if monitor.killed:
+            ranks = ", ".join(map(str, sorted(monitor.killed)))
             lines.append(f"ranks {ranks} did not end by themselves and were killed")
         lines.append(f"{signal.Signals(number).name}: {self.nproc} ranks ended")
         self.machines.outcome(self.number, [], 128 + number, 0)
         return 128 + number, "\n".join(lines)
 
-    def _failures(self, failures: Mapping[int, Any], watch: Watch, reports: Mapping[int, Any]) -> list[RankFailure]:
-        first = min(watch.deaths.values(), default=0)
-        alone = sum(at == first for at in watch.deaths.values()) == 1
-        known = []
+    def _failures(
+        self, failures: Mapping[int, Any], monitor: _ProcessMonitor, reports: Mapping[int, RankFailure]
+    ) -> list[RankFailure]:
+        first = min(monitor.deaths.values(), default=0)
+        alone = sum(at == first for at in monitor.deaths.values()) == 1
+        found = []
         for rank, failure in failures.items():
-            death, code = watch.deaths.get(rank, 0), failure.exitcode
-            # torch's agent ends the others with SIGTERM: whoever died of it first was not ended by that.
-            told_to = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (alone and death == first)
-            stopped = rank in watch.killed or told_to
+            death, code = monitor.deaths.get(rank, 0), failure.exitcode
+            # torch's agent ends the others with SIGTERM; a rank that SIGTERM ended first was not ended by the agent.
+            by_agent = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (alone and death == first)
+            stopped = rank in monitor.killed or by_agent
             if rank in reports and not stopped:
-                known.append(_told(reports[rank]))
+                found.append(reports[rank])
             else:
-                known.append(
-                    RankFailure(rank, code, death, host=socket.gethostname(), pid=failure.pid, stopped=stopped)
-                )
-        return known
+                host = socket.gethostname()
+                found.append(RankFailure(rank, code, death, host=host, pid=failure.pid, stopped=stopped))
+        return found
 
 
-def _told(report: Mapping[str, Any]) -> RankFailure:
-    return RankFailure(
-        rank=report["rank"],
-        exit_code=report["exit_code"],
-        time_ns=report["time_ns"],
-        type=report["type"],
-        message=report["text"],
-        traceback=report["py_callstack"],
-        host=report["host"],
-        pid=report["pid"],
-        where=report["where"],
-    )
-
-
-def _once_started(agent: Any, nproc: int) -> Callable[[], dict[int, int]]:
-    """The processes by rank; none while the agent still starts them."""
-
-    def pids() -> dict[int, int]:
-        workers = agent.get_worker_group().workers
-        found = {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
-        return found if len(found) == nproc else {}
-
-    return pids
-
-
-def _silence() -> None:
-    """What torch's agent logs, our headline says better."""
+def _silence_torch() -> None:
+    """Drop the log of torch's agent: the headline of a failed run replaces it."""
     logger = logging.getLogger("torch.distributed.elastic")
     if not any(isinstance(handler, logging.NullHandler) for handler in logger.handlers):
         logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
 
-@contextmanager
-def _signals(watch: Watch) -> Iterator[None]:
-    """The first signal stops the ranks in order, a second one at once."""
-    from torch.distributed.elastic.multiprocessing import SignalException
+@contextlib.contextmanager
+def _signals(monitor: _ProcessMonitor) -> Iterator[None]:
+    """The first stop signal ends the ranks with a grace period, a second one at once."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        if watch.stop_signal is not None:
-            watch.kill()
+        if monitor.stop_signal is not None:
+            monitor.kill()
             return
-        watch.note_signal(number)
+        monitor.note_signal(number)
         raise SignalException(f"got signal {number}", sigval=signal.Signals(number))
 
     def forward(number: int, frame: FrameType | None) -> None:
-        watch.forward(number)
+        monitor.forward(number)
 
     handlers = {**dict.fromkeys(_STOP, stop), **dict.fromkeys(_FORWARD, forward)}
     before = {}
@@ -325,3 +342,177 @@ def _signals(watch: Watch) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, signal.SIG_DFL if earlier is None else earlier)
+
+
+@final
+class _ProcessMonitor(threading.Thread):
+    """A thread that notices at once when a rank ends; torch's agent waits 30 s for a rank that does not react.
+
+    Args:
+        agent: torch's, which starts the ranks; each rank leads a process group.
+        nproc: number of ranks.
+        reports: the directory in which ranks leave their error files.
+        peer_grace: seconds that the others have after a rank has failed.
+        signal_grace: seconds that all have after the agent has received a stop signal.
+
+    Attributes:
+        deaths: when the monitor saw each rank end, in nanoseconds of the clock.
+        killed: the ranks that did not end by themselves.
+        stop_signal: the signal that stopped the agent.
+        forwarded: the signals that were only forwarded.
+    """
+
+    def __init__(
+        self, agent: LocalElasticAgent, nproc: int, reports: Path, peer_grace: float, signal_grace: float
+    ) -> None:
+        super().__init__(name="trainer_kit-process-monitor", daemon=True)
+        self.deaths: dict[int, int] = {}
+        self.killed: set[int] = set()
+        self.stop_signal: int | None = None
+        self.forwarded: set[int] = set()
+        self._agent, self._nproc, self._reports = agent, nproc, reports
+        self._peer_grace, self._signal_grace = peer_grace, signal_grace
+        self._deadline: float | None = None
+        self._handles: dict[int, int] = {}
+        self._over = threading.Event()
+
+    def pids(self) -> dict[int, int]:
+        """The processes by rank; empty while the agent still starts them."""
+        workers = self._agent.get_worker_group().workers
+        found = {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
+        return found if len(found) == self._nproc else {}
+
+    def _living(self) -> dict[int, int]:
+        return {rank: pid for rank, pid in self.pids().items() if rank not in self.deaths}
+
+    def run(self) -> None:
+        next_look = 0.0
+        try:
+            while not self._over.is_set():
+                self._wait()
+                for rank, pid in self._living().items():
+                    if (code := self._exit_code(rank, pid)) is not None:
+                        self.deaths[rank] = time.time_ns()
+                        if code != 0:
+                            self._set_deadline(self._peer_grace)
+                if time.monotonic() >= next_look:
+                    next_look = time.monotonic() + 1.0
+                    if any(self._reports.rglob("error.json")):  # a rank may hang after it has reported its exception
+                        self._set_deadline(_EXIT_TIME)
+                if self._deadline is not None and time.monotonic() >= self._deadline:
+                    self.kill()
+        finally:
+            for handle in self._handles.values():
+                os.close(handle)
+
+    def _wait(self) -> None:
+        """Return when a rank ends, or after one period."""
+        open_process = getattr(os, "pidfd_open", None)
+        if open_process is None:
+            self._over.wait(_PERIOD)
+            return
+        poll = select.poll()
+        for rank, pid in self._living().items():
+            if rank not in self._handles:
+                with contextlib.suppress(OSError):
+                    self._handles[rank] = open_process(pid)
+            if rank in self._handles:
+                poll.register(self._handles[rank], select.POLLIN)
+        poll.poll(_PERIOD * 1000)
+
+    def _exit_code(self, rank: int, pid: int) -> int | None:
+        """The exit code of a rank that has ended (negative for a signal); torch's agent still collects the process."""
+        try:
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # rare: torch's agent was faster; a reported exception still shows the failure
+            return 1 if rank in read_reports(self._reports) else 0
+        if end is None:
+            return None
+        return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+    def _set_deadline(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        if self.stop_signal is None and (self._deadline is None or deadline < self._deadline):
+            self._deadline = deadline
+
+    def note_signal(self, number: int) -> None:
+        """Record the signal that stops the agent: from now on the ranks have the longer grace period."""
+        self._deadline, self.stop_signal = time.monotonic() + self._signal_grace, number
+
+    def forward(self, number: int) -> None:
+        """Send a signal to every living rank."""
+        self.forwarded.add(number)
+        for pid in self._living().values():
+            _send(os.kill, pid, number)
+
+    def kill(self) -> None:
+        """Kill every living rank and the processes that it started."""
+        for rank, pid in self._living().items():
+            self.killed.add(rank)
+            _send(os.killpg, pid, signal.SIGKILL)
+
+    def stop(self, sweep: bool) -> None:
+        """End the monitor.
+
+        Args:
+            sweep: also kill the processes that the ranks started and left.
+        """
+        self._over.set()
+        self.join()
+        if sweep:
+            for pid in self.pids().values():
+                _send(os.killpg, pid, signal.SIGKILL)
+
+
+def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        send(pid, number)
+
+
+@final
+class _Rendezvous(RendezvousHandler):
+    """One attempt of all machines. Unlike torch's handlers it does not listen on every interface.
+
+    Args:
+        machines: the machines of the run.
+        attempt: the number of earlier attempts.
+    """
+
+    def __init__(self, machines: Machines, attempt: int) -> None:
+        self._machines, self._attempt = machines, attempt
+        self._run_id = uuid.uuid4().hex if machines.count == 1 else f"attempt-{attempt}"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """The ranks use the agent's store; rank 0 opens none."""
+        return True
+
+    def get_backend(self) -> str:
+        """The name of this rendezvous."""
+        return "trainer_kit"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open or join the store."""
+        store, port = self._machines.store(self._attempt)
+        info = RendezvousStoreInfo(self._machines.address, port)
+        return RendezvousInfo(PrefixStore(self._run_id, store), self._machines.rank, self._machines.count, info)
+
+    def is_closed(self) -> bool:
+        """A rendezvous is never closed early."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do."""
+
+    def num_nodes_waiting(self) -> int:
+        """Always 0: no machine joins later. torch's agent calls this often, so it also looks for failed machines."""
+        self._machines.check(self._attempt)
+        return 0
+
+    def get_run_id(self) -> str:
+        """The name of the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """The store ends with the attempt."""
+        return True

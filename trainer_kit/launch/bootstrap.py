@@ -1,7 +1,7 @@
-"""What runs first in a rank that our agent starts: it ties the rank to the agent, runs the script, tells how it failed.
+"""The first code of a rank that our agent starts: it binds the rank to the agent, runs the script, reports its failure.
 
-The agent starts this file ahead of the user's script, with the script's command line as arguments. Standard library
-only: nothing may be imported before the script's own first line.
+The agent runs this file with the command line of the user's script as arguments. It uses the standard library only:
+nothing else may be imported before the first line of the script.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
-__all__ = ["main", "report_errors"]
+__all__ = ["die_with_parent", "main", "qualified_name", "report_errors"]
 
 
 @final
@@ -31,14 +31,14 @@ class _Reporter:
         self.next_hook: Callable[..., Any] = sys.excepthook
 
     def install(self) -> None:
-        # A forked child inherits the hook and must not speak for the rank.
+        # A forked child inherits the hook, but must not report in the name of the rank.
         if self.pid != os.getpid():
             self.pid, self.next_hook, sys.excepthook = os.getpid(), sys.excepthook, self.hook
 
     def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        told = self.pid == os.getpid() and (isinstance(error, KeyboardInterrupt) or self.write(error))
+        reported = self.pid == os.getpid() and (isinstance(error, KeyboardInterrupt) or self.write(error))
         # Our agent prints one traceback for all ranks; another launcher prints none.
-        if not (told and "TRAINER_KIT_AGENT_PID" in os.environ):
+        if not (reported and "TRAINER_KIT_AGENT_PID" in os.environ):
             self.next_hook(kind, error, trace)
 
     def write(self, error: BaseException) -> bool:
@@ -57,10 +57,7 @@ class _Reporter:
         return True
 
     def _message(self, error: BaseException) -> dict[str, Any]:
-        kind = type(error)
-        name = (
-            kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
-        )
+        name = qualified_name(error)
         try:
             text, where = str(error), self.where() if self.where is not None else ""
         except Exception as second:
@@ -74,7 +71,7 @@ class _Reporter:
                 "type": name,
                 "text": text,
                 "where": where,
-                # Interpreters with a live process group sometimes abort on their way out: this is what was meant.
+                # The intended code: an interpreter with a live process group sometimes aborts at exit.
                 "exit_code": error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
                 "rank": int(os.environ.get("RANK", "0")),
                 "host": socket.gethostname(),
@@ -83,8 +80,14 @@ class _Reporter:
         }
 
 
+def qualified_name(error: BaseException) -> str:
+    """The class of an exception, with its module unless it is a builtin or of the script."""
+    kind = type(error)
+    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
+
+
 def _format(error: BaseException) -> list[str]:
-    """The traceback from the script's own first frame on."""
+    """The traceback, from the first frame of the script on."""
     trace = error.__traceback__
     ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
@@ -99,31 +102,36 @@ _REPORTER = _Reporter()
 
 
 def report_errors(where: Callable[[], str] | None = None) -> None:
-    """In a rank of torch's or our agent: leave the exception that ends this process where the agent finds it.
+    """In a rank of torch's or our agent: report the exception that ends this process to the agent.
 
-    Without an agent this does nothing. It may be called again, to replace ``where``.
+    Without an agent this does nothing. A later call replaces ``where``.
 
     Args:
-        where: called when an exception ends the process; a few words such as ``"step 25"``.
+        where: called when an exception ends the process; returns a short text such as ``"step 25"``.
     """
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         _REPORTER.where = where
         _REPORTER.install()
 
 
-def _tie_to(agent: int) -> None:
+def die_with_parent() -> None:
+    """Have the kernel of Linux kill this process when its parent ends."""
+    import ctypes
+    import signal
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+def _die_with(agent: int) -> None:
     """Die with the agent, however it dies."""
     if sys.platform == "linux":
-        import ctypes
-        import signal
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        die_with_parent()
     else:
         import threading
 
         threading.Thread(target=_watch_parent, args=(agent,), daemon=True).start()
     if os.getppid() != agent:
-        os._exit(1)  # it died before we could be tied to it
+        os._exit(1)  # the agent died earlier
 
 
 def _watch_parent(agent: int) -> None:
@@ -157,15 +165,15 @@ def _run(words: list[str]) -> None:
 
 def main() -> None:
     """Run the command line in ``sys.argv[1:]`` as a rank."""
-    _tie_to(int(os.environ["TRAINER_KIT_AGENT_PID"]))
-    # Under its own name too: what the Trainer imports later is this module, with this reporter.
+    _die_with(int(os.environ["TRAINER_KIT_AGENT_PID"]))
+    # Also under its import name: the Trainer later imports this module, with this reporter.
     sys.modules["trainer_kit.launch.bootstrap"] = sys.modules["__main__"]
     report_errors()
-    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # was meant for the agent
+    os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # it is for the agent only
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            # Whole lines, as they are printed: several ranks share one pipe. Also under -u.
+            # Whole lines, even under -u: several ranks share one pipe.
             reconfigure(line_buffering=True, write_through=False)
     try:
         _run(sys.argv[1:])
@@ -177,20 +185,20 @@ def main() -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _REPORTER.write(error)  # now: a hook that the script installed need not call ours
+        _REPORTER.write(error)  # at once: an exception hook of the script may not call this module's hook
         raise
     _leave()
 
 
 def _leave() -> None:
-    """End a rank that succeeded: everything Python does at exit, and nothing of what C++ does behind it.
+    """End a rank that succeeded: run Python's exit handlers, but skip the destructors of C++.
 
-    torch's process groups may abort there ("terminate called without an active exception") although all is done.
+    torch's process groups may abort there ("terminate called without an active exception") after all work is done.
     """
     import atexit
     import threading
 
-    threading._shutdown()  # type: ignore[attr-defined]  # waits for what is not a daemon, as the interpreter does
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for non-daemon threads, as the interpreter does
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):

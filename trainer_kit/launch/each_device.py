@@ -26,17 +26,17 @@ def main(words: Sequence[str]) -> None:
 
 
 def _run(index: int, words: list[str]) -> None:
-    """The script, in a process that torch_xla has started."""
+    """Run the script, in a process that torch_xla has started."""
     import torch_xla.runtime as xr
 
-    told = variable("num_processes")
-    if told is not None and int(told.value) != xr.world_size():
+    wanted = variable("num_processes")
+    if wanted is not None and int(wanted.value) != xr.world_size():
         raise LaunchError(
             "torch_xla starts a process for each device",
-            found=f"{xr.world_size()} devices, num_processes={told.value} ({told.origin})",
+            found=f"{xr.world_size()} devices, num_processes={wanted.value} ({wanted.origin})",
             fix=f"num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
         )
-    # As any launcher has it: who asks the environment is told.
+    # The variables of other launchers, for code that reads them.
     place = {
         "RANK": xr.global_ordinal(),
         "WORLD_SIZE": xr.world_size(),

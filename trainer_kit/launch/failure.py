@@ -1,4 +1,4 @@
-"""Which rank failed first, and how to say it."""
+"""Which rank failed first, and the message about it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Final, final
 
 __all__ = ["RankFailure", "describe", "read_reports", "root_first"]
 
@@ -29,15 +29,15 @@ class RankFailure:
 
     Attributes:
         rank: the rank among all.
-        exit_code: as ``subprocess`` gives it: negative for a signal; None where the process lives on.
-        time_ns: when: of the exception where one is known, else of the end of the process.
-        type: the exception's class, qualified unless it is a builtin; empty where no exception is known.
+        exit_code: as ``subprocess`` gives it: negative for a signal; None while the process is alive.
+        time_ns: the time of the exception if one is known, else of the end of the process.
+        type: the exception's class, qualified unless it is a builtin; empty if no exception is known.
         message: the exception's text.
         traceback: the exception's traceback, formatted.
-        host: where the rank ran.
+        host: the host of the rank.
         pid: its process.
-        where: how far it was, in the rank's own words.
-        stopped: whether we ended it, because of another rank.
+        where: the position in the run that the rank reported, such as ``"step 25"``.
+        stopped: whether the agent ended it because of another rank.
     """
 
     rank: int
@@ -76,20 +76,20 @@ class RankFailure:
 
     @property
     def exit_status(self) -> int:
-        """What a shell would call it: 128 + n for signal n."""
+        """The exit status in a shell: 128 + n for signal n."""
         if self.exit_code is None or self.exit_code == 0:
             return 1
         return 128 - self.exit_code if self.exit_code < 0 else self.exit_code
 
     @property
     def followed(self) -> bool:
-        """Whether this is only the echo of a rank that is gone: its connections broke."""
-        ours = self.type == "RuntimeError" or self.type.startswith("torch.")
-        return ours and _COMMUNICATION.search(self.message) is not None
+        """Whether the rank failed only because another rank is gone: its connections broke."""
+        by_torch = self.type == "RuntimeError" or self.type.startswith("torch.")
+        return by_torch and _COMMUNICATION.search(self.message) is not None
 
 
 def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
-    """Causes before consequences, and each in the order of time.
+    """Sort failures: causes before consequences, each by time.
 
     Example:
         >>> echo = RankFailure(0, 1, 1.0, "RuntimeError", "Connection closed by peer [127.0.0.1]")
@@ -100,7 +100,7 @@ def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
 
 
 def describe(failures: Sequence[RankFailure], world_size: int) -> str:
-    """The headline, the traceback below it, and a line for the ranks that went down with it.
+    """The headline, its traceback, and one line for the other ranks that ended.
 
     Args:
         failures: at least one.
@@ -114,10 +114,10 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
         lines.append(textwrap.indent(root.traceback.rstrip(), "  "))
     groups: dict[str, list[int]] = {}
     for other in others:
-        said = "stopped" if other.stopped else "lost the connection" if other.followed else other.cause
-        groups.setdefault(said, []).append(other.rank)
+        ending = "stopped" if other.stopped else "lost the connection" if other.followed else other.cause
+        groups.setdefault(ending, []).append(other.rank)
     if groups:
-        lines.append("after it: " + "; ".join(f"{_ranks(ranks)} {said}" for said, ranks in groups.items()))
+        lines.append("after it: " + "; ".join(f"{_ranks(ranks)} {ending}" for ending, ranks in groups.items()))
     return "\n".join(lines)
 
 
@@ -127,13 +127,24 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}{more}"
 
 
-def read_reports(directory: Path) -> dict[int, dict[str, Any]]:
-    """What ranks left below ``directory`` (see `trainer_kit.launch.bootstrap`), by rank."""
-    reports: dict[int, dict[str, Any]] = {}
+def read_reports(directory: Path) -> dict[int, RankFailure]:
+    """The failures that ranks reported in ``directory`` (see `trainer_kit.launch.bootstrap`), by rank."""
+    reports: dict[int, RankFailure] = {}
     for path in directory.rglob("error.json"):
         try:
-            told = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
-            reports[told["rank"]] = told
+            fields = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+            failure = RankFailure(
+                fields["rank"],
+                fields["exit_code"],
+                fields["time_ns"],
+                fields["type"],
+                fields["text"],
+                fields["py_callstack"],
+                fields["host"],
+                fields["pid"],
+                fields["where"],
+            )
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # of another writer, e.g. a rank under torch's own @record
+            continue  # from another writer, e.g. a rank under torch's own @record
+        reports[failure.rank] = failure
     return reports

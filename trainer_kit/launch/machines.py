@@ -1,9 +1,10 @@
-"""The agents of several machines: they meet at an address of machine 0, and fail, restart and end together."""
+"""The agents of several machines: they rendezvous at an address of machine 0, and fail, restart and end together."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
 import json
 import os
 import socket
@@ -13,20 +14,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from datetime import timedelta
-from functools import partial
 from typing import Any, ClassVar, Final, final
 
-from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure
-from trainer_kit.launch.signed import Signed, run_token
-from trainer_kit.launch.startup_timeout import wait_for_master
 
-__all__ = ["Machines", "PeerFailed", "interface_of", "meet_without_agent"]
+__all__ = [
+    "RUN_TOKEN", "Machines", "PeerFailed", "SignedStore", "interface_of", "join_store", "own_address_towards",
+    "run_token", "serve_store",
+]  # fmt: skip
+
+RUN_TOKEN: Final = "TRAINER_KIT_RUN_TOKEN"
+"""The variable with the secret that the machines of a run share."""
 
 _LOOPBACK: Final = "127.0.0.1"
 _PERIOD: Final = 0.05
-_HEARING: Final = 15.0
+_REPLY_TIME: Final = 15.0
+"""Seconds in which a living machine confirms that it knows of a failure."""
 _STORE_TIME: Final = timedelta(seconds=60)
 
 
@@ -38,18 +42,18 @@ class PeerFailed(Exception):
 class Machines:
     """All machines of a run, seen from one of them.
 
-    Machine 0 listens at ``address`` only, never on its other interfaces. One machine alone meets nobody.
+    Machine 0 listens at ``address`` only, never on its other interfaces. A single machine opens no control store.
 
     Args:
         count: number of machines.
-        rank: this one among them, from 0.
+        rank: the number of this machine, from 0.
         address: machine 0's name or address, as the others reach it.
-        port: where the agents meet there; 0 for any, on one machine alone.
+        port: the port there; 0 for any, with a single machine.
         timeout: seconds to wait for the others.
 
     Attributes:
-        PATIENCE: seconds that a machine waits for the others by default.
-        gone: the machines that did not tell how an attempt ended.
+        PATIENCE: the default of ``timeout``.
+        gone: the machines that did not report how an attempt ended.
 
     Raises:
         LaunchError: for numbers that contradict each other.
@@ -70,34 +74,36 @@ class Machines:
             )
         self.count, self.rank, self.address, self.port, self.timeout = count, rank, address, port, timeout
         self.gone: list[int] = []
-        self._control: Any = None
+        self._control: SignedStore | None = None
         self._served: Any = None
 
     def meet(self, about: Mapping[str, Any]) -> None:
-        """Wait until every machine is here.
+        """Wait until every machine has called this.
 
         Args:
-            about: what all must have been told alike.
+            about: values that must be equal on all machines.
 
         Raises:
-            LaunchError: somebody does not come, comes twice, or was told something else.
+            LaunchError: a machine does not come, comes twice, or has other values.
         """
         if self.count == 1:
             return
         if self.rank == 0:
-            self._control = Signed(_serve(self.address, self.port))
+            control = SignedStore(serve_store(self.address, self.port))
         else:
-            self._until(self._can_connect, lambda: f"machine 0 at {self.address}:{self.port}")
-            self._control = Signed(_join(self.address, self.port))
-        if not self._control.first(f"places/{self.rank}"):
+            self._wait_until(self._can_connect, f"machine 0 at {self.address}:{self.port}")
+            control = SignedStore(join_store(self.address, self.port))
+        if not control.first(f"places/{self.rank}"):
             raise LaunchError("two machines have the same place", found=f"machine_rank={self.rank} twice")
-        self._control.set(f"here/{self.rank}", json.dumps(dict(about)))
+        control.set(f"here/{self.rank}", json.dumps(dict(about)))
+        self._control = control
         for other in range(self.count) if self.rank == 0 else (0,):
-            self._until(
-                lambda key=f"here/{other}": self._control.present(key),  # type: ignore[misc]
-                lambda other=other: f"machine {other}, to come to {self.address}:{self.port}",  # type: ignore[misc]
+            key = f"here/{other}"
+            self._wait_until(
+                lambda key=key: control.present(key),  # type: ignore[misc]
+                f"machine {other}, to come to {self.address}:{self.port}",
             )
-            theirs = json.loads(self._control.get(f"here/{other}"))
+            theirs = json.loads(control.get(key))
             differing = [name for name in about if theirs.get(name) != about[name]]
             if differing:
                 raise LaunchError(
@@ -109,21 +115,22 @@ class Machines:
                 )
 
     def store(self, attempt: int) -> tuple[Any, int]:
-        """The store in which the ranks of one attempt meet, and its port: a fresh one, as its keys are."""
-        if self.rank == 0:
-            self._served = _serve(self.address, self.port if self.count == 1 else 0)
-            if self._control is not None:
-                self._control.set(f"port/{attempt}", str(self._served.port))
+        """The store of the ranks of one attempt, and its port; every attempt has a new store."""
+        control, key = self._control, f"port/{attempt}"
+        if self.rank == 0 or control is None:
+            self._served = serve_store(self.address, self.port if control is None else 0)
+            if control is not None:
+                control.set(key, str(self._served.port))
             return self._served, self._served.port
-        self._until(lambda: self._control.present(f"port/{attempt}"), lambda: "machine 0, to start its ranks")
-        port = int(self._control.get(f"port/{attempt}"))
-        return _join(self.address, port), port
+        self._wait_until(lambda: control.present(key), "machine 0, to start its ranks")
+        port = int(control.get(key))
+        return join_store(self.address, port), port
 
     def check(self, attempt: int) -> None:
-        """Look whether all goes well elsewhere.
+        """Look for a failure of another machine.
 
         Raises:
-            PeerFailed: it does not.
+            PeerFailed: a machine has failed, or machine 0 is gone.
         """
         if self._control is None:
             return
@@ -138,58 +145,58 @@ class Machines:
     def outcome(
         self, attempt: int, failures: Iterable[RankFailure], status: int, grace: float
     ) -> tuple[list[RankFailure], int]:
-        """Tell how an attempt ended here, and learn how it ended everywhere.
+        """Report how an attempt ended on this machine, and collect how it ended on all others.
 
         Args:
             attempt: the attempt.
             failures: of the ranks of this machine.
-            status: the exit status of this machine's ranks; decides where no rank of any machine failed.
-            grace: seconds in which machines must answer once one has failed.
+            status: the exit status of this machine's ranks; decides if no rank of any machine failed.
+            grace: seconds in which machines must report after one has failed.
 
         Returns:
             The failures of all ranks of all machines, and the largest status.
         """
-        mine = list(failures)
-        if self._control is None:
-            return mine, status
-        everyone, statuses = list(mine), [status]
+        found, statuses = list(failures), [status]
+        control = self._control
+        if control is None:
+            return found, status
         try:
-            told = json.dumps({"status": status, "failures": [asdict(failure) for failure in mine]})
-            self._control.set(f"told/{attempt}/{self.rank}", told)
+            report = {"status": status, "failures": [asdict(failure) for failure in found]}
+            control.set(f"outcome/{attempt}/{self.rank}", json.dumps(report))
             if status:
-                self._control.set(f"failed/{attempt}", str(self.rank))
+                control.set(f"failed/{attempt}", str(self.rank))
             for other in set(range(self.count)) - {self.rank}:
-                if not self._told(attempt, other, grace):
+                if not self._reported(control, attempt, other, grace):
                     statuses.append(1)
                     self.gone.append(other)
                     continue
-                theirs = json.loads(self._control.get(f"told/{attempt}/{other}"))
+                theirs = json.loads(control.get(f"outcome/{attempt}/{other}"))
                 statuses.append(theirs["status"])
-                everyone += [RankFailure(**failure) for failure in theirs["failures"]]
-            self._control.set(f"heard/{attempt}/{self.rank}", "")
+                found += [RankFailure(**failure) for failure in theirs["failures"]]
+            control.set(f"received/{attempt}/{self.rank}", "")
         except RuntimeError:
             statuses.append(1)
-            self.gone.append(0)  # and with it what it knew
-        return everyone, max(statuses)
+            self.gone.append(0)  # machine 0 served the store
+        return found, max(statuses)
 
-    def _told(self, attempt: int, other: int, grace: float) -> bool:
+    def _reported(self, control: SignedStore, attempt: int, other: int, grace: float) -> bool:
         failed: float | None = None
-        while not self._control.holds(f"told/{attempt}/{other}"):
-            if failed is None and self._control.holds(f"failed/{attempt}"):
+        while not control.holds(f"outcome/{attempt}/{other}"):
+            if failed is None and control.holds(f"failed/{attempt}"):
                 failed = time.monotonic()
             waited = 0.0 if failed is None else time.monotonic() - failed
-            # Whoever lives hears of a failure at once, and then may need its time to end its ranks.
-            hears = waited <= _HEARING or self._control.holds(f"ending/{attempt}/{other}")
-            if failed is not None and (waited > grace or not hears):
+            # A living machine confirms a failure at once, and then may need all of `grace` to end its ranks.
+            alive = waited <= _REPLY_TIME or control.holds(f"ending/{attempt}/{other}")
+            if failed is not None and (waited > grace or not alive):
                 return False
             time.sleep(_PERIOD)
         return True
 
     def leave(self, attempt: int, grace: float = 5.0) -> None:
-        """Part. Machine 0 stays until the others have heard how it ended, at most ``grace`` seconds."""
+        """Close the stores; machine 0 first waits until the others have read its report, at most ``grace`` seconds."""
         deadline = time.monotonic() + grace
         if self._control is not None and self.rank == 0:
-            keys = [f"heard/{attempt}/{other}" for other in range(1, self.count)]
+            keys = [f"received/{attempt}/{other}" for other in range(1, self.count)]
             while not all(map(self._control.holds, keys)) and time.monotonic() < deadline:
                 time.sleep(_PERIOD)
         self._control = self._served = None
@@ -201,24 +208,96 @@ class Machines:
             return False
         return True
 
-    def _until(self, true: Callable[[], bool], whom: Callable[[], str]) -> None:
-        begun, said = time.monotonic(), False
-        while not true():
+    def _wait_until(self, condition: Callable[[], bool], awaited: str) -> None:
+        begun, announced = time.monotonic(), False
+        while not condition():
             waited = time.monotonic() - begun
             if waited > self.timeout:
                 raise LaunchError(
                     "not all machines came",
-                    found=f"waited {self.timeout:.0f} s for {whom()}",
+                    found=f"waited {self.timeout:.0f} s for {awaited}",
                     fix="start every machine with the same address and port and its own machine_rank",
                 )
-            if waited > 5 and not said:
-                said = True
-                print(f"machine {self.rank} of {self.count} waits for {whom()}", file=sys.stderr, flush=True)
+            if waited > 5 and not announced:
+                announced = True
+                print(f"machine {self.rank} of {self.count} waits for {awaited}", file=sys.stderr, flush=True)
             time.sleep(_PERIOD)
 
 
-def _serve(address: str, port: int) -> Any:
-    """A store that listens at ``address`` and nowhere else."""
+def run_token() -> bytes:
+    """The secret of this run; empty without one."""
+    return os.environ.get(RUN_TOKEN, "").encode()
+
+
+@final
+class SignedStore:
+    """A store whose values carry a proof that their writer has the run's token.
+
+    torch's store accepts commands from every process that connects: a value without a proof has no effect.
+
+    Args:
+        store: torch's.
+        token: by default the run's.
+
+    Example:
+        >>> from torch.distributed import HashStore
+        >>> store = HashStore()
+        >>> signed = SignedStore(store, b"secret")
+        >>> signed.set("failed", "1")
+        >>> store.set("ending", "1")
+        >>> signed.holds("failed"), signed.holds("ending"), signed.get("failed")
+        (True, False, '1')
+    """
+
+    def __init__(self, store: Any, token: bytes | None = None) -> None:
+        self._store, self._token = store, run_token() if token is None else token
+
+    def set(self, key: str, text: str) -> None:
+        """Write a value."""
+        self._store.set(key, self._proof(key, text) + text)
+
+    def first(self, key: str) -> bool:
+        """Whether this is the first call for ``key``."""
+        return bool(self._store.add(key, 1) == 1)
+
+    def present(self, key: str) -> bool:
+        """Whether there is a value, with or without a proof."""
+        return bool(self._store.check([key]))
+
+    def holds(self, key: str) -> bool:
+        """Whether there is a value with a proof."""
+        return self.present(key) and self._read(key) is not None
+
+    def get(self, key: str) -> str:
+        """The value; waits until there is one.
+
+        Raises:
+            LaunchError: it has no valid proof.
+        """
+        text = self._read(key)
+        if text is None:
+            raise LaunchError(
+                "the machines of a run share one token",
+                found=f"{key} was written with another {RUN_TOKEN}, or without one",
+                fix=f"export the same {RUN_TOKEN} on every machine, or give each run its own port",
+            )
+        return text
+
+    def _read(self, key: str) -> str | None:
+        raw = self._store.get(key).decode(errors="replace")
+        proof, text = raw[:64], raw[64:]
+        return text if hmac.compare_digest(proof.encode(), self._proof(key, text).encode()) else None
+
+    def _proof(self, key: str, text: str) -> str:
+        return hmac.new(self._token, f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
+
+
+def serve_store(address: str, port: int) -> Any:
+    """A store that listens at ``address`` and on no other interface.
+
+    Raises:
+        LaunchError: the address is unknown, or this machine cannot listen there.
+    """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     try:
@@ -243,84 +322,26 @@ def _serve(address: str, port: int) -> Any:
         return TCPStore(address, bound, None, True, _STORE_TIME, False, master_listen_fd=listener.detach())
 
 
-def _join(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any:
+def join_store(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any:
+    """A client of the store that another process serves."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(address, port, None, False, timeout, False)
 
 
-def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
-    """The store in which ranks meet that SLURM, MPI or a script of the user's has started; None where an agent has one.
-
-    Rank 0 listens at the master's address only, and gloo at its interface. Where that address belongs to a service in
-    front of this machine, rank 0 listens at its own address on the way there.
-
-    Args:
-        here: this rank.
-        timeout: how long to wait for rank 0.
-
-    Raises:
-        LaunchError: rank 0 finds no address to listen at, has not come, or has another run token.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return None
-    interface = interface_of(here.master_addr)
-    # A host that knows its own name as a loopback address is known to the others as something else.
-    if interface is not None and (here.num_nodes == 1 or interface != "lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if here.rank > 0:
-        store = wait_for_master(partial(_join, here.master_addr, here.master_port), here, timeout)
-        Signed(store).get("rank 0")
-    else:
-        store = _serve_as_master(here)
-        Signed(store).set("rank 0", "")
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore(hashlib.sha256(run_token()).hexdigest(), store) if run_token() else store
-
-
-def _serve_as_master(here: Environment) -> Any:
-    try:
-        return _serve(here.master_addr, here.master_port)
-    except LaunchError as error:
-        own = None if _is_own(here.master_addr) else _own_towards(here.master_addr)
-        if own is None:
-            raise LaunchError(
-                error.problem,
-                found=error.found,
-                fix="set MASTER_ADDR to an address of the machine of rank 0, and MASTER_PORT to a free port",
-            ) from None
-    print(
-        f"rank 0 listens at {own}:{here.master_port}: MASTER_ADDR={here.master_addr} is no address of this machine",
-        file=sys.stderr,
-        flush=True,
-    )
-    return _serve(own, here.master_port)
-
-
-def _is_own(address: str) -> bool:
-    try:
-        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind(where)
-    except OSError:
-        return False
-    return True
-
-
-def _own_towards(address: str) -> str | None:
-    """This machine's own address on the way to another one; None where there is no way."""
+def own_address_towards(address: str) -> str | None:
+    """This machine's own address on the route to another one; None without a route."""
     try:
         family, kind, _, _, where = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(where)  # sends nothing, but chooses the way
+            probe.connect(where)  # sends nothing, but selects the route
             return str(probe.getsockname()[0])
     except OSError:
         return None
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface through which this machine reaches ``address``, or None where that cannot be told.
+    """The network interface through which this machine reaches ``address``, or None if it cannot be determined.
 
     Args:
         address: a name or an address.
@@ -333,7 +354,7 @@ def interface_of(address: str) -> str | None:
         return None
     import fcntl
 
-    own = _own_towards(address)
+    own = own_address_towards(address)
     if own is None:
         return None
     try:

@@ -1,21 +1,23 @@
-"""Every option of a configuration file: its name, what it may be, and where it stands. The names are Accelerate's."""
+"""Every option of a launch in one table: name, aliases, type, section, help, and why it has no effect.
+
+The names are Accelerate's.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
-from trainer_kit.core.configuration_sources import is_true
+from trainer_kit.core.configuration_sources import Chosen, is_true
+from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["ENGINES", "ENGINE_WORDS", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on"]
-
-_FALSE: Final = ("false", "no", "off", "0", "n")
+__all__ = ["ENGINES", "ENGINE_WORDS", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on", "with_kind"]
 
 
 def _boolean(text: str) -> bool:
-    if is_true(text) or text.lower() in _FALSE:
+    if is_true(text) or text.lower() in ("false", "no", "off", "0", "n"):
         return is_true(text)
     raise ValueError("is true or false")
 
@@ -34,10 +36,10 @@ def _natural(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """The number that a text is.
+    """Read a whole number.
 
     Raises:
-        ValueError: it is none of 1 or more; the message completes "NAME ...".
+        ValueError: it is no whole number of 1 or more; the message completes "NAME ...".
 
     Example:
         >>> positive("12")
@@ -56,7 +58,7 @@ def _number(text: str) -> float:
 
 
 def _automatic(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """DeepSpeed fills in ``auto`` itself, and ``none`` is nothing."""
+    """A reader that also accepts ``auto``, which DeepSpeed replaces by a value, and ``none``."""
 
     def convert(text: str) -> Any:
         word = text.lower()
@@ -91,13 +93,17 @@ class Option:
     """One option.
 
     Attributes:
-        name: its name on the command line; in a file, that of its section may be left out.
-        read: turns the text of a file, a flag or a variable into a value, or raises a ValueError that says what it is.
-        section: the mapping of a file it stands in; empty for none.
-        words: what it may be, where that is a choice.
-        aliases: other names for it.
+        name: its name on the command line; a file may leave out the prefix of its section.
+        read: turns the text of a file, a flag or a variable into a value, or raises a ValueError with the reason.
+        section: the mapping of a file that contains it; empty for the top level.
+        words: its possible values, for a choice.
+        aliases: its other names in a file.
         many: whether it is a list.
-        free: whether it is a mapping or a list of anything.
+        free: whether it is a mapping or a list of arbitrary values.
+        help: its text in ``--help``, which lists only options with a text.
+        flags: its names on the command line, if they differ from ``--name``; () for an option of files only.
+        switch: whether its flag has no value.
+        ignored: why it has no effect; empty for an option with an effect.
     """
 
     name: str
@@ -107,12 +113,16 @@ class Option:
     aliases: tuple[str, ...] = ()
     many: bool = False
     free: bool = False
+    help: str = ""
+    flags: tuple[str, ...] | None = None
+    switch: bool = False
+    ignored: str = ""
 
     def value(self, text: str) -> Any:
-        """The value that ``text`` stands for.
+        """Read a value from a text.
 
         Raises:
-            ValueError: when it stands for none; the message completes "NAME ...".
+            ValueError: the text is no value of this option; the message completes "NAME ...".
 
         Example:
             >>> TOP["mixed_precision"].value("BF16"), TOP["distributed_type"].value("FSDP")
@@ -127,7 +137,7 @@ class Option:
         # Numbers are those of torch's enumerations, which count from 1.
         if self.section == "fsdp_config" and re.fullmatch("[1-9]", text) and int(text) <= len(self.words):
             found = self.words[int(text) - 1]
-        if text.lower() == "false":  # JSON's, of somebody whose YAML said: no
+        if text.lower() == "false":  # in JSON; YAML writes: no
             found = by_word.get("no")
         if found is None:
             raise ValueError(f"is one of {', '.join(self.words)}")
@@ -135,7 +145,7 @@ class Option:
 
 
 ENGINES: Final = {"TP": "tensor parallelism"}
-"""The kinds of run that load and cannot be started yet."""
+"""The kinds of run that can be read but not started yet."""
 
 ENGINE_WORDS: Final[Mapping[str, str | None]] = {
     "use_ddp": None,
@@ -143,7 +153,7 @@ ENGINE_WORDS: Final[Mapping[str, str | None]] = {
     "use_deepspeed": "DEEPSPEED",
     "use_megatron_lm": "MEGATRON_LM",
 }
-"""The options that choose how a model is held, and the ``distributed_type`` of each; None: every process holds all."""
+"""The options that choose how a model is distributed, and the ``distributed_type`` of each; None: replicated."""
 
 _KINDS: Final = (
     "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_XPU", "MULTI_HPU",
@@ -157,7 +167,7 @@ _DYNAMO: Final = (
 
 
 def several_on(device: str) -> str:
-    """The kind of a run on several devices of this type, as torch calls it.
+    """The kind of a run on several devices of a type, which has torch's name.
 
     Example:
         >>> several_on("npu"), several_on("cuda")
@@ -167,202 +177,239 @@ def several_on(device: str) -> str:
     return kind if kind in _KINDS else "MULTI_GPU"
 
 
-def _table(*options: Option) -> dict[str, Option]:
-    return {option.name: option for option in options}
+def _each(read: Callable[[str], Any], *names: str, ignored: str = "") -> tuple[Option, ...]:
+    return tuple(Option(name, read, ignored=ignored) for name in names)
 
 
 def _section(section: str, prefix: str, *options: Option) -> dict[str, Option]:
     """Options of a mapping. Their names on the command line begin with ``prefix``, which a file may leave out."""
     made = {}
     for option in options:
-        aliases = (option.name, *(f"{prefix}{alias}" for alias in option.aliases), *option.aliases)
         name = f"{prefix}{option.name}"
-        made[name] = Option(
-            name, option.read, section, option.words, tuple(a for a in aliases if a != name), option.many, option.free
-        )
+        aliases = (option.name, *(f"{prefix}{alias}" for alias in option.aliases), *option.aliases)
+        made[name] = replace(option, name=name, section=section, aliases=tuple(a for a in aliases if a != name))
     return made
 
 
-TOP: Final[Mapping[str, Option]] = _table(
-    Option("compute_environment", words=("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
-    Option("distributed_type", words=_KINDS),
-    Option("mixed_precision", words=("no", "fp16", "bf16", "fp8")),
-    Option("num_processes", _integer),
-    Option("num_machines", positive),
-    Option("machine_rank", _natural),
-    Option("main_process_ip"),
-    Option("main_process_port", _port),
+_POD: Final = "the machines of a TPU pod are not started from here"
+_DEEPSPEED_LAUNCHER: Final = "DeepSpeed's own launcher is not used"
+_SWITCH: Final[Mapping[str, Any]] = {"read": _boolean, "switch": True}
+
+_TOP: Final = (
+    Option("use_cpu", _boolean, aliases=("cpu",), flags=("--cpu",), switch=True,
+           help="On the CPU; an engine below, or of the file, stays."),
+    Option("multi_gpu", **_SWITCH, help="On several devices of this machine."),
+    Option("use_ddp", **_SWITCH, help="Data parallel, whatever the file says."),
+    Option("use_fsdp", **_SWITCH, help="With FSDP."),
+    Option("use_deepspeed", **_SWITCH, help="With DeepSpeed."),
+    Option("use_megatron_lm", **_SWITCH, help="With Megatron-LM."),
+    Option("tpu", **_SWITCH, help="On the TPUs of this machine, through torch_xla."),
+    Option("debug", **_SWITCH, help="Check collectives first; each process prints its own values."),
+    Option("num_processes", _integer, help="Processes, on all machines together."),
+    Option("mixed_precision", words=("no", "fp16", "bf16", "fp8"), help="no, fp16, bf16 or fp8."),
+    Option("gradient_accumulation_steps", _automatic(positive), help="Micro-batches of an optimizer step."),
+    Option("gpu_ids", help='Devices of this machine: "0,1", or "all".'),
+    Option("num_machines", positive, help="Machines; start this command on each."),
+    Option("machine_rank", _natural, help="The number of this machine, from 0."),
+    Option("main_process_ip", help="Address of machine 0."),
+    Option("main_process_port", _port, help="Port of the rendezvous on machine 0."),
+    Option("num_cpu_threads_per_process", positive, help="OMP_NUM_THREADS."),
+    Option("max_restarts", _natural, help="How often all processes are restarted after a failure."),
+    Option("compute_environment", words=("LOCAL_MACHINE", "AMAZON_SAGEMAKER"), flags=()),
+    Option("distributed_type", words=_KINDS, flags=()),
     Option("main_training_function"),
-    Option("use_cpu", _boolean, aliases=("cpu",)),
-    Option("gpu_ids"),
-    Option("multi_gpu", _boolean),
-    Option("tpu", _boolean),
-    *(Option(name, _boolean) for name in ENGINE_WORDS),
-    Option("use_parallelism_config", _boolean),
-    Option("debug", _boolean),
-    Option("gradient_accumulation_steps", _automatic(positive)),
-    Option("num_cpu_threads_per_process", positive),
-    Option("max_restarts", _natural),
+    Option("use_parallelism_config", **_SWITCH),
     Option("rdzv_backend", words=("static", "c10d")),
     Option("rdzv_conf"),
     Option("monitor_interval", _seconds),
     Option("role"),
-    Option("tee", _streams),
+    Option("tee", _streams, flags=("--tee", "-t")),
     Option("log_dir"),
-    Option("same_network", _boolean),
-    Option("enable_cpu_affinity", _boolean),
-    Option("downcast_bf16", _boolean),
-    Option("tpu_name"),
-    Option("tpu_zone"),
-    Option("tpu_use_cluster", _boolean, aliases=("tpu_cluster",)),
-    Option("tpu_use_sudo", _boolean),
-    Option("tpu_vm", many=True, aliases=("vm",)),
-    Option("tpu_env", many=True),
-    Option("tpu_config_file"),
-    Option("environment", free=True, aliases=("env",)),
+    Option("same_network", **_SWITCH),
+    Option("downcast_bf16", **_SWITCH, ignored="the precision of XLA is mixed_precision"),
+    Option("enable_cpu_affinity", **_SWITCH, ignored="processes are not bound to cores"),
+    *_each(str, "tpu_name", "tpu_zone", ignored=_POD),
+    Option("tpu_vm", many=True, aliases=("vm",), flags=("--tpu_vm", "--vm"), ignored=_POD),
+    Option("tpu_use_cluster", **_SWITCH, aliases=("tpu_cluster",),
+           flags=("--tpu_use_cluster", "--tpu_cluster/--no_tpu_cluster")),
+    Option("tpu_use_sudo", **_SWITCH),
+    Option("tpu_env", many=True, flags=("--tpu_env", "--env")),
+    Option("tpu_config_file", flags=()),
+    Option("environment", free=True, aliases=("env",), flags=()),
     Option("command_file"),
     Option("commands", many=True),
-    Option("fp16", _boolean),
-    Option("ec2_instance_type"),
-    Option("iam_role_name"),
-    Option("image_uri"),
-    Option("profile"),
-    Option("region"),
-    Option("base_job_name"),
-    Option("pytorch_version"),
-    Option("transformers_version"),
-    Option("py_version"),
-    Option("sagemaker_inputs_file"),
-    Option("sagemaker_metrics_file"),
+    Option("fp16", _boolean, flags=()),
+    *_each(str, "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name",
+           "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
     Option("additional_args", free=True),
-)
-
-_More = Mapping[str, Mapping[str, Any]]
-_TRUTH: Final[Mapping[str, Any]] = {"read": _boolean}
-_WHOLE: Final[Mapping[str, Any]] = {"read": _integer}
-_DECIMAL: Final[Mapping[str, Any]] = {"read": _number}
-_FREE: Final[Mapping[str, Any]] = {"free": True}
-_TEXT: Final[Mapping[str, Any]] = {}
-
-
-def _options(more: _More, *names: str) -> Iterator[Option]:
-    for name in names:
-        yield Option(name, **more.get(name, {}))
-
-
-_DYNAMO_OPTIONS: Final = (
-    Option("backend", words=_DYNAMO),
-    Option("mode", words=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
-    Option("use_fullgraph", _boolean),
-    Option("use_dynamic", _boolean),
-    Option("use_regional_compilation", _boolean),
-)
-_FSDP_OPTIONS: Final = (
-    Option("version", _integer),
-    Option(
-        "sharding_strategy", words=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-    ),
-    # In version 1 this was the strategy.
-    Option("reshard_after_forward"),
-    Option("offload_params", _boolean),
-    Option("min_num_params", _integer),
-    Option("auto_wrap_policy", words=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
-    Option("transformer_layer_cls_to_wrap"),
-    Option(
-        "backward_prefetch",
-        words=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
-        aliases=("backward_prefetch_policy",),
-    ),
-    Option("state_dict_type", words=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
-    Option("forward_prefetch", _boolean),
-    Option("use_orig_params", _boolean),
-    Option("cpu_ram_efficient_loading", _boolean),
-    Option("sync_module_states", _boolean),
-    Option("activation_checkpointing", _boolean),
-    Option("activation_checkpointing_offload", _boolean),
-    Option("ignored_modules"),
-)
-_DEEPSPEED: Final[_More] = {
-    "deepspeed_multinode_launcher": {
-        "words": ("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"),
-    },
-    "zero_stage": {"read": _automatic(_integer)},
-    "offload_optimizer_device": {"words": ("none", "cpu", "nvme")},
-    "offload_param_device": {"words": ("none", "cpu", "nvme")},
-    "gradient_accumulation_steps": {"read": _automatic(_integer)},
-    "gradient_clipping": {"read": _automatic(_number)},
-    "zero3_init_flag": _TRUTH,
-    "zero3_save_16bit_model": _TRUTH,
-}
-_MEGATRON: Final[_More] = {
-    **dict.fromkeys(
-        ("tp_degree", "pp_degree", "num_micro_batches", "recompute_num_layers", "expert_model_parallel_size",
-         "context_parallel_size", "expert_tensor_parallel_size", "decoder_last_pipeline_num_layers"), _WHOLE),
-    **dict.fromkeys(
-        ("sequence_parallelism", "recompute_activations", "use_distributed_optimizer", "use_custom_fsdp",
-         "no_load_optim", "eod_mask_loss", "no_save_optim", "optimizer_cpu_offload", "use_precision_aware_optimizer",
-         "overlap_cpu_optimizer_d2h_h2d", "attention_softmax_in_fp32", "calculate_per_token_loss",
-         "use_rotary_position_embeddings"), _TRUTH),
-    **dict.fromkeys(("gradient_clipping", "attention_dropout", "hidden_dropout"), _DECIMAL),
-    **dict.fromkeys(("recompute_granularity", "recompute_method", "attention_backend"), _TEXT),
-}  # fmt: skip
-_FP8: Final[_More] = {
-    "backend": {"words": ("TE", "MSAMP", "AO")},
-    "use_autocast_during_eval": _TRUTH,
-    "margin": _WHOLE,
-    "interval": _WHOLE,
-    "fp8_format": {"words": ("E4M3", "HYBRID", "E5M2"), "aliases": ("format",)},
-    "amax_history_len": {"read": _integer, "aliases": ("amax_history_length",)},
-    "amax_compute_algo": {"words": ("max", "most_recent"), "aliases": ("amax_compute_algorithm",)},
-    "override_linear_precision": _FREE,
-    "opt_level": {"words": ("O1", "O2"), "aliases": ("optimization_level",)},
-    "enable_fsdp_float8_all_gather": _TRUTH,
-    "pad_inner_dim": _TRUTH,
-}
-_PARALLEL: Final[_More] = {
-    **dict.fromkeys(("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "sp_seq_length"), _WHOLE),
-    "cp_backend": _TEXT,
-    "cp_comm_strategy": _TEXT,
-    "sp_backend": _TEXT,
-    "sp_seq_length_is_variable": _TRUTH,
-    "sp_attn_implementation": _TEXT,
-}
+)  # fmt: skip
+TOP: Final[Mapping[str, Option]] = {option.name: option for option in _TOP}
+"""The options of the top level of a file."""
 
 SECTIONS: Final[Mapping[str, Mapping[str, Option]]] = {
-    "dynamo_config": _section("dynamo_config", "dynamo_", *_DYNAMO_OPTIONS),
-    "fsdp_config": _section("fsdp_config", "fsdp_", *_FSDP_OPTIONS),
-    "deepspeed_config": _section(
-        "deepspeed_config",
-        "",
-        *_options(
-            _DEEPSPEED, *_DEEPSPEED, "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_config_file",
-            "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-            "deepspeed_moe_layer_cls_names",
-        ),
+    "dynamo_config": _section(
+        "dynamo_config", "dynamo_",
+        Option("backend", words=_DYNAMO, help="Of torch.compile."),
+        Option("mode", words=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")),
+        Option("use_fullgraph", **_SWITCH),
+        Option("use_dynamic", **_SWITCH),
+        Option("use_regional_compilation", **_SWITCH),
     ),
-    "megatron_lm_config": _section("megatron_lm_config", "megatron_lm_", *_options(_MEGATRON, *_MEGATRON)),
-    "fp8_config": {
-        f"fp8_{option.name.removeprefix('fp8_')}": Option(
-            f"fp8_{option.name.removeprefix('fp8_')}", option.read, "fp8_config", option.words,
-            (option.name, *option.aliases), free=option.free,
-        )
-        for option in _options(_FP8, *_FP8)
-    },
-    "parallelism_config": _section("parallelism_config", "parallelism_config_", *_options(_PARALLEL, *_PARALLEL)),
-    "mpirun_config": _section("mpirun_config", "mpirun_", Option("hostfile"), Option("ccl")),
-    "ipex_config": _section("ipex_config", "", Option("ipex", _boolean), Option("use_xpu", _boolean)),
+    "fsdp_config": _section(
+        "fsdp_config", "fsdp_",
+        Option("version", _integer),
+        Option("sharding_strategy",
+               words=("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")),
+        Option("reshard_after_forward"),  # in version 1 this was the sharding strategy
+        Option("offload_params", _boolean),
+        Option("min_num_params", _integer),
+        Option("auto_wrap_policy", words=("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")),
+        Option("transformer_layer_cls_to_wrap"),
+        Option("backward_prefetch", words=("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"),
+               aliases=("backward_prefetch_policy",)),
+        Option("state_dict_type", words=("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")),
+        *_each(_boolean, "forward_prefetch", "use_orig_params", "cpu_ram_efficient_loading", "sync_module_states",
+               "activation_checkpointing", "activation_checkpointing_offload"),
+        Option("ignored_modules"),
+    ),
+    "deepspeed_config": _section(
+        "deepspeed_config", "",
+        Option("deepspeed_multinode_launcher", ignored=_DEEPSPEED_LAUNCHER,
+               words=("pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm")),
+        *_each(str, "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
+               ignored=_DEEPSPEED_LAUNCHER),
+        Option("zero_stage", _automatic(_integer)),
+        Option("offload_optimizer_device", words=("none", "cpu", "nvme")),
+        Option("offload_param_device", words=("none", "cpu", "nvme")),
+        Option("gradient_accumulation_steps", _automatic(_integer)),
+        Option("gradient_clipping", _automatic(_number)),
+        Option("zero3_init_flag", _boolean),
+        Option("zero3_save_16bit_model", _boolean, ignored="saving does not read it"),
+        *_each(str, "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_config_file",
+               "deepspeed_moe_layer_cls_names"),
+    ),
+    "megatron_lm_config": _section(
+        "megatron_lm_config", "megatron_lm_",
+        *_each(_integer, "tp_degree", "pp_degree", "num_micro_batches", "recompute_num_layers",
+               "expert_model_parallel_size", "context_parallel_size", "expert_tensor_parallel_size",
+               "decoder_last_pipeline_num_layers"),
+        *_each(_boolean, "sequence_parallelism", "recompute_activations", "use_distributed_optimizer",
+               "use_custom_fsdp", "no_load_optim", "eod_mask_loss", "no_save_optim", "optimizer_cpu_offload",
+               "use_precision_aware_optimizer", "overlap_cpu_optimizer_d2h_h2d", "attention_softmax_in_fp32",
+               "calculate_per_token_loss", "use_rotary_position_embeddings"),
+        *_each(_number, "gradient_clipping", "attention_dropout", "hidden_dropout"),
+        *_each(str, "recompute_granularity", "recompute_method", "attention_backend"),
+    ),
+    "fp8_config": _section(
+        "fp8_config", "fp8_",
+        Option("backend", words=("TE", "MSAMP", "AO")),
+        Option("use_autocast_during_eval", **_SWITCH),
+        *_each(_integer, "margin", "interval"),
+        Option("format", words=("E4M3", "HYBRID", "E5M2")),
+        Option("amax_history_len", _integer, aliases=("amax_history_length",)),
+        Option("amax_compute_algo", words=("max", "most_recent"), aliases=("amax_compute_algorithm",)),
+        Option("override_linear_precision", free=True),
+        Option("opt_level", words=("O1", "O2"), aliases=("optimization_level",)),
+        Option("enable_fsdp_float8_all_gather", _boolean, ignored="torchao would replace parameters"),
+        Option("pad_inner_dim", _boolean),
+    ),
+    "parallelism_config": _section(
+        "parallelism_config", "parallelism_config_",
+        *_each(_integer, "dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size", "sp_seq_length"),
+        *_each(str, "cp_backend", "cp_comm_strategy", "sp_backend", "sp_attn_implementation"),
+        Option("sp_seq_length_is_variable", _boolean),
+    ),
+    "mpirun_config": _section(
+        "mpirun_config", "mpirun_", *_each(str, "hostfile", "ccl", ignored="mpirun is not started from here")
+    ),
+    "ipex_config": _section("ipex_config", "", *_each(_boolean, "ipex", "use_xpu", ignored="IPEX is not used")),
 }  # fmt: skip
 """The mappings of a file, and their options by their names on the command line."""
 
 
 def all_options() -> dict[str, Option]:
-    """Every option by its name on the command line; one of no section comes before one of a section.
+    """Every option by its name on the command line; the top level has priority over a section with the same name.
 
     Example:
         >>> len(all_options()) > 100
         True
     """
-    found: dict[str, Option] = {}
-    for section in reversed(list(SECTIONS.values())):
-        found.update(section)
-    return {**found, **TOP}
+    found = dict(TOP)
+    for section in SECTIONS.values():
+        found |= {name: option for name, option in section.items() if name not in found}
+    return found
+
+
+_DEVICES: Final = ("cpu", "multi_gpu", "tpu")
+_ENGINES: Final = (*(kind for kind in ENGINE_WORDS.values() if kind is not None), "TP")
+
+
+def with_kind(*levels: Mapping[str, Chosen]) -> dict[str, Chosen]:
+    """Merge the options of several levels, and derive ``distributed_type`` and ``use_cpu`` from them.
+
+    Devices and engine are two choices: ``--cpu`` keeps the engine of a file, ``--use_fsdp`` keeps its devices.
+
+    Args:
+        levels: each has priority over those to its left; the first has both options. ``cpu`` may be among them.
+
+    Raises:
+        ConfigurationError: two engines, or two kinds of devices, at one level.
+
+    Example:
+        >>> defaults = {"distributed_type": Chosen(None, "default"), "use_cpu": Chosen(False, "default")}
+        >>> file, flags = {"use_fsdp": Chosen(True, "a.yaml:1")}, {"cpu": Chosen(True, "flag --cpu")}
+        >>> found = with_kind(defaults, file, flags)
+        >>> found["distributed_type"].value, found["use_cpu"].value
+        ('FSDP', True)
+    """
+    chosen: dict[str, Chosen] = {}
+    for level in levels:
+        chosen = {**chosen, **level}
+        chosen.update(_derived(level, chosen))
+    chosen.pop("cpu", None)
+    return chosen
+
+
+def _derived(level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
+    """``distributed_type`` and ``use_cpu`` by the words of one level, else their earlier values."""
+    devices, engines = ([word for word in words if _is_on(level, word)] for words in (_DEVICES, ENGINE_WORDS))
+    given, on_cpu = chosen["distributed_type"], chosen["use_cpu"]
+    kind = given
+    _only_one(level, devices)
+    _only_one(level, engines)
+    if "tpu" in devices:
+        _only_one(level, [*devices, *engines])
+    if devices:
+        on_cpu = Chosen(devices[0] == "cpu", level[devices[0]].origin)
+    if engines:
+        engine, origin = ENGINE_WORDS[engines[0]], level[engines[0]].origin
+        if "distributed_type" in level and given.value in _ENGINES and given.value != engine:
+            _only_one(level, ["distributed_type", engines[0]])
+        if engine is not None or not _on_several(given):
+            kind = Chosen(engine, origin)
+    if "tpu" in devices:
+        kind = Chosen("XLA", level["tpu"].origin)
+    elif "cpu" in devices and kind.value not in _ENGINES:
+        kind = Chosen("MULTI_CPU", level["cpu"].origin)
+    elif (
+        "multi_gpu" in devices and kind.value not in _ENGINES and not (_on_several(kind) and kind.value != "MULTI_CPU")
+    ):
+        kind = Chosen("MULTI_GPU", level["multi_gpu"].origin)
+    return {"distributed_type": kind, "use_cpu": on_cpu}
+
+
+def _is_on(level: Mapping[str, Chosen], word: str) -> bool:
+    return word in level and bool(level[word].value)
+
+
+def _on_several(kind: Chosen) -> bool:
+    return str(kind.value).startswith("MULTI_")
+
+
+def _only_one(level: Mapping[str, Chosen], words: Iterable[str]) -> None:
+    several = list(words)
+    if len(several) > 1:
+        raise ConfigurationError(
+            "one kind of run at a time",
+            found=", ".join(f"{word}={level[word].value} ({level[word].origin})" for word in several),
+        )

@@ -1,4 +1,4 @@
-"""What a launch comes to: processes, machines, and the variables the script is given."""
+"""The plan of a launch: processes, machines, and the variables of the script."""
 
 from __future__ import annotations
 
@@ -13,22 +13,16 @@ from typing import Any, Final, final
 from trainer_kit.core.configuration_sources import ORIGINS
 from trainer_kit.core.environment import Environment, available_devices
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.launch.configuration import Resolved
 from trainer_kit.launch.machines import Machines
-from trainer_kit.launch.options import ENGINES, SECTIONS
-from trainer_kit.launch.resolve import Resolved
+from trainer_kit.launch.options import ENGINES, SECTIONS, TOP
 
 __all__ = ["Plan", "plan"]
 
 _PASSED: Final = ("mixed_precision", "gradient_accumulation_steps", "use_cpu", "debug")
 _VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
-_NO_EFFECT: Final = (
-    "downcast_bf16", "enable_cpu_affinity", "mpirun_hostfile", "mpirun_ccl", "ipex", "use_xpu",
-    "deepspeed_multinode_launcher", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "zero3_save_16bit_model", "fp8_enable_fsdp_float8_all_gather",
-)  # fmt: skip
-_TPU: Final = ("tpu_name", "tpu_zone", "tpu_vm")
 _OF_THE_AGENT: Final = ("tee", "log_dir", "role", "monitor_interval", "max_restarts")
-"""What only a process above the ranks can do."""
+"""The options that need a process above the ranks."""
 _PORT: Final = 29500
 _OURS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -41,13 +35,13 @@ class Plan:
     """What to start on this machine.
 
     Attributes:
-        processes: here.
+        processes: on this machine.
         machines: of the whole run.
-        in_place: whether this very process is a rank already, by its launcher's word, and only runs the script.
+        in_place: whether a launcher has already started this process as a rank, so that it only runs the script.
         environ: variables for the script.
-        max_restarts: how often.
-        supervised: whether an agent stays above the ranks, also above a single one.
-        left_out: what the configuration asks for and has no effect yet.
+        max_restarts: how often the ranks are restarted.
+        supervised: whether an agent supervises the ranks, also a single one.
+        ignored: the options of the configuration without an effect, each with the reason.
         through: a module that runs the script, as ``("-m", "module")``; or nothing.
     """
 
@@ -57,7 +51,7 @@ class Plan:
     environ: Mapping[str, str]
     max_restarts: int
     supervised: bool
-    left_out: tuple[str, ...]
+    ignored: Mapping[str, str]
     through: tuple[str, ...] = ()
 
 
@@ -66,10 +60,10 @@ def plan(options: Resolved, here: Environment) -> Plan:
 
     Args:
         options: every option.
-        here: what a launcher around this one has said: SLURM, MPI or torchrun.
+        here: the environment of an outer launcher: SLURM, MPI or torchrun.
 
     Raises:
-        ConfigurationError: for what contradicts itself, and for what is not here yet.
+        ConfigurationError: for options that contradict each other, and for options that are not supported yet.
     """
     _refuse(options)
     if options["distributed_type"] in _XLA:
@@ -80,7 +74,7 @@ def plan(options: Resolved, here: Environment) -> Plan:
 
 @contextmanager
 def _visible(options: Resolved) -> Iterator[None]:
-    """Devices are counted as the script will see them: under the variables that it is given."""
+    """Count devices as the script will see them: with the variables that it receives."""
     before = dict(os.environ)
     os.environ.update(_variables(options))
     try:
@@ -121,9 +115,11 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
         )
     in_place = around == total
     asked = any(options[name] for name in _OF_THE_AGENT)
-    left_out = [*_NO_EFFECT, *_TPU, *(_OF_THE_AGENT if in_place else ())]
-    left_out += ["rdzv_conf"] if machines.count == 1 else []
-    left_out += ["rdzv_backend"] if options["rdzv_backend"] == "c10d" else []
+    ignored = dict.fromkeys(_OF_THE_AGENT if in_place else (), f"{here.source} has started the processes")
+    if machines.count == 1:
+        ignored["rdzv_conf"] = "a single machine has no rendezvous"
+    if options["rdzv_backend"] == "c10d":
+        ignored["rdzv_backend"] = "the agents use their own rendezvous"
     return Plan(
         processes=processes,
         machines=machines,
@@ -131,8 +127,16 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
         environ=_environ(options, ids),
         max_restarts=options["max_restarts"],
         supervised=not in_place and (asked or processes > 1 or machines.count > 1),
-        left_out=tuple(name for name in left_out if options[name]),
+        ignored=_ignored(options, ignored),
     )
+
+
+def _ignored(options: Resolved, more: Mapping[str, str]) -> dict[str, str]:
+    """The options of the configuration without an effect: always, by their table, and ``more`` of this plan."""
+    found = dict(more)
+    for table in (TOP, *SECTIONS.values()):
+        found |= {option.name: option.ignored for option in table.values() if option.ignored}
+    return {name: reason for name, reason in found.items() if options[name]}
 
 
 def _on_xla(options: Resolved) -> Plan:
@@ -141,9 +145,10 @@ def _on_xla(options: Resolved) -> Plan:
         raise _pod(options, "num_machines")
     several = (options["num_processes"] or 1) > 1
     environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
-    no_effect = [*_NO_EFFECT, *_TPU, "rdzv_conf", *(_OF_THE_AGENT if several else ())]
-    # The whole script runs, with its guarded main part; Accelerate imports it and calls this function.
-    no_effect += ["main_training_function"] if options["main_training_function"] != "main" else []
+    ignored = dict.fromkeys(_OF_THE_AGENT if several else (), "torch_xla starts the processes")
+    ignored["rdzv_conf"] = "a single machine has no rendezvous"
+    if options["main_training_function"] != "main":  # Accelerate imports the script and calls this function
+        ignored["main_training_function"] = "the script is run, with its main part"
     return Plan(
         processes=1,
         machines=Machines(),
@@ -151,7 +156,7 @@ def _on_xla(options: Resolved) -> Plan:
         environ={**environ, **_environ(options, None)},
         max_restarts=0 if several else options["max_restarts"],
         supervised=not several and any(options[name] for name in _OF_THE_AGENT),
-        left_out=tuple(name for name in no_effect if options[name]),
+        ignored=_ignored(options, ignored),
         through=("-m", "trainer_kit.launch.each_device") if several else (),
     )
 
@@ -187,14 +192,14 @@ def _machines(options: Resolved, here: Environment) -> Machines:
 
 
 def _patience(options: Resolved) -> float:
-    """Seconds to wait for the other machines: what ``rdzv_conf`` can say here."""
+    """Seconds to wait for the other machines, from ``rdzv_conf``."""
     pairs = dict(pair.partition("=")[::2] for pair in str(options["rdzv_conf"] or "").split(",") if pair.strip())
     for name, seconds in pairs.items():
         if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(r"\d{1,9}(\.\d+)?", seconds.strip()):
             raise ConfigurationError(
-                "machines meet in a store of this launcher, not by torch's rendezvous",
+                "machines rendezvous in a store of this launcher, not by torch's rendezvous",
                 found=options.describe("rdzv_conf"),
-                fix="timeout=SECONDS, for which a machine waits for the others",
+                fix="timeout=SECONDS: how long a machine waits for the others",
             )
     return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
 
@@ -211,19 +216,19 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     single = options["distributed_type"] == "NO"
     if total is None:
         each = 1 if single else devices
-        # A launcher that has started several tasks on a machine has started the processes.
+        # If an outer launcher has started several tasks on a machine, they are the processes.
         total = each * num_machines if launched is None else max(launched, each * num_machines)
     elif single and total > 1 and not options.origin("num_processes").startswith("flag"):
         raise ConfigurationError(
             "one process is not several",
             found=f"{options.describe('distributed_type')}, {options.describe('num_processes')}",
-            fix="say MULTI_CPU or MULTI_GPU, or num_processes: 1",
+            fix="set MULTI_CPU or MULTI_GPU, or num_processes: 1",
         )
     if total < 1 or total % num_machines:
         raise ConfigurationError(
             "every machine starts equally many processes",
             found=f"{options.describe('num_processes')}, num_machines={num_machines}",
-            fix="num_processes counts those of all machines together",
+            fix="num_processes counts the processes of all machines together",
         )
     if total == 1 and options["multi_gpu"] and options.origin("multi_gpu").startswith("flag"):
         raise ConfigurationError("--multi_gpu is for several processes", found="1 process", fix="leave it out")
@@ -249,7 +254,7 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
 
 _SEQUENCES: Final = "parallelism_config_sp_size"
 _SECTIONS: Final = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
-"""What of a file the ranks are told, by the kind of run."""
+"""The section of a file that the ranks receive, by the kind of run."""
 _XLA: Final = ("TPU", "XLA")
 
 
@@ -261,7 +266,7 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     elif options["distributed_type"] in _XLA:
         passed.append("distributed_type")
     if options["mixed_precision"] == "fp8":
-        passed += [name for name in SECTIONS["fp8_config"] if name not in _NO_EFFECT]
+        passed += [name for name, option in SECTIONS["fp8_config"].items() if not option.ignored]
     found = _variables(options)
     origins: dict[str, str] = {}
     for name in passed:
@@ -287,10 +292,10 @@ def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
 
 
 def _variables(options: Resolved) -> dict[str, str]:
-    """The variables that ``environment:``, ``tpu_env:`` and ``--env`` give the script.
+    """The variables for the script from ``environment:``, ``tpu_env:`` and ``--env``.
 
     Raises:
-        ConfigurationError: a pair without ``=``, a name that is none, or a variable that this launcher sets.
+        ConfigurationError: a pair without ``=``, an invalid name, or a variable that this launcher sets.
     """
     given, found = options["environment"] or {}, {}
     if not isinstance(given, Mapping):
@@ -302,12 +307,12 @@ def _variables(options: Resolved) -> dict[str, str]:
         name, equals, value = pair.partition("=")
         pairs.append(("tpu_env", name, value if equals else None))
     for option, name, value in pairs:
-        whose = f"{name} ({options.origin(option)})"
+        found_at = f"{name} ({options.origin(option)})"
         if not isinstance(value, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigurationError("a variable is NAME=TEXT", found=whose, fix="--env NCCL_DEBUG=INFO")
+            raise ConfigurationError("a variable is NAME=TEXT", found=found_at, fix="--env NCCL_DEBUG=INFO")
         if name in _OURS or name.startswith(("TRAINER_KIT_", "TORCHELASTIC_")):
             raise ConfigurationError(
-                "launch sets this variable itself", found=whose, fix="use the option for it; explain lists them"
+                "launch sets this variable itself", found=found_at, fix="use the option for it; explain lists them"
             )
         found[name] = value
     return found
@@ -320,25 +325,25 @@ def _text(value: Any) -> str:
 
 
 def _refuse(options: Resolved) -> None:
-    """What loads, and cannot run yet."""
+    """Refuse options that can be read but not run yet."""
     parallel = [name for name in SECTIONS["parallelism_config"] if name.endswith("_size") and (options[name] or 1) != 1]
     wanted = {
         "compute_environment": "SageMaker" if options["compute_environment"] == "AMAZON_SAGEMAKER" else None,
         "distributed_type": ENGINES.get(options["distributed_type"] or ""),
         _SEQUENCES: "dividing sequences by DeepSpeed" if _SEQUENCES in parallel else None,
     }
-    for name, what in wanted.items():
-        if what is not None:
+    for name, feature in wanted.items():
+        if feature is not None:
             raise ConfigurationError(
-                f"{what} is not here yet",
+                f"{feature} is not here yet",
                 found=options.describe(name),
-                fix="train data parallel (--multi_gpu, --cpu), or say it in the script: Trainer(strategy=...)",
+                fix="train data parallel (--multi_gpu, --cpu), or set it in the script: Trainer(strategy=...)",
             )
     if parallel and options["distributed_type"] in ("DEEPSPEED", "MEGATRON_LM"):
         raise ConfigurationError(
             "an engine of its own cannot divide a mesh",
             found=f"{options.describe('distributed_type')}, {options.describe(parallel[0])}",
-            fix="leave parallelism_config out, or say FSDP, MULTI_GPU or MULTI_CPU",
+            fix="leave parallelism_config out, or set FSDP, MULTI_GPU or MULTI_CPU",
         )
     on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith("flag")
     if options["tpu_use_cluster"] and on_tpu:

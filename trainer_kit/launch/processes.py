@@ -1,29 +1,38 @@
-"""A function on several ranks of this machine: started, awaited, and ended together."""
+"""Ranks as child processes of this one: for notebooks, interactive sessions and tests, which cannot be run again."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import Any, Final, final
+from typing import Any, Final, Literal, TypeVar, final
 
-from trainer_kit.core.errors import RankError, add_note
+import torch
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import LaunchError, RankError, add_note
+from trainer_kit.launch.bootstrap import die_with_parent, qualified_name
 from trainer_kit.launch.failure import RankFailure, describe, root_first
 
-__all__ = ["Ranks", "local_environment"]
+__all__ = ["Ranks", "local_environment", "run_forked"]
 
-_LAST_WORDS: Final = 5.0
-"""Seconds that a process has to end after it has handed over its result."""
+_EXIT_TIME: Final = 5.0
+"""Seconds that a process has to end after it has sent its result."""
+
+_Result = TypeVar("_Result")
+_StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 
 
 def local_environment(nproc: int) -> dict[str, str]:
-    """The variables that ranks of one machine share; they meet on a free port of the loopback interface."""
+    """The variables that ranks of one machine share; their rendezvous is a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -38,6 +47,95 @@ def local_environment(nproc: int) -> dict[str, str]:
     return shared
 
 
+def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMethod = "auto") -> _Result:
+    """Run ``fn(rank)`` on ``nproc`` processes of this machine, with the rank environment set, and wait for them.
+
+    Forked ranks see everything of this process, closures and notebook cells included, and compute with one thread:
+    the OpenMP threads of this process do not survive a fork, and waiting for them would hang.
+
+    Args:
+        fn: called on every rank; the result of rank 0 must be picklable.
+        nproc: number of ranks.
+        start_method: ``auto`` forks. ``spawn`` and ``forkserver`` start new interpreters and need a picklable ``fn``.
+
+    Returns:
+        The result of rank 0.
+
+    Raises:
+        LaunchError: when a fork cannot work because the accelerator is in use here, or ``fn`` cannot be pickled.
+        RankError: when a rank died.
+        BaseException: of the rank that failed first, with that rank's traceback as a note.
+
+    Example:
+        >>> factor = 20
+        >>> run_forked(lambda rank: factor + rank, 2)
+        20
+    """
+    here = Environment.detect()
+    if here.launched:
+        raise LaunchError("a rank does not start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
+    if nproc < 1:
+        raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
+    method = "fork" if start_method == "auto" else start_method
+    if method not in multiprocessing.get_all_start_methods():
+        raise LaunchError(
+            f"this system cannot start processes by {method}", fix="put the code in a script: python train.py"
+        )
+    if method == "fork":
+        _check_fork()
+    else:
+        _check_picklable(fn, method)
+    with warnings.catch_warnings():
+        # Python 3.12 and later warn of a fork in a process with threads; one thread per rank avoids that problem.
+        warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+        target = _Target(fn, method == "fork")
+        ranks = Ranks(multiprocessing.get_context(method), nproc, target, local_environment(nproc))
+    try:
+        ranks.wait()
+        return ranks.results()[0]  # type: ignore[no-any-return]
+    finally:
+        ranks.close()
+
+
+@final
+class _Target:
+    """``fn`` in its process."""
+
+    def __init__(self, fn: Callable[[int], Any], forked: bool) -> None:
+        self.fn, self.forked = fn, forked
+
+    def __call__(self, rank: int) -> Any:
+        if self.forked:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
+        result = self.fn(rank)
+        return result if rank == 0 else None
+
+
+def _check_fork() -> None:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        return
+    initialised = getattr(torch.get_device_module(device), "is_initialized", None)
+    if initialised is not None and initialised():
+        raise LaunchError(
+            "ranks cannot be forked any more",
+            found=f"this process has used the {device.type} device, which does not survive a fork",
+            fix="restart the notebook's kernel and start training before anything else touches the device",
+        )
+
+
+def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
+    try:
+        pickle.dumps(fn)
+    except Exception as error:
+        raise LaunchError(
+            f"the function cannot be sent to a process started by {method}",
+            found=f"{type(error).__name__}: {error}",
+            fix='define it at the top of a module, or use start_method="fork"',
+        ) from None
+
+
 @final
 class Ranks:
     """``nproc`` processes that run one function.
@@ -47,7 +145,7 @@ class Ranks:
         nproc: number of ranks.
         target: called as ``target(rank)``; must be picklable unless the context forks.
         environ: variables for all ranks; ``RANK`` and ``LOCAL_RANK`` are added.
-        peer_grace: seconds that the others have once a rank has failed.
+        peer_grace: seconds that the others have after a rank has failed.
     """
 
     def __init__(
@@ -78,20 +176,20 @@ class Ranks:
         try:
             process.start()
         finally:
-            writer.close()  # so that the end of the process is the end of the pipe
+            writer.close()  # the pipe ends when the process ends
         self._processes.append(process)
 
     @property
     def running(self) -> dict[int, int]:
         """The processes of the ranks that are neither done nor failed."""
-        told = self._results.keys() | self._failures.keys()
-        return {rank: process.pid for rank, process in enumerate(self._processes) if rank not in told}
+        ended = self._results.keys() | self._failures.keys()
+        return {rank: process.pid for rank, process in enumerate(self._processes) if rank not in ended}
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until all ranks are done, or one has failed and the others have followed or were ended.
+        """Wait until all ranks are done, or one has failed and the others have ended or were killed.
 
         Args:
-            timeout: seconds; None for ever.
+            timeout: seconds; None waits without a limit.
 
         Returns:
             False at the timeout.
@@ -116,20 +214,17 @@ class Ranks:
         for reader in connection.wait(list(waiting), timeout):
             rank = waiting[reader]  # type: ignore[index]
             try:
-                told = pickle.loads(self._readers[rank].recv_bytes())
+                message = pickle.loads(self._readers[rank].recv_bytes())
             except (EOFError, OSError):
-                self._died(rank)
+                process = self._processes[rank]
+                process.join(_EXIT_TIME)
+                self._failures[rank] = RankFailure(rank, process.exitcode, time.time_ns(), pid=process.pid)
                 continue
-            if "result" in told:
-                self._results[rank] = pickle.loads(told["result"])
+            if "result" in message:
+                self._results[rank] = pickle.loads(message["result"])
             else:
-                self._errors[rank] = pickle.loads(told["error"]) if told["error"] else None
-                self._failures[rank] = RankFailure(exit_code=1, **told["failure"])
-
-    def _died(self, rank: int) -> None:
-        process = self._processes[rank]
-        process.join(_LAST_WORDS)
-        self._failures[rank] = RankFailure(rank, process.exitcode, time.time_ns(), pid=process.pid)
+                self._errors[rank] = pickle.loads(message["error"]) if message["error"] else None
+                self._failures[rank] = message["failure"]
 
     def _stop_peers(self) -> None:
         for rank, pid in self.running.items():
@@ -137,26 +232,26 @@ class Ranks:
             self._failures[rank] = RankFailure(rank, None, time.time_ns(), pid=pid, stopped=True)
 
     def results(self) -> list[Any]:
-        """What each rank returned.
+        """The result of each rank.
 
         Raises:
-            BaseException: the exception of the rank that failed first, with its traceback and what became of the
+            BaseException: the exception of the rank that failed first, with its traceback and the failures of the
                 others as a note.
-            RankError: for a rank that died, or whose exception cannot travel between processes.
+            RankError: for a rank that died, or whose exception cannot be pickled.
         """
         if not self._failures:
             return [self._results[rank] for rank in range(self.nproc)]
         root = root_first(self._failures.values())[0]
-        told = describe(list(self._failures.values()), self.nproc)
+        message = describe(list(self._failures.values()), self.nproc)
         error = self._errors.get(root.rank)
         if error is None:
-            raise RankError(told)
-        add_note(error, told)
+            raise RankError(message)
+        add_note(error, message)
         raise error
 
     def close(self) -> None:
-        """End what still runs."""
-        limit = time.monotonic() + (0 if self.running else _LAST_WORDS)
+        """End the processes that still run."""
+        limit = time.monotonic() + (0 if self.running else _EXIT_TIME)
         for process in self._processes:
             process.join(max(0.0, limit - time.monotonic()))
             if process.is_alive():
@@ -169,21 +264,21 @@ class Ranks:
 
 def _work(rank: int, target: Callable[[int], Any], environ: Mapping[str, str], writer: Connection[Any, Any]) -> None:
     """The body of one process."""
-    _tie_to_parent()
+    if sys.platform == "linux":
+        die_with_parent()
     os.environ.update(environ)
     try:
-        result = _returned(target, rank)
-        told: dict[str, Any] = {"result": pickle.dumps(result)}
+        message: dict[str, Any] = {"result": pickle.dumps(_result(target, rank))}
     except BaseException as error:
-        told = _failure(rank, error)
+        message = {"error": _packed(error), "failure": _failure(rank, error)}
     try:
-        writer.send_bytes(pickle.dumps(told))
+        writer.send_bytes(pickle.dumps(message))
     except BrokenPipeError:
-        return  # nobody listens any more
+        return  # the parent is gone
     writer.close()
 
 
-def _returned(target: Callable[[int], Any], rank: int) -> Any:
+def _result(target: Callable[[int], Any], rank: int) -> Any:
     try:
         return target(rank)
     except SystemExit as exit_:
@@ -192,34 +287,21 @@ def _returned(target: Callable[[int], Any], rank: int) -> Any:
         return None
 
 
-def _failure(rank: int, error: BaseException) -> dict[str, Any]:
-    kind = type(error)
-    try:
-        packed: bytes | None = pickle.dumps(error)
-        pickle.loads(packed or b"")
-    except Exception:
-        packed = None
+def _packed(error: BaseException) -> bytes | None:
+    """The exception as a pickle; None if it has none, and for SystemExit, which would end the parent."""
     if isinstance(error, SystemExit):
-        packed = None  # in the parent it would end the parent
+        return None
+    try:
+        packed = pickle.dumps(error)
+        pickle.loads(packed)
+    except Exception:
+        return None
+    return packed
+
+
+def _failure(rank: int, error: BaseException) -> RankFailure:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
-    failure = {
-        "rank": rank,
-        "time_ns": time.time_ns(),
-        "type": kind.__qualname__
-        if kind.__module__ in ("builtins", "__main__")
-        else f"{kind.__module__}.{kind.__name__}",
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(kind, error, trace)),
-        "pid": os.getpid(),
-    }
-    return {"error": packed, "failure": failure}
-
-
-def _tie_to_parent() -> None:
-    if sys.platform == "linux":
-        import ctypes
-        import signal
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    lines = "".join(traceback.format_exception(type(error), error, trace))
+    return RankFailure(rank, 1, time.time_ns(), qualified_name(error), str(error), lines, pid=os.getpid())

@@ -1,66 +1,122 @@
-"""Who waits for processes that have not come says so, and which they are."""
+"""The rendezvous of ranks without an agent; a rank that waits for others names the missing ranks."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Final
 
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, LaunchError
+from trainer_kit.launch.machines import (
+    SignedStore,
+    interface_of,
+    join_store,
+    own_address_towards,
+    run_token,
+    serve_store,
+)
 
-__all__ = ["named_while_connecting", "patience", "wait_for_all", "wait_for_master"]
+__all__ = ["meet_without_agent", "named_while_connecting", "patience", "wait_for_all"]
 
 _PATIENCE: Final = 30.0
 _COUNT, _ALL, _ALIVE = "trainer_kit/come", "trainer_kit/all", "trainer_kit/alive"
 
 
 def patience() -> float:
-    """After how many seconds in one place a process says that it waits: ``TRAINER_KIT_PATIENCE``.
+    """The seconds of waiting after which a process prints a message: ``TRAINER_KIT_PATIENCE``.
 
     Raises:
         ConfigurationError: it is no number of seconds.
     """
-    said = os.environ.get("TRAINER_KIT_PATIENCE", "")
+    text = os.environ.get("TRAINER_KIT_PATIENCE", "")
     try:
-        seconds = float(said or _PATIENCE)
+        seconds = float(text or _PATIENCE)
     except ValueError:
         seconds = 0.0
     if seconds <= 0:
         raise ConfigurationError(
-            "TRAINER_KIT_PATIENCE is a number of seconds", found=repr(said), fix="TRAINER_KIT_PATIENCE=30"
+            "TRAINER_KIT_PATIENCE is a number of seconds", found=repr(text), fix="TRAINER_KIT_PATIENCE=30"
         )
     return max(seconds, 0.1)
 
 
-def wait_for_master(join: Callable[[timedelta], Any], here: Environment, timeout: timedelta) -> Any:
-    """The store of rank 0, once that has come.
+def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
+    """The store of ranks that SLURM, MPI or a user's script has started; None if an agent serves one.
+
+    Rank 0 listens only at the master's address, and gloo only at its interface. If that address belongs to a service
+    that forwards to this machine, rank 0 listens at its own address on the route there.
 
     Args:
-        join: connects to it, and raises a RuntimeError where nobody has listened for so long.
         here: this rank.
-        timeout: how long to wait in all.
+        timeout: how long to wait for rank 0.
 
     Raises:
-        LaunchError: it has not come.
+        LaunchError: rank 0 finds no address to listen at, has not come, or has another run token.
     """
-    where = f"rank 0 at {here.master_addr}:{here.master_port}"
-    one_of_a_machine = here.local_rank == min(1, here.local_world_size - 1)
-    store = _waited(join, lambda: where, lambda: one_of_a_machine, timeout)
-    store.set_timeout(timeout)
-    return store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return None
+    interface = interface_of(here.master_addr)
+    # If this host resolves its own name to a loopback address, the other hosts know it by another address.
+    if interface is not None and (here.num_nodes == 1 or interface != "lo"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    if here.rank > 0:
+        missing = f"rank 0 at {here.master_addr}:{here.master_port}"
+        one_of_a_machine = here.local_rank == min(1, here.local_world_size - 1)
+        join = partial(join_store, here.master_addr, here.master_port)
+        store = _await(join, lambda: missing, lambda: one_of_a_machine, timeout)
+        store.set_timeout(timeout)
+        SignedStore(store).get("rank 0")
+    else:
+        store = _serve_as_master(here)
+        SignedStore(store).set("rank 0", "")
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(hashlib.sha256(run_token()).hexdigest(), store) if run_token() else store
+
+
+def _serve_as_master(here: Environment) -> Any:
+    try:
+        return serve_store(here.master_addr, here.master_port)
+    except LaunchError as error:
+        own = None if _is_own(here.master_addr) else own_address_towards(here.master_addr)
+        if own is None:
+            raise LaunchError(
+                error.problem,
+                found=error.found,
+                fix="set MASTER_ADDR to an address of the machine of rank 0, and MASTER_PORT to a free port",
+            ) from None
+    print(
+        f"rank 0 listens at {own}:{here.master_port}: MASTER_ADDR={here.master_addr} is no address of this machine",
+        file=sys.stderr,
+        flush=True,
+    )
+    return serve_store(own, here.master_port)
+
+
+def _is_own(address: str) -> bool:
+    try:
+        family, _, _, _, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
 
 
 def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
     """Return when every rank has called this.
 
     Args:
-        store: torch's, in which they meet.
+        store: torch's, shared by all ranks.
         here: this rank.
         timeout: how long to wait in all.
 
@@ -72,14 +128,13 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
     if store.add(_COUNT, 1) >= size:
         store.set(_ALL, "")
 
-    def come(left: timedelta) -> bool:
+    def wait(left: timedelta) -> None:
         ends, pause = time.monotonic() + left.total_seconds(), 0.001
-        while not store.check([_ALL]):  # its wait() prints a warning of C++'s when the time is over
+        while not store.check([_ALL]):  # its wait() prints a C++ warning at the timeout
             if time.monotonic() > ends:
                 raise TimeoutError
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
-        return True
 
     def missing() -> str:
         return _named([rank for rank in range(size) if not store.check([f"{_COUNT}/{rank}"])], size)
@@ -87,15 +142,15 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
     def first() -> bool:
         return not any(store.check([f"{_COUNT}/{rank}"]) for rank in range(here.rank))
 
-    _waited(come, missing, first, timeout)
+    _await(wait, missing, first, timeout)
 
 
 @contextmanager
 def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
-    """Inside, where C++ waits for every rank's connections, a thread says now and then which ranks are gone.
+    """While C++ code connects the ranks, a thread prints at intervals which ranks are gone.
 
     Args:
-        store: in which they have met; it is left to the caller, who is blocked in it.
+        store: shared by all ranks; the thread uses a clone, as the caller's thread is blocked in this one.
         here: this rank.
     """
     if not hasattr(store, "clone"):  # older torch
@@ -111,24 +166,21 @@ def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
         thread.join()
 
 
-def _name_gone(store: Any, here: Environment, over: threading.Event, each: float) -> None:
+def _name_gone(store: Any, here: Environment, over: threading.Event, interval: float) -> None:
     began = time.monotonic()
-    while not over.wait(each):
+    while not over.wait(interval):
         try:
             store.set(f"{_ALIVE}/{here.rank}", "")
-            if over.wait(min(1.0, each)):  # the others came here at the same moment
+            if over.wait(min(1.0, interval)):  # the other ranks reach this point at the same moment
                 return
             alive = [rank for rank in range(here.world_size) if store.check([f"{_ALIVE}/{rank}"])]
-        except RuntimeError:  # it has gone with its process
+        except RuntimeError:  # the process that served the store is gone
             return
         gone = sorted({*range(here.world_size)} - {*alive})
         if gone and here.rank == alive[0]:
             waited = time.monotonic() - began
-            print(
-                f"waiting for {_named(gone, here.world_size)} to connect for {waited:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            missing = _named(gone, here.world_size)
+            print(f"waiting for {missing} to connect for {waited:.0f} s", file=sys.stderr, flush=True)
 
 
 def _named(ranks: list[int], size: int) -> str:
@@ -136,26 +188,26 @@ def _named(ranks: list[int], size: int) -> str:
     return f"rank {listed} of {size}" if len(ranks) == 1 else f"ranks {listed} of {size}"
 
 
-def _waited(
-    come: Callable[[timedelta], Any], missing: Callable[[], str], speaks: Callable[[], bool], timeout: timedelta
+def _await(
+    wait: Callable[[timedelta], Any], missing: Callable[[], str], prints: Callable[[], bool], timeout: timedelta
 ) -> Any:
-    """What ``come`` returns; who is missing is said now and then, by one that ``speaks`` for several."""
-    began, each = time.monotonic(), patience()
+    """The result of ``wait``; meanwhile the rank for which ``prints`` is true prints at intervals who is missing."""
+    began, interval = time.monotonic(), patience()
     ends = began + timeout.total_seconds()
     while True:
         now = time.monotonic()
-        last = ends - now <= each
+        last = ends - now <= interval
         try:
-            return come(timedelta(seconds=max(0.01, ends - now) if last else each))
+            return wait(timedelta(seconds=max(0.01, ends - now) if last else interval))
         except (TimeoutError, RuntimeError) as error:  # torch's DistStoreError and DistNetworkError
             waited = time.monotonic() - began
-            if time.monotonic() - now < 0.5 * min(each, ends - now):
-                raise  # not because of the time
+            if time.monotonic() - now < 0.5 * min(interval, ends - now):
+                raise  # not a timeout
             if last:
                 raise LaunchError(
                     "not every process has come",
                     found=f"after {waited:.0f} s without {missing()}",
-                    fix="look at what they said, and at how many were started; timeout= of the strategy is how long",
+                    fix="look at their output, and at how many were started; timeout= of the strategy sets the limit",
                 ) from error
-        if speaks():
+        if prints():
             print(f"waiting for {missing()}: not there after {waited:.0f} s", file=sys.stderr, flush=True)

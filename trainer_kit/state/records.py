@@ -46,7 +46,7 @@ class RunRecord:
         fit: its number within the script, from 0.
         name: the first logger's, "" without one.
         execution: of the script: the same for all fits of one, also when they are resumed.
-        launches: what started the process, see `trainer_kit.launch.identity`.
+        launches: what started the process, see `trainer_kit.launch.program`.
         args: the arguments of the script, secrets masked.
         seed: of the order of the data.
         loggers: the ``state_dict`` of each, which identifies its run.

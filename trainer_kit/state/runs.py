@@ -29,7 +29,7 @@ from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
-from trainer_kit.launch.identity import HANDED_OVER, arguments, handed_over, launches, script
+from trainer_kit.launch.program import HANDED_OVER, arguments, handed_over, launches, script
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.state.records import RUN, RunRecord, read_records, record_problem, write_record
 from trainer_kit.step.requests import Requests

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, Final, final
 
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.launch.slurm import requeue
+from trainer_kit.launch.program import requeue
 
 __all__ = ["Requests", "ended_by", "listening", "requeue_once", "terminable"]
 

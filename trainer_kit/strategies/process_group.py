@@ -24,8 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.launch.machines import meet_without_agent
-from trainer_kit.launch.startup_timeout import named_while_connecting, wait_for_all
+from trainer_kit.launch.startup_timeout import meet_without_agent, named_while_connecting, wait_for_all
 
 __all__ = [
     "ProcessGroup",

@@ -1,4 +1,4 @@
-"""Questions on a terminal: lists to walk with arrow keys; numbered lists where there is no terminal."""
+"""Input of commands: paths, and questions as lists for arrow keys, or as numbered lists without a terminal."""
 
 from __future__ import annotations
 
@@ -11,20 +11,27 @@ from typing import Any, Final
 
 import click
 
-__all__ = ["ask", "choose"]
+__all__ = ["FilePath", "ask", "choose", "table"]
 
 _KEY: Final = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
 _UP: Final = ("\x1b[A", "\x1bOA", "k")
 _DOWN: Final = ("\x1b[B", "\x1bOB", "j")
 
 
+class FilePath(click.Path):
+    """A path of this machine; also expands ``~`` after an equals sign, as in ``--config_file=~/run.yaml``."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        return super().convert(os.path.expanduser(value), parameter, context)
+
+
 def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
-    """Ask for a text until it can be read.
+    """Ask until the answer can be read.
 
     Args:
         question: without a colon.
-        default: taken for an empty answer; None for none.
-        read: turns the answer into a value, or raises a ValueError that says what it is.
+        default: for an empty answer; None for no default.
+        read: turns the answer into a value, or raises a ValueError with the reason.
     """
 
     def convert(text: Any) -> Any:
@@ -37,12 +44,12 @@ def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
 
 
 def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> str:
-    """Ask which of several.
+    """Ask for one of several choices.
 
     Args:
         question: without a colon.
         choices: value and text of each.
-        default: the value that is chosen by Return alone.
+        default: the value for Return without another key.
 
     Returns:
         The value.
@@ -90,7 +97,7 @@ def _on_terminal() -> bool:
 
 @contextmanager
 def _keys() -> Iterator[Iterator[str]]:
-    """The keys as they are pressed, not echoed; what is typed ahead stays."""
+    """The pressed keys, without echo; earlier input is kept."""
     import termios
     import tty
 
@@ -112,3 +119,10 @@ def _pressed(terminal: int) -> Iterator[str]:
             if match[0] == "\x04":
                 raise click.Abort
             yield match[0]
+
+
+def table(rows: Sequence[Sequence[str]]) -> None:
+    """Print rows in aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

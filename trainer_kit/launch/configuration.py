@@ -1,0 +1,343 @@
+"""Which value of every option counts: flag, then configuration file, then environment, then default.
+
+A file is Accelerate's YAML or JSON, checked key by key, each error with file and line. A value of a file that is the
+option's default has no priority over the environment: wizards write every key.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+from trainer_kit.core.configuration_sources import Chosen, variable
+from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
+from trainer_kit.launch.options import SECTIONS, TOP, Option, all_options, with_kind
+
+__all__ = [
+    "ConfigurationFile",
+    "Resolved",
+    "accelerates_default",
+    "default_file",
+    "our_default",
+    "read_configuration",
+    "resolve",
+]
+
+_MOST_BYTES: Final = 64 * 1024
+_KINDS: Final = ("str", "int", "float", "bool", "null", "seq", "map")
+_TAGS: Final = (None, "!", *(f"tag:yaml.org,2002:{kind}" for kind in _KINDS))
+_WITH_TPUS: Final = ("downcast_bf16", "commands", "command_file", "main_training_function")
+_OLD_DYNAMO: Final = "dynamo_backend"
+_DEFAULTS: Final[Mapping[str, Any]] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": None,
+    "mixed_precision": "no",
+    "num_processes": None,
+    "num_machines": 1,
+    "machine_rank": 0,
+    "main_process_ip": "127.0.0.1",
+    "main_process_port": None,
+    "use_cpu": False,
+    "gpu_ids": None,
+    "gradient_accumulation_steps": 1,
+    "max_restarts": 0,
+    "debug": False,
+}
+_UNASKED: Final[Mapping[str, Any]] = {
+    **_DEFAULTS,
+    "gpu_ids": "all",
+    "downcast_bf16": False,
+    "enable_cpu_affinity": False,
+    "rdzv_backend": "static",
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "dynamo_backend": "NO",
+    "dynamo_mode": "default",
+    **{name: False for name in SECTIONS["dynamo_config"] if "_use_" in name},
+    **{name: 1 for name in SECTIONS["parallelism_config"] if name.endswith("_size")},
+}
+"""The values that wizards write without a question: they mean the same as a missing key."""
+_BEFORE: Final = ", before the default in "
+
+
+@final
+@dataclass(frozen=True)
+class ConfigurationFile:
+    """The values of a file, by the names of the command line, without defaults.
+
+    Attributes:
+        path: the file.
+        values: by option.
+        lines: the line of each option.
+    """
+
+    path: Path
+    values: Mapping[str, Any]
+    lines: Mapping[str, int]
+
+    def where(self, name: str) -> str:
+        """``file:line`` of an option."""
+        return f"{self.path}:{self.lines[name]}"
+
+
+@final
+@dataclass
+class _Reading:
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, int] = field(default_factory=dict)
+
+    def wrong(self, line: int, reason: str) -> ConfigurationError:
+        # One printable line: a file may contain control characters that harm a terminal.
+        return ConfigurationError(f"{self.path}:{line}: {printable(reason, most=400)}")
+
+
+def read_configuration(path: Path) -> ConfigurationFile:
+    """Read a file that ``accelerate config`` or ``trainer-kit config`` wrote, or one by hand.
+
+    Args:
+        path: YAML, or JSON.
+
+    Raises:
+        ConfigurationError: one line: file, line, key, the problem, and a similar key.
+    """
+    reading = _Reading(path)
+    for key, value in _pairs(reading, _parse(reading), "a configuration is a mapping of keys to values"):
+        name = key.value
+        if name in SECTIONS:
+            for inner, content in _pairs(reading, value, f"{name}: is a mapping of keys to values"):
+                _take(reading, SECTIONS[name], inner, content, f"{name}.")
+        elif name == _OLD_DYNAMO:  # from versions of Accelerate without this section
+            _take(reading, SECTIONS["dynamo_config"], key, value, "")
+        else:
+            _take(reading, TOP, key, value, "")
+    _take_tpu_file(reading)
+    old, line = reading.values.pop("fp16", False), reading.lines.pop("fp16", 1)
+    if old:  # from versions of Accelerate without mixed_precision
+        reading.values.setdefault("mixed_precision", "fp16")
+        reading.lines.setdefault("mixed_precision", line)
+    return ConfigurationFile(path, reading.values, reading.lines)
+
+
+def _take_tpu_file(reading: _Reading) -> None:
+    """Add the values of the file that ``tpu_config_file`` names, with the line of that key."""
+    name, line = reading.values.pop("tpu_config_file", None), reading.lines.pop("tpu_config_file", 1)
+    if name is None:
+        return
+    other = read_configuration(reading.path.parent / Path(name).expanduser())
+    for option, value in other.values.items():
+        if not option.startswith("tpu_") and option not in _WITH_TPUS:
+            raise reading.wrong(line, f"tpu_config_file: {other.where(option)}: {option} is no key of TPUs")
+        reading.values.setdefault(option, value)
+        reading.lines.setdefault(option, line)
+    reading.values.setdefault("tpu", True)
+    reading.lines.setdefault("tpu", line)
+
+
+def _text(reading: _Reading) -> str:
+    try:
+        with reading.path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"there is no configuration file {reading.path}", fix="write one with: trainer-kit config"
+        ) from None
+    except OSError as error:
+        raise ConfigurationError(f"{reading.path}: cannot be read: {error.strerror}") from None
+    if len(data) > _MOST_BYTES:
+        raise reading.wrong(1, f"a configuration has at most {_MOST_BYTES // 1024} KiB")
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise reading.wrong(data.count(b"\n", 0, error.start) + 1, "this is not UTF-8") from None
+    # JSON is YAML except for tabs, which its strings cannot contain.
+    return text.replace("\t", " ") if reading.path.suffix == ".json" else text
+
+
+def _parse(reading: _Reading) -> Any:
+    try:
+        return guarded_root(_text(reading), tags=_TAGS)
+    except YamlProblem as problem:
+        raise reading.wrong(problem.line, problem.reason) from None
+
+
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
+
+
+def _content(node: Any) -> Any:
+    """The text of a scalar, None for a null, the nodes of a list, or the pairs of nodes of a mapping."""
+    null = node.tag.endswith(":null") or str(node.value).lower() == "none"  # Accelerate writes none
+    return None if node.id == "scalar" and node.style is None and null else node.value
+
+
+def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]]:
+    if node is None or _content(node) is None:
+        return []
+    if node.id != "mapping":
+        raise reading.wrong(_line(node), otherwise)
+    seen: dict[str, Any] = {}
+    for key, value in node.value:
+        if not isinstance(_content(key), str):
+            raise reading.wrong(_line(key), "a key is a word")
+        before = seen.setdefault(key.value, value)
+        if before is not value and (before.id != "scalar" or _content(before) != _content(value)):
+            raise reading.wrong(_line(key), f"{key.value}: is given twice, first in line {_line(before)}")
+    return list(node.value)
+
+
+def _take(reading: _Reading, known: Mapping[str, Option], key: Any, node: Any, section: str) -> None:
+    """Store one value under the name of its option."""
+    by_name = {alias: option for option in known.values() for alias in (option.name, *option.aliases)}
+    name = key.value
+    option = by_name.get(name)
+    if option is None:
+        names = sorted({*by_name, *SECTIONS}) if not section else sorted(by_name)
+        hint = "a variable for the script belongs under environment:"
+        near = hint if name.isupper() else did_you_mean(name[:60], names, "no key of a configuration is like it")
+        raise reading.wrong(_line(key), f"{section}{name}: unknown key, {near}")
+    try:
+        value = _value(option, node)
+    except ValueError as error:
+        kinds = {"sequence": "a list", "mapping": "a mapping"}
+        found = kinds.get(node.id) or repr(str(_content(node))[:60])
+        raise reading.wrong(_line(node), f"{section}{name}: {error}, not {found}") from None
+    if value is None:
+        return
+    if reading.values.setdefault(option.name, value) != value:
+        first = reading.lines[option.name]
+        raise reading.wrong(_line(key), f"{section}{name}: contradicts line {first}, which sets the same option")
+    reading.lines[option.name] = _line(key)
+
+
+def _value(option: Option, node: Any) -> Any:
+    content = _content(node)
+    if option.free:
+        return _plain(node)
+    if option.many or (option.name == "gpu_ids" and node.id == "sequence"):
+        items = content if node.id == "sequence" else [node]
+        if any(item.id != "scalar" for item in items):
+            raise ValueError("is a list of words")
+        texts = [text for text in map(_content, items) if text is not None]
+        return ",".join(texts) if option.name == "gpu_ids" else texts or None
+    if node.id != "scalar":
+        raise ValueError("is one value")
+    return None if content is None else option.value(content)
+
+
+def _plain(node: Any) -> Any:
+    if node.id == "mapping":
+        return {str(_content(key)): _plain(value) for key, value in node.value}
+    return [_plain(item) for item in node.value] if node.id == "sequence" else _content(node)
+
+
+def our_default() -> Path:
+    """The file that ``trainer-kit config`` writes."""
+    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "trainer_kit" / "config.yaml"
+
+
+def accelerates_default() -> Path:
+    """The file that ``accelerate config`` writes."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    folder = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
+    old = folder / "default_config.json"
+    return old if old.is_file() and not (folder / "default_config.yaml").is_file() else folder / "default_config.yaml"
+
+
+def default_file() -> Path | None:
+    """The file that is read by default: ours, else Accelerate's, else none."""
+    return next((path for path in (our_default(), accelerates_default()) if path.is_file()), None)
+
+
+@final
+@dataclass(frozen=True)
+class Resolved:
+    """Every option that has a value, and the origin of the value.
+
+    Attributes:
+        chosen: by option.
+        file: the file that was read, if any.
+    """
+
+    chosen: Mapping[str, Chosen]
+    file: ConfigurationFile | None = None
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of an option; None without one."""
+        found = self.chosen.get(name)
+        return None if found is None else found.value
+
+    def origin(self, name: str) -> str:
+        """The origin of its value."""
+        found = self.chosen.get(name)
+        return "default" if found is None else found.origin
+
+    def given(self, name: str) -> bool:
+        """Whether its value is not the default."""
+        return self.origin(name) != "default"
+
+    def before_file(self) -> list[str]:
+        """The options whose value in the environment has priority over a default in the file."""
+        return [name for name, chosen in self.chosen.items() if _BEFORE in chosen.origin]
+
+    def describe(self, name: str) -> str:
+        """``name=value (origin)``, for messages."""
+        return f"{name}={self[name]} ({self.origin(name)})"
+
+
+def resolve(
+    flags: Mapping[str, Chosen], config_file: Path | None = None, environ: Mapping[str, str] = os.environ
+) -> Resolved:
+    """Find the value of every option.
+
+    Args:
+        flags: the given flags, by option.
+        config_file: a file to read; by default `default_file`, unless ``use_cpu`` is a flag and that file is not for
+            the CPU.
+        environ: the variables.
+
+    Raises:
+        ConfigurationError: for a file, a flag or a variable that cannot be read.
+    """
+    path = config_file or default_file()
+    file = None if path is None else read_configuration(path)
+    on_cpu = any(flags[name].value for name in ("cpu", "use_cpu") if name in flags)
+    if config_file is None and file is not None and on_cpu and not _is_for_cpu(file):
+        file = None
+    defaults = {name: Chosen(value, "default") for name, value in _DEFAULTS.items()}
+    environment: dict[str, Chosen] = {}
+    for name, option in all_options().items():
+        found = None if option.free or option.many else variable(name, environ)
+        if found is not None:
+            environment[name] = _read(option, found)
+    return Resolved(
+        with_kind(defaults, environment, {} if file is None else _with_priority(file, environment), flags), file
+    )
+
+
+def _with_priority(file: ConfigurationFile, environment: dict[str, Chosen]) -> dict[str, Chosen]:
+    """The values of a file with priority over the environment; an origin there names the line that has none."""
+    found = {}
+    for name, value in file.values.items():
+        explicit = name in environment and environment[name].origin.startswith("environment ")
+        if explicit and value == _UNASKED.get(name):
+            chosen = environment[name]
+            environment[name] = Chosen(chosen.value, f"{chosen.origin}{_BEFORE}{file.where(name)}")
+        else:
+            found[name] = Chosen(value, file.where(name))
+    return found
+
+
+def _is_for_cpu(file: ConfigurationFile) -> bool:
+    return bool(file.values.get("use_cpu")) or file.values.get("distributed_type") == "MULTI_CPU"
+
+
+def _read(option: Option, found: Chosen) -> Chosen:
+    try:
+        return Chosen(option.value(found.value), found.origin)
+    except ValueError as error:
+        raise ConfigurationError(f"{found.origin}: {option.name} {error}", found=repr(found.value)) from None
