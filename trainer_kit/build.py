@@ -70,10 +70,6 @@ for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"),
     LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
 LOGGERS.supply("jsonl", "trainer_kit.loggers:JSONLLogger")
 LOGGERS.supply("dummy", "trainer_kit.loggers:DummyLogger")
-_DEEPSPEED_KEYS = (
-    "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
-    "deepspeed_moe_layer_cls_names",
-)  # fmt: skip
 _FORKED = ("ddp_notebook", "ddp_fork")
 
 
@@ -214,7 +210,7 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
     if engine == "DEEPSPEED":
         from trainer_kit.strategies.deepspeed import config as deepspeed_config
 
-        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_launcher_options(_DEEPSPEED_KEYS)))
+        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_launcher_options(deepspeed_config.KEYS)))
     if mesh:
         made = STRATEGIES.get("mesh")(device, **mesh)
     elif fsdp is not None and world > 1:
@@ -260,7 +256,7 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
             raise ConfigurationError("precision is given twice", found=f"precision={precision!r} and plugins=...")
         precision = plugin
     made = _make_precision("32-true" if precision is None else precision, strategy.device.type)
-    made.check(strategy.device, strategy.engine)
+    strategy.check_precision(made)
     return made
 
 

@@ -16,7 +16,7 @@ MODULES = sorted(
 )
 HEAVY = {  # import a library for seconds
     "trainer_kit.inference.quantization",
-    *(f"trainer_kit.precision.{name}" for name in ("bitsandbytes", "float8", "qat")),
+    *(f"trainer_kit.precision.{name}" for name in ("bitsandbytes", "torchao")),
 }
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

@@ -168,7 +168,7 @@ def test_exchanged_layers_do_not_stay_under_another_precision() -> None:
     net = Net()
     Float8Precision(base="32-true", exceptions=["head"]).convert_module(net)
     Float8Precision(base="32-true", exceptions=["head"]).convert_module(net)
-    with pytest.raises(PrecisionError, match=r"found: 'fp8', and now 'bf16-mixed'\n  fix: +make the module anew"):
+    with pytest.raises(PrecisionError, match=r"found: 'fp8', and now 'bf16-mixed'\n  fix: +build the module again"):
         MixedPrecision(torch.bfloat16).convert_module(net)
     with pytest.raises(PrecisionError, match="found: 'fp8', and now 'fp8' with other options"):
         Float8Precision(base="32-true", exceptions=["first", "head"]).convert_module(net)

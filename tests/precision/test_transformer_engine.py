@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import trainer_kit as tk
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision import support_matrix as where
+from trainer_kit.precision import transformer_engine as home
 
 
 class Engine:
@@ -85,7 +85,7 @@ class Engine:
             vars(module).update(given)
             monkeypatch.setitem(sys.modules, f"transformer_engine.{name}", module)
         monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
-        monkeypatch.setitem(where.DEVICES, "transformer-engine", {})  # the stand-in runs on a CPU
+        monkeypatch.setattr(home, "_NOT_NVIDIA", ())  # the stand-in runs on a CPU
 
     @staticmethod
     def recipe(amax_history_len: int = 4, **options: Any) -> Any:
@@ -167,8 +167,9 @@ def test_words_and_what_is_refused_before_the_first_step(monkeypatch: pytest.Mon
     with pytest.raises(PrecisionError, match="has no fp8 for Transformer Engine\n  found: Device compute"):
         trainer("transformer-engine")
     monkeypatch.undo()
+    refused = home._NOT_NVIDIA
     Engine(monkeypatch, renamed=True)
-    monkeypatch.setitem(where.DEVICES, "transformer-engine", {"cpu": "Transformer Engine needs an NVIDIA GPU"})
+    monkeypatch.setattr(home, "_NOT_NVIDIA", refused)
     with pytest.raises(PrecisionError, match="does not run on a device of type 'cpu'"):
         trainer("transformer-engine")
 

@@ -1,4 +1,4 @@
-"""One table says what runs where: every run is held against it, and the guide shows it."""
+"""What runs where: engines and precisions declare what they refuse, and the guide shows all of it in one table."""
 
 from __future__ import annotations
 
@@ -12,44 +12,80 @@ import torch
 from trainer_kit import Accelerator, Trainer, strategies  # they register the names of strategies
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.precision import MixedPrecision, TruePrecision
+from trainer_kit.precision import BitsandbytesPrecision, MixedPrecision, TruePrecision
 from trainer_kit.precision.aliases import WORDS, make_precision
-from trainer_kit.precision.support_matrix import DEVICES, ENGINES, RUNS, TESTED, UNTESTED, check_runs
+from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.single import Alone, SingleDeviceStrategy
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "precision.md"
-SIGNS = {TESTED: "✓", UNTESTED: "○"}
+ENGINES: dict[str, Any] = {
+    cls.engine: cls
+    for cls in (
+        strategies.SingleDeviceStrategy,
+        strategies.DDPStrategy,
+        strategies.FSDPStrategy,
+        strategies.MeshStrategy,
+        strategies.DeepSpeedStrategy,
+        strategies.XLAStrategy,
+        strategies.MegatronStrategy,
+    )
+}
+UNTESTED = {
+    ("16-true", "deepspeed"),
+    ("16-mixed", "deepspeed"),
+    *((name, "megatron") for name in ("32-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed")),
+    *(("transformer-engine", engine) for engine in ("single", "ddp", "fsdp")),
+}
+"""Not refused, and no test runs it: for want of the device, or of the engine."""
 
 
-def test_the_guide_shows_this_table() -> None:
-    rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", PAGE.read_text(encoding="utf-8").split("## What runs where")[1], re.M)
-    shown = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
-    assert shown == {name: [SIGNS.get(row[engine], "–") for engine in ENGINES] for name, row in RUNS.items()}
+def table() -> dict[str, list[str]]:
+    page = PAGE.read_text(encoding="utf-8").split("## What runs where")[1]
+    rows = re.findall(r"^\| `([^`]+)` \|(.*)\|$", page, re.M)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}
+
+
+def sign(precision: str, engine: str) -> str:
+    if precision in ENGINES[engine].refused_precisions:
+        return "–"
+    return "○" if (precision, engine) in UNTESTED else "✓"
+
+
+def test_the_guide_shows_what_engines_declare() -> None:
+    shown = table()
+    assert shown == {name: [sign(name, engine) for engine in ENGINES] for name in shown}
     head = re.search(r"^\| precision \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.M)
     assert head is not None
     assert [cell.strip() for cell in head[1].split("|")] == list(ENGINES)
+    for cls in ENGINES.values():
+        assert cls.refused_precisions.keys() <= shown.keys()
 
 
 @pytest.mark.slow  # imports every library
 def test_every_word_has_a_row() -> None:
     for word in WORDS:
         if not word.startswith("transformer-engine"):
-            assert make_precision(word).name in RUNS
-    assert DEVICES.keys() <= RUNS.keys()
+            assert make_precision(word).name in table()
 
 
-@pytest.mark.parametrize("precision", RUNS)
-def test_what_is_refused_says_why_and_where_it_runs(precision: str) -> None:
-    for engine, answer in RUNS[precision].items():
-        if answer in (TESTED, UNTESTED):
-            if "cpu" not in DEVICES.get(precision, {}):
-                check_runs(precision, "cpu", engine)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_is_refused_says_why_and_where_it_runs(engine: str) -> None:
+    class Named(Precision):
+        def convert_module(self, module: torch.nn.Module) -> None:
+            """Nothing to cast."""
+
+    strategy = ENGINES[engine].__new__(ENGINES[engine])
+    strategy.device = torch.device("cpu")
+    for name in table():
+        precision = Named()
+        precision.name = name
+        if name not in strategy.refused_precisions:
+            strategy.check_precision(precision)
             continue
-        with pytest.raises(PrecisionError, match=f"{precision!r} does not run on {engine}") as caught:
-            check_runs(precision, "cpu", engine)
-        assert caught.value.found == answer
+        with pytest.raises(PrecisionError, match=f"{name!r} does not run on {engine}") as caught:
+            strategy.check_precision(precision)
+        assert caught.value.found == strategy.refused_precisions[name]
         assert "single" in str(caught.value.fix)
-    check_runs(precision, "cuda", "an engine of somebody else")
 
 
 def test_devices() -> None:
@@ -58,7 +94,7 @@ def test_devices() -> None:
     ):
         TruePrecision(torch.float64).check(torch.device("mps"), "single")
     with pytest.raises(PrecisionError, match=r"'nf4' does not run on .* 'mps'\n  found: bitsandbytes has no kernels"):
-        check_runs("nf4", "mps", "single")
+        BitsandbytesPrecision("nf4").check(torch.device("mps"), "single")
 
 
 def test_a_precision_without_a_device_runs_where_the_trainer_does() -> None:
@@ -79,6 +115,7 @@ def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatc
     def named(*arguments: Any) -> Any:
         made = SingleDeviceStrategy(*arguments)
         made.engine = "deepspeed"
+        made.refused_precisions = strategies.DeepSpeedStrategy.refused_precisions  # type: ignore[misc]
         return made
 
     monkeypatch.setitem(STRATEGIES._targets, "single_device", named)
@@ -88,7 +125,7 @@ def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatc
         Accelerator(cpu=True, mixed_precision="64-true")
 
 
-def test_every_strategy_declares_its_row() -> None:
+def test_every_strategy_has_its_column() -> None:
     classes = [getattr(strategies, name) for name in strategies.__all__ if name.endswith("Strategy")]
     assert {cls.engine for cls in classes if cls is not strategies.Strategy} == set(ENGINES)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
-from trainer_kit.precision.overflow import has_gradients
+from trainer_kit.precision.native import has_gradients
 from trainer_kit.strategies.gradients import local
 
 __all__ = ["Accumulation", "Batches", "GradientState"]

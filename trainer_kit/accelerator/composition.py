@@ -30,7 +30,7 @@ from trainer_kit.core.configuration_sources import Chosen, choose, is_true, step
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.precision.overflow import make_scaler
+from trainer_kit.precision.native import make_scaler
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.axes import places
 from trainer_kit.strategies.mesh_config import KEYS

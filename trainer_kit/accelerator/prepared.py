@@ -29,7 +29,7 @@ from trainer_kit.compat.deepspeed import (
 from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.seed import order_seed
-from trainer_kit.precision.overflow import has_gradients
+from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
 from trainer_kit.strategies.strategy import Strategy

@@ -44,7 +44,7 @@ class AORecipeKwargs(FP8Recipe):
 
     def make_precision(self) -> Precision:
         """Under autocast to bfloat16."""
-        from trainer_kit.precision.float8 import Float8Precision
+        from trainer_kit.precision.torchao import Float8Precision
 
         made = Float8Precision(
             config=self.config, module_filter=self.module_filter_func, ends=self.module_filter_func is not None

@@ -1,4 +1,4 @@
-"""In what dtype each computation runs. A vendor's library is imported when its precision is asked for."""
+"""The dtype of each computation. A vendor's library is imported when its precision is used."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from trainer_kit.precision.native import MixedPrecision, TruePrecision
 
 if TYPE_CHECKING:
     from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
-    from trainer_kit.precision.float8 import Float8Precision
     from trainer_kit.precision.optimizers import make_optimizer
-    from trainer_kit.precision.qat import QATPrecision
+    from trainer_kit.precision.torchao import Float8Precision, QATPrecision
     from trainer_kit.precision.transformer_engine import TransformerEnginePrecision
 
 __all__ = [
@@ -31,8 +30,8 @@ __all__ = [
 
 _HOME = {
     "BitsandbytesPrecision": "bitsandbytes",
-    "Float8Precision": "float8",
-    "QATPrecision": "qat",
+    "Float8Precision": "torchao",
+    "QATPrecision": "torchao",
     "TransformerEnginePrecision": "transformer_engine",
     "make_optimizer": "optimizers",
 }

@@ -1,9 +1,9 @@
-"""Every word for a precision and what it stands for; a vendor's file is imported when its word is used."""
+"""The words for precisions; a vendor's module is imported when its word is used."""
 
 from __future__ import annotations
 
 import re
-from importlib import import_module
+from collections.abc import Callable
 from typing import Final
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
@@ -12,22 +12,37 @@ from trainer_kit.precision.precision import Precision
 
 __all__ = ["WORDS", "make_precision"]
 
-_FLOAT8, _TRANSFORMER_ENGINE, _BITSANDBYTES = "float8", "transformer_engine", "bitsandbytes"
-_VENDORS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
-    "fp8": (_FLOAT8, "Float8Precision", ()),
-    "transformer-engine": (_TRANSFORMER_ENGINE, "TransformerEnginePrecision", ("bf16-true",)),
-    "transformer-engine-float16": (_TRANSFORMER_ENGINE, "TransformerEnginePrecision", ("16-true",)),
-    **{
-        mode: (_BITSANDBYTES, "BitsandbytesPrecision", (mode,))
-        for mode in ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training")
-    },
+
+def _float8(word: str) -> Precision:
+    from trainer_kit.precision.torchao import Float8Precision
+
+    return Float8Precision()
+
+
+def _transformer_engine(word: str) -> Precision:
+    from trainer_kit.precision.transformer_engine import TransformerEnginePrecision
+
+    return TransformerEnginePrecision("16-true" if word.endswith("float16") else "bf16-true")
+
+
+def _bitsandbytes(word: str) -> Precision:
+    from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
+
+    return BitsandbytesPrecision(word)  # type: ignore[arg-type]  # one of its modes
+
+
+_VENDORS: Final[dict[str, Callable[[str], Precision]]] = {
+    "fp8": _float8,
+    "transformer-engine": _transformer_engine,
+    "transformer-engine-float16": _transformer_engine,
+    **dict.fromkeys(("nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training"), _bitsandbytes),
 }
 WORDS: Final = (*NAMES, *_VENDORS)
 """Lightning's words and Accelerate's."""
 
 
 def make_precision(name: str | int, device_type: str | None = None) -> Precision:
-    """The precision behind Lightning's or Accelerate's word for it.
+    """Make the precision of a word of Lightning or Accelerate.
 
     Args:
         name: one of `WORDS`.
@@ -44,10 +59,8 @@ def make_precision(name: str | int, device_type: str | None = None) -> Precision
     if word in NAMES:
         return native_precision(word, device_type)
     if word not in _VENDORS:
-        # Lightning's words have no letters ahead of 16 and 32: "fp16-mixed" is nearer to "bf16-mixed" only in spelling.
+        # Lightning's words have no letters before 16 and 32; by spelling alone "fp16-mixed" is closest to "bf16-mixed".
         meant = re.sub(r"^(fp|float|f)(?=16|32|64)", "", word.replace("bfloat", "bf").replace("_", "-"))
         fix = f"did you mean {meant!r}?" if meant in NAMES else did_you_mean(word, WORDS)
         raise PrecisionError(f"unknown precision {str(name)!r}", fix=fix)
-    file, kind, arguments = _VENDORS[word]
-    made: Precision = getattr(import_module(f"{__package__}.{file}"), kind)(*arguments)
-    return made
+    return _VENDORS[word](word)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, Final, Literal, final
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.converted import ConvertedPrecision, refuse_shared
 from trainer_kit.precision.exceptions import Exceptions, except_modules, is_excepted
-from trainer_kit.precision.native import MixedPrecision, TruePrecision
+from trainer_kit.precision.native import NativePrecision
 
 __all__ = ["BitsandbytesPrecision"]
 
@@ -23,19 +22,19 @@ _OUTLIER: Final = 6.0  # inputs beyond this are multiplied in float16; Dettmers 
 
 @final
 class BitsandbytesPrecision(ConvertedPrecision):
-    """Frozen linear layers store 4 or 8 bits a weight; what is trained (adapters) stays as it is.
+    """Frozen linear layers store 4 or 8 bits per weight; trained layers (adapters) are not changed.
 
-    With ``"int8-training"`` it is the other way round: weights stay as they are and are trained, and products
-    quantise them on the fly. The quantised weights are frozen parameters, stored as plain tensors: checkpoints hold
-    them exactly, and a checkpoint with weights as floats is quantised layer by layer while it is loaded.
+    With ``"int8-training"`` the weights of trained layers stay floats, and each product quantises them. Quantised
+    weights are frozen parameters, stored as plain tensors: checkpoints hold them exactly, and a checkpoint of floats is
+    quantised layer by layer while it is loaded.
     Source: Dettmers et al., QLoRA, NeurIPS 2023; https://huggingface.co/docs/bitsandbytes.
 
     Args:
         mode: ``"nf4"``, ``"fp4"``, either with ``"-dq"`` (the maxima of blocks are quantised too), ``"int8"`` or
             ``"int8-training"``.
-        dtype: of the products with 4-bit weights; None: that of their inputs.
-        ignore_modules: names of modules whose layers stay, as Lightning's argument; more ``exceptions``.
-        base: what everything else computes in: ``"bf16-mixed"``, ``"bf16-true"``, ``"32-true"``, or an object.
+        dtype: of the products with 4-bit weights; None: the dtype of their inputs.
+        ignore_modules: names of modules whose layers stay, as in Lightning; added to ``exceptions``.
+        base: the precision of everything else: ``"bf16-mixed"``, ``"bf16-true"``, ``"32-true"``, or an object.
         exceptions: modules whose layers stay; see `trainer_kit.precision.Exceptions`.
 
     Raises:
@@ -55,7 +54,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         dtype: torch.dtype | None = None,
         ignore_modules: Exceptions = (),
         *,
-        base: str | MixedPrecision | TruePrecision = "bf16-mixed",
+        base: str | NativePrecision = "bf16-mixed",
         exceptions: Exceptions = (),
     ) -> None:
         if mode not in _MODES:
@@ -63,18 +62,17 @@ class BitsandbytesPrecision(ConvertedPrecision):
         super().__init__(mode, base, exceptions)
         self.exceptions = {**except_modules(ignore_modules), **self.exceptions}
         _import()
-        self.mode, self.dtype = mode, dtype
+        self.refused_devices = {"mps": "bitsandbytes has no kernels for it"}
+        self.mode = mode
+        self.dtype = dtype
         self.stored = (_Frozen,)
-
-    def check_vendor(self, device: torch.device) -> None:
-        """Its kernels are there for every device that the table lets through."""
 
     def options(self) -> str:
         """The dtype of products."""
         return f"dtype={self.dtype}"
 
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
-        """Quantise frozen linear layers where they are, one after the other.
+        """Quantise frozen linear layers in place, one after the other.
 
         Raises:
             PrecisionError: there is nothing to quantise, or a weight is shared.
@@ -93,13 +91,9 @@ class BitsandbytesPrecision(ConvertedPrecision):
         for name, part in wanted.items():
             module.set_submodule(name, _MODES[self.mode](part, self.dtype))
 
-    def forward_context(self) -> AbstractContextManager[Any] | None:
-        """That of everything else."""
-        return self.base.forward_context()
-
 
 class _Frozen(nn.Linear, ABC):
-    """A frozen linear layer whose parameters are what its weight was quantised to.
+    """A frozen linear layer whose parameters are its quantised weight.
 
     Parameters, not buffers: engines then move, broadcast once, shard and gather them like any others.
     """
@@ -109,7 +103,7 @@ class _Frozen(nn.Linear, ABC):
         self.bias = layer.bias
         self.train(layer.training)
         weight = layer.weight.detach()
-        # Where weights come from another rank only the shapes count.
+        # On the meta device, for weights of another rank, only shapes matter.
         parts = self.parts(torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight)
         for name, part in parts.items():
             made = part.to("meta") if weight.is_meta else part
@@ -118,14 +112,14 @@ class _Frozen(nn.Linear, ABC):
     @property
     @abstractmethod
     def mode(self) -> str:
-        """The word for what it stores."""
+        """The mode of `BitsandbytesPrecision` that stores weights like this layer."""
 
     @abstractmethod
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
-        """What a weight of floats, (out_features, in_features), is quantised to; ``weight`` first."""
+        """Quantise a weight of floats, (out_features, in_features), to parameters by name, ``weight`` first."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # `.to(dtype)` is for weights; scales keep every bit they have.
+        # `.to(dtype)` casts the bias only: quantised weights and scales keep their dtype.
         def moved(tensor: Tensor) -> Tensor:
             made = fn(tensor)
             return made if tensor is self.bias or made.dtype == tensor.dtype else tensor.to(made.device)
@@ -134,10 +128,10 @@ class _Frozen(nn.Linear, ABC):
         return self
 
     def take_floats(self, state: dict[str, Any], prefix: str) -> None:
-        """Quantise this layer's weight in a state, where it has floats."""
+        """Quantise this layer's weight in a state, where that holds floats."""
         weight = state.get(f"{prefix}weight")
         if weight is not None and weight.is_floating_point():
-            # What is divided comes from a checkpoint that is read in parts: every rank is here.
+            # A divided weight comes from a checkpoint that is read in parts; then every rank calls this.
             whole = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
             parts = self.parts(whole.to(self.weight.device))
             state.update({f"{prefix}{name}": part for name, part in parts.items()})
@@ -177,7 +171,7 @@ class _Linear4bit(_Frozen):
             weight.contiguous(), blocksize=_BLOCK, compress_statistics=self.nested, quant_type=self.kind
         )
         self.__dict__.update(code=state.code)
-        # The name says which: nf4 and fp4 have the same shapes.
+        # The name tells nf4 from fp4, which have the same shapes.
         made = {"weight": packed, f"{self.kind}_absmax": state.absmax}
         if self.nested:
             self.__dict__.update(code2=state.state2.code)
@@ -231,7 +225,7 @@ class _Linear8bit(_Frozen):
 
 @final
 class _OnTheFly(nn.Linear):
-    """A linear layer that is trained, and multiplies in 8 bits."""
+    """A trained linear layer that multiplies in 8 bits."""
 
     def __init__(self, layer: nn.Linear, dtype: torch.dtype | None) -> None:
         super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
@@ -244,7 +238,7 @@ class _OnTheFly(nn.Linear):
 
 def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
     bnb = _import()
-    # A state for each product: one that is kept would go on with the weights of the window's first micro-batch.
+    # A new state for each product: an old one would keep the weights of the window's first micro-batch.
     state = bnb.MatmulLtState()
     for name, value in {**options, "is_training": layer.training}.items():
         setattr(state, name, value)
@@ -253,7 +247,7 @@ def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
         # bitsandbytes multiplies under autocast, but its backward runs outside: both must have the same dtype.
         input = input.to(torch.get_autocast_dtype(kind))
     bias = None if layer.bias is None else layer.bias.to(input.dtype)
-    flat = input.reshape(-1, input.shape[-1])  # gradients of weights are found for two dimensions only
+    flat = input.reshape(-1, input.shape[-1])  # bitsandbytes computes gradients of weights for two dimensions only
     output: Tensor = bnb.matmul(flat, layer.weight, bias=bias, state=state)
     return output.reshape(*input.shape[:-1], layer.out_features)
 
@@ -271,7 +265,7 @@ def _import() -> Any:
 
 
 def _saved_mode(state: Mapping[str, Any], prefix: str) -> str | None:
-    """How a layer's weight was quantised when its state was taken; None: it is not there, or of floats."""
+    """The mode of a layer's weight in a state; None: it is missing, or of floats."""
     if f"{prefix}scales" in state:
         return "int8"
     kind = next((kind for kind in ("nf4", "fp4") if f"{prefix}{kind}_absmax" in state), None)

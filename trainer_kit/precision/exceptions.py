@@ -32,12 +32,12 @@ DTYPES: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat1
 @final
 @dataclass(frozen=True)
 class ModulePrecision:
-    """In what dtype one module computes, whatever the rest does.
+    """The dtype in which one module computes, independent of the rest.
 
     Attributes:
-        dtype: of the inputs that it is given, and of its parameters where whole models are cast.
-        output_dtype: of what it returns; None: what the rest computes in where whole models are cast, else what comes
-            out. ``ModulePrecision(torch.float32, torch.float32)`` on a head hands float32 logits to the loss.
+        dtype: of its inputs, and of its parameters where whole models are cast.
+        output_dtype: of its outputs; None: the dtype of the rest where whole models are cast, else they are not cast.
+            ``ModulePrecision(torch.float32, torch.float32)`` on a head passes float32 logits to the loss.
     """
 
     dtype: torch.dtype
@@ -45,20 +45,20 @@ class ModulePrecision:
 
 
 Exceptions: TypeAlias = "Mapping[str, ModulePrecision | torch.dtype | str] | Iterable[str]"
-"""Patterns, and what the modules that they name compute in.
+"""Patterns of modules, each with the dtype in which those modules compute.
 
-A pattern (as in `fnmatch`) is held against a module's name in its parent (``"encoder.layers.0.norm"``) and against the
-name of its class (``"LayerNorm"``); what is inside a module that matches belongs to it. A dtype may be written as
-``"64"``, ``"32"``, ``"bf16"`` or ``"16"``. Patterns without dtypes leave modules out: of a cast to float32, of autocast
-to float32, of fp8 and of quantisation to what the rest computes in.
+A pattern (as in `fnmatch`) matches a module's name (``"encoder.layers.0.norm"``) or the name of its class
+(``"LayerNorm"``), and includes the modules inside. A dtype may be a word: ``"64"``, ``"32"``, ``"bf16"`` or ``"16"``.
+Patterns without dtypes exclude modules: casts and autocast leave them in float32, fp8 and quantisation in the dtype of
+the rest.
 """
 
 
 def except_modules(exceptions: Exceptions) -> dict[str, ModulePrecision | None]:
-    """By pattern, what was given in any form.
+    """The exceptions as a mapping of patterns; None: no dtype was given.
 
     Raises:
-        PrecisionError: for a dtype that is none.
+        PrecisionError: for an unknown dtype.
 
     Example:
         >>> except_modules({"*norm*": "32"})
@@ -83,10 +83,10 @@ def except_modules(exceptions: Exceptions) -> dict[str, ModulePrecision | None]:
 def excepted(
     module: nn.Module, exceptions: Mapping[str, ModulePrecision | None]
 ) -> Iterator[tuple[str, nn.Module, ModulePrecision | None]]:
-    """The outermost modules that a pattern names, each with the first pattern's answer.
+    """The outermost modules that a pattern matches, each with the dtype of the first pattern that does.
 
     Raises:
-        PrecisionError: where a pattern names no module.
+        PrecisionError: a pattern matches no module.
     """
     unused = set(exceptions)
     inside: list[str] = []
@@ -108,12 +108,12 @@ def excepted(
 
 
 def is_excepted(name: str, names: Iterable[str]) -> bool:
-    """Whether the module of this name is one of those, or inside of one."""
+    """Whether the module of this name is one of ``names``, or inside one."""
     return any(name == outer or name.startswith(f"{outer}.") for outer in names)
 
 
 def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
-    """Raise a PrecisionError where an exception shares a weight with another module: it cannot have two dtypes."""
+    """Raise a PrecisionError where an exception shares a weight with another module: one weight has one dtype."""
     if not names:
         return
     owners: dict[int, str] = {}
@@ -132,43 +132,43 @@ def apply_exceptions(
     modules: Iterable[tuple[nn.Module, torch.dtype, torch.dtype | None]],
     context: Callable[[torch.dtype], AbstractContextManager[Any]],
 ) -> None:
-    """Let these modules compute in a dtype of their own from now on, and no others.
+    """Make exactly these modules compute in another dtype.
 
     Args:
-        module: all of it; exceptions of an earlier precision end.
-        modules: each with its dtype and the dtype of its outputs (None: as they come out).
-        context: of a forward in this dtype.
+        module: the whole module; exceptions of an earlier precision are removed.
+        modules: each with its dtype and the dtype of its outputs (None: they are not cast).
+        context: makes the context of a forward in a dtype.
     """
     for part in module.modules():
         if isinstance(part.__dict__.get("forward"), _ForwardIn):
             del part.__dict__["forward"]
-        for key in [key for key, hook in part._forward_pre_hooks.items() if hook is _nothing]:
+        for key in [key for key, hook in part._forward_pre_hooks.items() if hook is _no_change]:
             del part._forward_pre_hooks[key]
     for part, dtype, output_dtype in modules:
-        # On the instance, so that wrappers and hooks around the module stay where they are.
+        # On the user's module, so that wrappers and hooks around it stay; torch has no hook around ``forward`` itself.
         part.__dict__["forward"] = _ForwardIn(part.forward, context(dtype), dtype, output_dtype)
     call_layers(module, lambda part: isinstance(part.__dict__.get("forward"), _ForwardIn))
 
 
 def call_layers(module: nn.Module, which: Callable[[nn.Module], bool]) -> None:
-    """Evaluate transformer layers that hold such parts by calling their parts, as in training.
+    """Make transformer layers with such parts call these in evaluation, too.
 
-    torch's fast path of evaluation takes the weights and passes by the layers, but not where somebody listens.
+    torch's fast path for evaluation reads the weights without calling the layers, unless a hook is registered.
     """
     for part in module.modules():
         if not isinstance(part, nn.TransformerEncoderLayer) or part._forward_pre_hooks:
             continue
         if any(which(inner) for inner in part.modules() if inner is not part):
-            part.register_forward_pre_hook(_nothing)
+            part.register_forward_pre_hook(_no_change)
 
 
-def _nothing(module: nn.Module, given: Any) -> None:
+def _no_change(module: nn.Module, given: Any) -> None:
     pass
 
 
 @final
 class _ForwardIn:
-    """A forward in a dtype of its own."""
+    """A forward in another dtype than the rest."""
 
     def __init__(
         self,

@@ -1,7 +1,8 @@
-"""Precisions that torch brings: whole models in one dtype, and autocast with or without loss scaling."""
+"""Precisions of torch: whole models in one dtype, and autocast with or without loss scaling."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeAlias, final
@@ -13,7 +14,6 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.precision.conversion_markers import note_cast, refuse_cast, refuse_layers
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
@@ -24,18 +24,20 @@ from trainer_kit.precision.exceptions import (
     is_excepted,
     refuse_ties,
 )
-from trainer_kit.precision.overflow import (
-    EngineSteps,
-    SeenOptimizer,
-    has_gradients,
-    make_scaler,
-    seen_optimizers,
-    state_of_next,
-)
-from trainer_kit.precision.precision import Precision
-from trainer_kit.precision.support_matrix import check_runs
+from trainer_kit.precision.precision import EngineSteps, Precision
 
-__all__ = ["NAMES", "MixedPrecision", "TruePrecision", "native_precision"]
+__all__ = [
+    "NAMES",
+    "MixedPrecision",
+    "NativePrecision",
+    "TruePrecision",
+    "forget_layers",
+    "has_gradients",
+    "make_scaler",
+    "native_precision",
+    "note_layers",
+    "refuse_layers",
+]
 
 NAMES: Final = {
     "64-true": "64-true",
@@ -51,127 +53,142 @@ NAMES: Final = {
     "16": "16-mixed",
     "fp16": "16-mixed",
 }
-"""Lightning's words, Accelerate's words, and what they mean."""
+"""Lightning's and Accelerate's words, each with the name of its precision."""
 _BITS: Final = {dtype: bits for bits, dtype in DTYPES.items()}
 _HALF: Final = {dtype: _BITS[dtype] for dtype in (torch.bfloat16, torch.float16)}
 _Excepted: TypeAlias = "tuple[str, nn.Module, ModulePrecision]"
+_LAYERS: Final = "_precision_of_layers"  # markers in the ``__dict__`` of a module
+_CAST: Final = "_dtype_of_cast"
+
+
+class NativePrecision(Precision):
+    """What the two precisions of torch share.
+
+    Args:
+        exceptions: modules that compute in another dtype; see `Exceptions`.
+        device_type: where the forward runs, as in ``torch.device.type``.
+    """
+
+    _engine: EngineSteps | None = None  # set where an engine steps
+
+    def __init__(self, exceptions: Exceptions, device_type: str) -> None:
+        self.exceptions = except_modules(exceptions)
+        self.device_type = device_type
+
+    def convert_module(self, module: nn.Module) -> None:
+        """Cast parameters and buffers, in place, where this precision casts any."""
+        refuse_layers(module, self.name)
+        found = excepted(module, self.exceptions)
+        self.convert_with(
+            module, [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found]
+        )
+
+    @abstractmethod
+    def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
+        """As `convert_module`, with these exceptions."""
+
+    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
+        """The exceptions."""
+        return [part for _, part, _ in excepted(module, self.exceptions)]
+
+    def hand_over(self, steps: EngineSteps, scales: bool) -> None:
+        """Leave steps, and the scaling of losses, to an engine."""
+        self.scales = scales
+        self.skips = True
+        self.scaler = None
+        self._engine = steps
 
 
 @final
-class TruePrecision(Precision):
-    """Parameters, buffers, batches and layers made in ``configure_model`` all in one dtype; nothing is scaled.
+class TruePrecision(NativePrecision):
+    """Parameters, buffers, batches and layers built in ``configure_model`` all in one dtype; nothing is scaled.
 
     Args:
         dtype: float64, float32, bfloat16 or float16.
-        exceptions: modules in another dtype (float32 where none is given): their parameters, what goes into them, and
-            their computation; see `Exceptions`.
+        exceptions: modules in another dtype (float32 where none is given): their parameters, their inputs, and their
+            computation; see `Exceptions`.
 
     Raises:
-        PrecisionError: for a dtype that is none.
+        PrecisionError: for any other dtype.
 
     Example:
         >>> TruePrecision(torch.bfloat16).name
         'bf16-true'
     """
 
-    _engine: EngineSteps | None = None  # which steps by itself
-
     def __init__(self, dtype: torch.dtype = torch.float32, exceptions: Exceptions = ()) -> None:
-        self.dtype, self.name, self.device_type = dtype, f"{_bits(dtype, _BITS, 'TruePrecision')}-true", "cpu"
-        self.exceptions = except_modules(exceptions)
-        # float32 is what torch makes by itself: a module that mixes dtypes on purpose is then left alone.
+        super().__init__(exceptions, "cpu")
+        self.dtype = dtype
+        self.name = f"{_bits(dtype, _BITS, 'TruePrecision')}-true"
+        # float32 is torch's default: a module that mixes dtypes on purpose is left as it is.
         self.converts_batch = dtype is not torch.float32
+        if dtype is torch.float64:
+            self.refused_devices = {"mps": "the device has no float64"}
 
     def check(self, device: torch.device, engine: str) -> None:
-        """Raise a PrecisionError where this cannot run; called before anything else."""
-        check_runs(self.name, device.type, engine)
+        """Raise a PrecisionError where this precision cannot run."""
+        super().check(device, engine)
         self.device_type = device.type
 
-    def convert_module(self, module: nn.Module) -> None:
-        """Cast floating-point parameters and buffers, in place."""
-        refuse_layers(module, self.name)
-        self.convert_with(module, _in_float32(module, self.exceptions))
-
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
-        """As `convert_module`, with these exceptions."""
+        """Cast floating-point parameters and buffers, in place, but those of these exceptions."""
         names = [name for name, _, _ in found]
         refuse_ties(module, names)
         if not self.converts_batch:
-            refuse_cast(module, self.name)
+            _refuse_cast(module, self.name)
         else:
-            note_cast(module, self.dtype)
+            module.__dict__[_CAST] = self.dtype
             for name, part in module.named_modules():
                 if not is_excepted(name, names):
                     part._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
         for _, part, given in found:
             part.to(given.dtype)
-        # What follows an exception expects the dtype of everything else.
+        # The layer after an exception expects the dtype of the rest.
         modules = [(part, given.dtype, given.output_dtype or self.dtype) for _, part, given in found]
         apply_exceptions(module, modules, _DefaultDtype)
-
-    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
-        """The exceptions."""
-        return [part for _, part, _ in excepted(module, self.exceptions)]
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast the floating-point tensors of a batch."""
         return apply_to_collection(batch, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """The default dtype, for tensors that a step makes; none is needed for float32."""
+        """The default dtype, for tensors that a step makes; None for float32."""
         return _DefaultDtype(self.dtype) if self.converts_batch else None
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are made in this dtype at once."""
+        """Build layers in this dtype."""
         return _DefaultDtype(self.dtype) if self.converts_batch else nullcontext()
 
-    def hand_over(self, steps: EngineSteps, scales: bool) -> None:
-        """An engine steps by itself, and scales losses or not."""
-        self.scales, self.skips, self._engine = scales, True, steps
-
-    def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss itself."""
-        return loss
-
-    def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Nothing is scaled."""
-
     def optimizer_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> bool:
-        """Run ``step``."""
+        """Run ``step``; an engine reports whether it skipped the step."""
         step()
         return self._engine is None or not self._engine.skipped
 
-    def end_step(self) -> None:
-        """Nothing to update."""
-
-    def abandon_step(self) -> None:
-        """Nothing was begun."""
-
     def state_dict(self) -> dict[str, Any]:
-        """An engine's scale; else nothing to keep."""
+        """The loss scale of an engine; else empty."""
         return {} if self._engine is None else self._engine.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore what `state_dict` returned."""
         if self._engine is not None:
             self._engine.load_state_dict(state)
 
 
 @final
-class MixedPrecision(Precision):
+class MixedPrecision(NativePrecision):
     """Autocast: float32 weights, and the forward in bfloat16 or float16 where that is safe.
 
-    float16 gradients underflow, so the loss is scaled by ``torch.amp.GradScaler``: gradients are unscaled once for
-    each optimizer, an optimizer whose gradients overflowed is not stepped, and the scale is adapted once all
-    optimizers of the step are through. The scaler reads one flag on the host each step; that is its nature.
+    float16 gradients underflow, so ``torch.amp.GradScaler`` scales the loss: gradients are unscaled once for each
+    optimizer, an optimizer whose gradients overflowed is not stepped, and the scale is adapted after all optimizers of
+    the step. The scaler reads one flag on the host in each step.
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018; https://pytorch.org/docs/stable/amp.html.
 
     Args:
         dtype: bfloat16 or float16.
         device_type: where the forward runs, as in ``torch.device.type``; by default where the Trainer runs.
-        scaler: a GradScaler of your own; only with float16.
-        exceptions: modules that compute without autocast, in float32 or the dtype that is given, or under autocast to
-            the other half precision; see `Exceptions`.
+        scaler: your own GradScaler; only with float16.
+        exceptions: modules that compute without autocast, in float32 or in the given dtype, or under autocast to the
+            other half precision; see `Exceptions`.
 
     Raises:
         PrecisionError: for another dtype, or for a scaler with bfloat16.
@@ -181,8 +198,6 @@ class MixedPrecision(Precision):
         'bf16-mixed'
     """
 
-    _engine: EngineSteps | None = None  # which steps by itself
-
     def __init__(
         self,
         dtype: torch.dtype,
@@ -190,29 +205,33 @@ class MixedPrecision(Precision):
         scaler: torch.amp.GradScaler | None = None,
         exceptions: Exceptions = (),
     ) -> None:
+        accelerator = present_accelerator()
+        super().__init__(exceptions, device_type or ("cpu" if accelerator is None else accelerator.type))
         self.name = f"{_bits(dtype, _HALF, 'MixedPrecision')}-mixed"
-        self.dtype, self.exceptions = dtype, except_modules(exceptions)
-        self._anywhere, self.device_type = device_type is None, device_type or _device_type()
+        self.dtype = dtype
+        self._any_device = device_type is None
         self._own_scaler = scaler is not None
-        # What autocast would cast weights to, for engines that gather them so (FSDP gathers them as they are stored);
-        # sums over many ranks need float32's digits.
-        self.param_dtype, self.reduce_dtype = dtype, torch.float32
+        # An engine may gather weights in the dtype to which autocast would cast them (FSDP gathers them as they are
+        # stored); sums over many ranks need the digits of float32.
+        self.param_dtype = dtype
+        self.reduce_dtype = torch.float32
         self.scales = self.skips = dtype is torch.float16
         if scaler is not None and not self.scales:
             raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
         self.scaler = scaler or (make_scaler(self.device_type) if self.scales else None)
-        self._seen: dict[int, list[SeenOptimizer]] = {}
+        # By the id of an optimizer:
+        self._seen: dict[int, list[_SeenOptimizer]] = {}
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
-        self._left: set[int] = set()  # unscaled, and not stepped when their turn ended
-        self._looked = False  # at gradients, since the scale has adapted
-        self._began = False  # the scaler exists on the device once a loss was scaled
+        self._left: set[int] = set()  # unscaled, and not stepped when the step ended
+        self._looked = False  # whether the scaler has read gradients since the scale was adapted
+        self._began = False  # whether a loss was scaled, so that the scale is on the device
 
     def check(self, device: torch.device, engine: str) -> None:
-        """Raise a PrecisionError where this cannot run; called before anything else."""
-        check_runs(self.name, device.type, engine)
+        """Raise a PrecisionError where this precision cannot run."""
+        super().check(device, engine)
         if device.type != self.device_type:
-            if not self._anywhere:
+            if not self._any_device:
                 raise PrecisionError(
                     "autocast was asked for on another device than the run's",
                     found=f"device_type={self.device_type!r}, and the run is on {device.type!r}",
@@ -222,44 +241,33 @@ class MixedPrecision(Precision):
             if self.scales and not self._own_scaler:
                 self.scaler = make_scaler(device.type)
 
-    def convert_module(self, module: nn.Module) -> None:
-        """Weights stay as they are, but those of exceptions in float64."""
-        refuse_layers(module, self.name)
-        self.convert_with(module, _in_float32(module, self.exceptions))
-
     def convert_with(self, module: nn.Module, found: Sequence[_Excepted]) -> None:
-        """As `convert_module`, with these exceptions."""
+        """Cast the weights of exceptions in float64; all others keep their dtype."""
         refuse_ties(module, [name for name, _, given in found if given.dtype is torch.float64])
-        refuse_cast(module, self.name)
+        _refuse_cast(module, self.name)
         for _, part, given in found:
             if given.dtype is torch.float64:
                 part.to(torch.float64)
-        apply_exceptions(module, [(part, given.dtype, given.output_dtype) for _, part, given in found], self._inside)
+        apply_exceptions(
+            module, [(part, given.dtype, given.output_dtype) for _, part, given in found], self._exception_context
+        )
 
-    def _inside(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
+    def _exception_context(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
         half = dtype in (torch.float16, torch.bfloat16)
         return torch.autocast(self.device_type, dtype=dtype if half else self.dtype, enabled=half)
-
-    def kept_modules(self, module: nn.Module) -> list[nn.Module]:
-        """The exceptions."""
-        return [part for _, part, _ in excepted(module, self.exceptions)]
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """Autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
-    def hand_over(self, steps: EngineSteps, scales: bool) -> None:
-        """An engine steps by itself, and scales losses or not."""
-        self.scales, self.skips, self.scaler, self._engine = scales, True, None, steps
-
     @property
     def _is_over(self) -> bool:
-        """Whether a step is, and nobody has said so; one that was not taken is, once its gradients are gone."""
+        """Whether the previous step has ended without `end_step`: taken, or abandoned and its gradients dropped."""
         waiting = (self._unscaled | self._left) - self._stepped
         return self._looked and not any(has_gradients(self._seen[o][0].optimizer) for o in waiting if o in self._seen)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
-        """The loss times the scale; the scale adapts first if a step of this turn is over (manual mode)."""
+        """The loss times the scale, which is adapted first if the previous step has ended (manual optimization)."""
         if self.scaler is None:
             return loss
         if self._is_over:
@@ -269,17 +277,17 @@ class MixedPrecision(Precision):
         return scaled
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Undo the scale on this optimizer's gradients, once a step."""
+        """Divide this optimizer's gradients by the scale, once per step."""
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self._unscaled.add(id(optimizer))
             if has_gradients(optimizer):
-                if not self._began:  # this rank had no data yet: its gradients are those of the others
+                if not self._began:  # this rank had no data yet, and got the other ranks' gradients
                     self._began = True
                     first = next(p for group in optimizer.param_groups for p in group["params"])
                     self.scaler.scale(torch.zeros((), device=first.device))
                 seen = self._seen.get(id(optimizer))
-                if seen is None or seen[0].groups != len(optimizer.param_groups):  # further ones may be of other kinds
-                    seen = self._seen[id(optimizer)] = seen_optimizers(optimizer)
+                if seen is None or seen[0].groups != len(optimizer.param_groups):  # new groups may be divided otherwise
+                    seen = self._seen[id(optimizer)] = _seen_optimizers(optimizer)
                 for one in seen:
                     if one.only is None or has_gradients(one):
                         self.scaler.unscale_(one)  # type: ignore[arg-type]
@@ -302,13 +310,13 @@ class MixedPrecision(Precision):
         return all(whole)
 
     def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
-        """Adapt it as soon as a step is over: gradients that have not been stepped still have the old scale."""
+        """Adapt the scale once the step has ended: gradients that wait for their step still have the old scale."""
         waiting = any(id(one) not in self._stepped and has_gradients(one) for one in optimizers)
         if self.scaler is not None and self._is_over and not waiting:
             self._adapt()
 
     def end_step(self) -> None:
-        """Adapt the scale."""
+        """Adapt the scale, if any optimizer was stepped."""
         if self._stepped:
             self._adapt()
         self._left |= self._unscaled
@@ -324,7 +332,7 @@ class MixedPrecision(Precision):
             known.clear()
 
     def abandon_step(self) -> None:
-        """Forget what was unscaled and not stepped; the scale stays what it is."""
+        """Drop the state of the unfinished step; the scale is not adapted."""
         if self._looked and self.scaler is not None:
             self.scaler.update(self.scaler.get_scale())  # sync point: the run has failed
         self._forget()
@@ -333,20 +341,20 @@ class MixedPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters."""
         if self.scaler is not None and self._is_over:
-            return state_of_next(self.scaler)
+            return _state_after_update(self.scaler)
         scaler = self._engine or self.scaler
         return {} if scaler is None else scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; nothing without a scaler, or from a run without one."""
-        self.abandon_step()  # of what was there before: it says nothing of the scale that comes
+        """Restore what `state_dict` returned; nothing to do without a scaler, or from a run without one."""
+        self.abandon_step()  # unscaled gradients of the current state do not fit the restored scale
         scaler = self._engine or self.scaler
         if scaler is not None and state:
             scaler.load_state_dict(dict(state))
 
 
 class _DefaultDtype:
-    """`torch.set_default_dtype` as a context that can be entered again and again without an allocation."""
+    """`torch.set_default_dtype` as a context that is entered many times without an allocation."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -368,18 +376,8 @@ def _bits(dtype: Any, known: Mapping[torch.dtype, str], what: str) -> str:
     raise PrecisionError(f"{what} has no dtype {dtype!r}", fix=fix)
 
 
-def _device_type() -> str:
-    device = present_accelerator()
-    return "cpu" if device is None else device.type
-
-
-def _in_float32(module: nn.Module, exceptions: Mapping[str, ModulePrecision | None]) -> list[_Excepted]:
-    found = excepted(module, exceptions)
-    return [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found]
-
-
 def native_precision(name: str, device_type: str | None = None) -> MixedPrecision | TruePrecision:
-    """The precision behind a word of `NAMES`.
+    """Make the precision of a word in `NAMES`.
 
     Args:
         name: the word.
@@ -392,3 +390,133 @@ def native_precision(name: str, device_type: str | None = None) -> MixedPrecisio
         raise PrecisionError(f"unknown precision {name!r}", fix=did_you_mean(name, NAMES))
     bits, kind = NAMES[name].split("-")
     return TruePrecision(DTYPES[bits]) if kind == "true" else MixedPrecision(DTYPES[bits], device_type)
+
+
+# -- overflows ------------------------------------------------------------------------------------------------------
+
+
+class _SeenOptimizer:
+    """An optimizer for GradScaler whose ``step`` returns True, so that a skipped step is known without a further read.
+
+    Args:
+        optimizer: the user's.
+        only: the parameters whose gradients GradScaler reads; None for all.
+
+    Attributes:
+        groups: the number of parameter groups when this was made.
+    """
+
+    def __init__(self, optimizer: Optimizer, only: set[Tensor] | None = None) -> None:
+        self.optimizer = optimizer
+        self.only = only
+        self.groups = len(optimizer.param_groups)
+        self.run: Callable[[], Any] = (
+            optimizer.step if only is None else lambda: None
+        )  # the step follows when all are read
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups, only = self.optimizer.param_groups, self.only
+        return groups if only is None else [{"params": [p for p in g["params"] if p in only]} for g in groups]
+
+    def step(self) -> bool:
+        self.run()
+        return True
+
+
+def _seen_optimizers(optimizer: Optimizer) -> list[_SeenOptimizer]:
+    """One for each way in which parameters are divided: torch reads gradients of one layout at a time."""
+    kinds: dict[Any, set[Tensor]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            whole = tuple(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+            kinds.setdefault((getattr(parameter, "device_mesh", None), whole), set()).add(parameter)
+    return [_SeenOptimizer(optimizer, kind if len(kinds) > 1 else None) for kind in kinds.values()]
+
+
+def has_gradients(optimizer: Optimizer | _SeenOptimizer) -> bool:
+    """Whether any of its parameters has a gradient."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
+    """Make torch's gradient scaler without initialising the device.
+
+    ``GradScaler("cuda")`` counts the devices through the runtime, after which a forked process cannot use them.
+
+    Args:
+        device_type: of the gradients.
+        options: of ``torch.amp.GradScaler``.
+
+    Example:
+        >>> make_scaler("cuda", init_scale=8.0).is_enabled()
+        True
+    """
+    made = torch.amp.GradScaler("cpu", **options)
+    made._device = device_type
+    return made
+
+
+def _state_after_update(scaler: torch.amp.GradScaler) -> dict[str, Any]:
+    """The state after the scale is adapted; the scaler keeps its own, as other optimizers may still step with it."""
+    before, looked = scaler.state_dict(), scaler._per_optimizer_states
+    scaler.update()
+    adapted = scaler.state_dict()
+    scaler.load_state_dict(before)
+    scaler._per_optimizer_states = looked
+    return adapted
+
+
+# -- marks of earlier conversions -----------------------------------------------------------------------------------
+
+
+def note_layers(module: nn.Module, name: str, options: str) -> None:
+    """Mark a module whose layers a precision has exchanged; the arguments are those of `refuse_layers`."""
+    module.__dict__[_LAYERS] = (name, options)
+
+
+def refuse_layers(module: nn.Module, name: str, options: str | None = None) -> None:
+    """Refuse layers that another precision exchanged: they cannot be changed back.
+
+    Args:
+        module: the whole module.
+        name: of the precision.
+        options: what else decides which layers are exchanged, and for which; None: the precision exchanges none.
+
+    Raises:
+        PrecisionError: another precision, or one with other options, has exchanged layers.
+    """
+    for part in module.modules():
+        was = part.__dict__.get(_LAYERS)
+        if was is not None and was != (name, options):
+            raise PrecisionError(
+                "an earlier precision exchanged layers of this module, and they stay",
+                found=f"{was[0]!r}, and now {name!r}" + (" with other options" if was[0] == name else ""),
+                fix="build the module again, and load its weights; or keep the precision that it has",
+            )
+
+
+def _refuse_cast(module: nn.Module, name: str) -> None:
+    """Refuse weights that an earlier precision cast; weights that the user built in another dtype are left as they are.
+
+    Args:
+        module: the whole module.
+        name: of a precision that casts nothing.
+
+    Raises:
+        PrecisionError: weights still have the dtype of the earlier precision.
+    """
+    for part in module.modules():
+        dtype = part.__dict__.get(_CAST)
+        if dtype is not None and any(parameter.dtype is dtype for parameter in part.parameters()):
+            raise PrecisionError(
+                "an earlier precision cast the weights of this module, and they stay so",
+                found=f"{dtype}, and now {name!r}",
+                fix="build the module again, and load its weights; or call module.float() first",
+            )
+
+
+def forget_layers(module: nn.Module) -> None:
+    """Remove the marks of `note_layers`."""
+    for part in module.modules():
+        part.__dict__.pop(_LAYERS, None)

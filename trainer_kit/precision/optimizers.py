@@ -45,7 +45,7 @@ def make_optimizer(name: str, params: Iterable[Any], **options: Any) -> Optimize
         options: of its class, such as ``lr=``.
 
     Raises:
-        RegistryError: nobody registered the name, or its library is not installed.
+        RegistryError: the name is not registered, or its library is not installed.
         ConfigurationError: it takes no such option.
 
     Example:
@@ -69,7 +69,7 @@ def make_optimizer(name: str, params: Iterable[Any], **options: Any) -> Optimize
 
 
 def to_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a parameter, with low-bit tensors as the plain ones that they are made of.
+    """The state of a parameter, with each low-bit tensor as the plain tensors that it consists of.
 
     Example:
         >>> to_parts({"step": 3})
@@ -79,7 +79,7 @@ def to_parts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def from_parts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What `to_parts` was given."""
+    """The inverse of `to_parts`."""
     return {
         name: _whole(value) if isinstance(value, Mapping) and value.get(_KIND) in _LOW_BIT else value
         for name, value in state.items()
@@ -87,7 +87,7 @@ def from_parts(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def why_not_divided(optimizer: Optimizer) -> str | None:
-    """Why an optimizer needs whole parameters; None where it does not.
+    """The reason why an optimizer needs whole parameters; None where it does not.
 
     Example:
         >>> from torch import nn
@@ -108,7 +108,7 @@ def _parts(value: Any) -> dict[str, Any]:
 
 
 def _whole(parts: Mapping[str, Any]) -> Tensor:
-    # The table says which class: nothing that a file says is looked up.
+    # The class comes from the table: no name in a file is imported.
     kind: Any = getattr(import_module(_LOW_BIT[parts[_KIND]]), parts[_KIND])
     tensors = {name: value.clone() for name, value in parts.items() if isinstance(value, Tensor)}
     made: Tensor = kind.__tensor_unflatten__(tensors, parts["attributes"])

@@ -1,23 +1,39 @@
-"""The contract of a precision: in what dtype each computation of a run takes place."""
+"""The contract of a precision: the dtype of each computation of a run."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.precision.overflow import EngineSteps
+from trainer_kit.core.errors import PrecisionError
 
-__all__ = ["Precision"]
+__all__ = ["EXCHANGING", "EngineSteps", "Precision"]
+
+EXCHANGING: Final = (
+    "fp8", "transformer-engine", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training", "qat",
+)  # fmt: skip
+"""Names of the precisions that exchange layers; an engine that moves weights in its own way refuses all of them."""
+
+
+class EngineSteps(Protocol):
+    """Reports whether an engine skipped its last step, and holds the state of its loss scale (empty without one)."""
+
+    skipped: bool
+    """Whether the engine skipped its last step because gradients were not finite."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Precision(ABC):
-    """In what dtype each computation runs. Subclass it, and override what differs from plain float32.
+    """The dtype of each computation of a run. Subclass it, and override what differs from plain float32.
 
     The Trainer and the Accelerator call these methods; a strategy that steps by itself calls `hand_over`. Every default
     leaves modules, batches, losses and gradients as they are.
@@ -26,9 +42,9 @@ class Precision(ABC):
     name: str
     """As in ``Trainer(precision=name)``, for example ``"bf16-mixed"``."""
     param_dtype: torch.dtype | None = None
-    """In what dtype an engine may gather weights for a forward; None: as they are stored, which FSDP always does."""
+    """The dtype in which an engine may gather weights for a forward; None: as they are stored, as FSDP always does."""
     reduce_dtype: torch.dtype | None = None
-    """In what dtype such an engine adds up the gradients of several ranks; None: that of the gradients."""
+    """The dtype in which such an engine sums the gradients of the ranks; None: that of the gradients."""
     converts_batch: bool = False
     """Whether `convert_batch` is called on each batch."""
     scales: bool = False
@@ -36,22 +52,32 @@ class Precision(ABC):
     scaler: torch.amp.GradScaler | None = None
     """torch's gradient scaler, where losses are scaled by one."""
     skips: bool = False
-    """Whether `optimizer_step` may leave a step out."""
+    """Whether `optimizer_step` may skip a step."""
+    refused_devices: Mapping[str, str] = MappingProxyType({})
+    """Devices where this precision does not run: by ``torch.device.type``, why."""
 
     def check(self, device: torch.device, engine: str) -> None:
-        """Raise a `PrecisionError` where this precision cannot run; called when the parts of a run are put together.
+        """Raise a `PrecisionError` where this precision cannot run; called before the run starts.
+
+        Engines declare by themselves what they refuse (``Strategy.refused_precisions``). Default: `refused_devices`.
 
         Args:
             device: where the run computes.
             engine: of its strategy, as `trainer_kit.strategies.strategy.Strategy.engine`.
         """
+        if device.type in self.refused_devices:
+            raise PrecisionError(
+                f"precision {self.name!r} does not run on a device of type {device.type!r}",
+                found=self.refused_devices[device.type],
+                fix='use "bf16-mixed"',
+            )
 
     @abstractmethod
     def convert_module(self, module: nn.Module) -> None:
         """Cast parameters and buffers, in place."""
 
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:
-        """The modules whose parameters an engine must gather as they are stored, each apart from the others.
+        """The modules whose parameters an engine must gather as they are stored, each by itself.
 
         These are exceptions in another dtype, and layers with quantised weights. Default: none.
         """
@@ -92,7 +118,7 @@ class Precision(ABC):
     def adapt_scale(self, optimizers: Sequence[Optimizer]) -> None:
         """Called after a step of one of these optimizers: adapt the scale, unless another one has yet to step.
 
-        Nobody else calls `end_step` in a loop of the user's own.
+        Called in raw loops, where the user's code does not call `end_step`.
         """
 
     def end_step(self) -> None:

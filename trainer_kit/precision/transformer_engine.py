@@ -13,11 +13,13 @@ from torch import nn
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.converted import ConvertedPrecision
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
-from trainer_kit.precision.native import MixedPrecision, TruePrecision
+from trainer_kit.precision.native import NativePrecision
 
 __all__ = ["TransformerEnginePrecision"]
 
-_COLUMNS, _ROWS = 16, 8  # what its products ask of in_features and out_features
+_COLUMNS: Final = 16  # in_features are a multiple of it for its products
+_ROWS: Final = 8  # and out_features of this
+_NOT_NVIDIA: Final = ("cpu", "mps", "xpu", "xla")
 _HISTORIES: Final = ("scaling_fwd", "scaling_bwd")
 
 
@@ -25,16 +27,16 @@ _HISTORIES: Final = ("scaling_fwd", "scaling_bwd")
 class TransformerEnginePrecision(ConvertedPrecision):
     """Linear layers and layer norms are Transformer Engine's, and their products are in fp8.
 
-    The recipe decides how scales are found. Delayed scaling keeps a history of maxima in each layer: it is part of
-    ``state_dict``, as plain tensors. What Transformer Engine itself would put into a module's ``state_dict``, a
-    pickle, is left out.
+    The recipe decides how scales are computed. Delayed scaling keeps a history of maxima in each layer, which the
+    ``state_dict`` of this precision holds as plain tensors, in place of the pickle that Transformer Engine would put
+    into the module's.
     Source: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/.
 
     Args:
-        base: what everything else computes in, and weights are stored in: Lightning's ``"bf16-true"``, ``"16-true"``
-            or Accelerate's ``"bf16-mixed"``.
+        base: the precision of everything else, and of stored weights: Lightning's ``"bf16-true"``, ``"16-true"`` or
+            Accelerate's ``"bf16-mixed"``.
         recipe: one of ``transformer_engine.common.recipe``, or the arguments of ``DelayedScaling``; None: its default.
-        replace_layers: exchange ``nn.Linear`` and ``nn.LayerNorm``; False where the model has the engine's layers.
+        replace_layers: exchange ``nn.Linear`` and ``nn.LayerNorm``; False for a model with Transformer Engine's layers.
         evaluate: compute in fp8 in evaluation mode too.
         exceptions: modules whose layers stay; see `trainer_kit.precision.Exceptions`.
 
@@ -44,7 +46,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
 
     def __init__(
         self,
-        base: str | MixedPrecision | TruePrecision = "bf16-true",
+        base: str | NativePrecision = "bf16-true",
         recipe: Any = None,
         *,
         replace_layers: bool = True,
@@ -53,13 +55,15 @@ class TransformerEnginePrecision(ConvertedPrecision):
     ) -> None:
         super().__init__("transformer-engine", base, exceptions)
         self.engine = _import_engine()
-        self.replace_layers, self.evaluate = replace_layers, evaluate
+        self.refused_devices = dict.fromkeys(_NOT_NVIDIA, "Transformer Engine needs an NVIDIA GPU")
+        self.replace_layers = replace_layers
+        self.evaluate = evaluate
         self.recipe = _recipe(recipe)
         self._layers: dict[str, nn.Module] = {}
         self._root: nn.Module | None = None
 
     def check_vendor(self, device: torch.device) -> None:
-        """Ask the engine."""
+        """Ask Transformer Engine."""
         answer = self.engine.is_fp8_available(return_reason=True)
         available, reason = answer if isinstance(answer, tuple) else (answer, "")
         if not available:
@@ -72,16 +76,16 @@ class TransformerEnginePrecision(ConvertedPrecision):
         return f"replace_layers={self.replace_layers}"
 
     def exchange(self, module: nn.Module, exempt: list[str]) -> None:
-        """Linear layers and layer norms for the engine's; parameters stay the same objects.
+        """Exchange linear layers and layer norms for Transformer Engine's; parameters stay the same objects.
 
         Raises:
-            PrecisionError: for linear layers of sizes that its products do not take.
+            PrecisionError: for linear layers whose sizes its products do not support.
         """
         engine = self.engine
         wanted: dict[str, Any] = {
             name: part
             for name, part in module.named_modules()
-            if self.replace_layers and _has_one(part) and not is_excepted(name, exempt)
+            if self.replace_layers and _exchangeable(part) and not is_excepted(name, exempt)
         }
         odd = [name for name, part in wanted.items() if isinstance(part, nn.Linear) and _odd(part)]
         if odd:
@@ -101,11 +105,11 @@ class TransformerEnginePrecision(ConvertedPrecision):
                 layer.register_load_state_dict_pre_hook(_leave_out_of_load)  # type: ignore[no-untyped-call]
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
-        """fp8, in the context of everything else."""
+        """The context of fp8 inside the native one."""
         return _Contexts(self)
 
     def enter(self) -> AbstractContextManager[Any]:
-        """The engine's context, under the name that its release has for it."""
+        """Transformer Engine's context; its name depends on the release."""
         enabled = self.evaluate or self._root is None or self._root.training
         if hasattr(self.engine, "autocast"):
             made = self.engine.autocast(enabled=enabled, recipe=self.recipe)
@@ -114,7 +118,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         return made  # type: ignore[no-any-return]
 
     def state_dict(self) -> dict[str, Any]:
-        """Scales and histories of maxima by layer, and what the native precision keeps."""
+        """Scales and histories of maxima by layer, and the state of the native precision."""
         layers = {}
         for name, layer in self._layers.items():
             meta: Any = layer.fp8_meta
@@ -127,7 +131,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         return {"base": self.base.state_dict(), "layers": layers}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore what `state_dict` returned."""
         self.base.load_state_dict(state.get("base", {}))
         for name, kept in state.get("layers", {}).items():
             layer: Any = self._layers[name]
@@ -141,7 +145,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
 
 @final
 class _Contexts:
-    """The engine's context inside of the native one, made anew each time it is entered."""
+    """Transformer Engine's context inside the native one; each entry makes a new one."""
 
     def __init__(self, precision: TransformerEnginePrecision) -> None:
         self.precision = precision
@@ -180,8 +184,8 @@ def _recipe(given: Any) -> Any:
     return recipes.DelayedScaling(**options)
 
 
-def _has_one(part: nn.Module) -> bool:
-    """Whether the engine has such a layer; its layer norms have a weight and a bias."""
+def _exchangeable(part: nn.Module) -> bool:
+    """Whether Transformer Engine has such a layer; its layer norms have a weight and a bias."""
     return type(part) is nn.Linear or (type(part) is nn.LayerNorm and part.weight is not None and part.bias is not None)
 
 
@@ -211,4 +215,4 @@ def _leave_out(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: A
 def _leave_out_of_load(
     layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
 ) -> None:
-    state[f"{prefix}_extra_state"] = None  # the layer asks for one; None leaves it as it is
+    state[f"{prefix}_extra_state"] = None  # the layer requires the key; None changes nothing

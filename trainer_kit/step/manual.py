@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.optimizer_proxy import OptimizerProxy
-from trainer_kit.precision.overflow import has_gradients
+from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.closures import calls_once, refusal_of_scaling

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.precision.precision import Precision
+from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.around_steps import AroundSteps
 from trainer_kit.strategies.axes import check_options, check_sizes, places, refuse_by_hand
 from trainer_kit.strategies.fsdp import FSDPStrategy
@@ -87,6 +87,9 @@ class MeshStrategy(Strategy):
 
     name = "mesh"
     engine = "mesh"
+    refused_precisions: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        EXCHANGING, "layers that were exchanged cannot be split by a mesh"
+    )
     needs_processes = True
     mesh: DeviceMesh
     data: ProcessGroup

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
+from trainer_kit.core.errors import PrecisionError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.signatures import check_overrides
@@ -52,7 +53,9 @@ class Strategy(ABC):
     name: str
     """For messages and the run's records; nothing is decided by it."""
     engine: str = ""
-    """Its row in the table of precisions (`trainer_kit.precision.support_matrix.ENGINES`); empty: none."""
+    """Its family, by which docs/guide/precision.md and Accelerate's ``DistributedType`` list it; empty: none."""
+    refused_precisions: ClassVar[Mapping[str, str]] = {}
+    """The precisions that this engine cannot run: by name, why."""
     sharded: bool = False
     """Whether a rank's state is only a part of the whole: all ranks then write a checkpoint together."""
     lockstep: bool = False
@@ -139,6 +142,17 @@ class Strategy(ABC):
             A line to print, or None.
         """
         return None
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raise a `PrecisionError` where this engine, or its device, cannot run a precision."""
+        reason = self.refused_precisions.get(precision.name)
+        if reason is not None:
+            raise PrecisionError(
+                f"precision {precision.name!r} does not run on {self.engine}",
+                found=reason,
+                fix='it runs on single, ddp, fsdp; precision="bf16-mixed" runs on every engine',
+            )
+        precision.check(self.device, self.engine)
 
     @abstractmethod
     def describe(self) -> str:

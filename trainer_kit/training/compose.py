@@ -424,7 +424,7 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     chosen, why = choose_by_memory(trainer, module, stage, strategy.world)
     if chosen is strategy:
         return
-    precision.check(chosen.device, chosen.engine)
+    chosen.check_precision(precision)
     chosen.start()
     trainer.strategy = chosen
     trainer.sharded_alternative = None  # for good: a sharded module stays sharded

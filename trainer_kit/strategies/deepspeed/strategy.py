@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
@@ -21,7 +21,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.precision.precision import Precision
+from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.deepspeed.config import RunFacts, Sections, filled, read_config, with_arguments
 from trainer_kit.strategies.deepspeed.engine import (
     EngineScaler,
@@ -54,6 +54,9 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["DeepSpeedStrategy"]
 
 
+_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+
+
 @final
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO (Rajbhandari et al., SC 2020; https://www.deepspeed.ai).
@@ -83,6 +86,10 @@ class DeepSpeedStrategy(Strategy):
 
     name = "deepspeed"
     engine = "deepspeed"
+    refused_precisions: ClassVar[Mapping[str, str]] = {
+        "64-true": "this engine keeps weights in float32 at most",
+        **dict.fromkeys(EXCHANGING, _OWN_LAYERS),
+    }
     lockstep = True
     owns_step = keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "DeepSpeed steps flat copies of the weights"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.precision.precision import Precision
+from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.flat_shards import Piece, whole_of
 from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron.config import check_model, megatron_model
@@ -37,6 +37,9 @@ from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, 
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronStrategy"]
+
+
+_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
 
 
 @final
@@ -64,6 +67,10 @@ class MegatronStrategy(Strategy):
 
     name = "megatron"
     engine = "megatron"
+    refused_precisions: ClassVar[Mapping[str, str]] = {
+        "64-true": "this engine keeps weights in float32 at most",
+        **dict.fromkeys(EXCHANGING, _OWN_LAYERS),
+    }
     data: ProcessGroup
     lockstep = True  # Megatron's schedule needs a loss for each micro-batch
     keeps_gradients = completes_gradients = own_buffers = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs, Exchange, part_bytes
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
-from trainer_kit.precision.precision import Precision
+from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.costs import held_whole, ring
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
@@ -46,6 +46,10 @@ class XLAStrategy(Strategy):
 
     name = "xla"
     engine = "xla"
+    refused_precisions: ClassVar[Mapping[str, str]] = {
+        **dict.fromkeys(EXCHANGING, "XLA compiles no kernels of this vendor"),
+        **dict.fromkeys(("16-true", "16-mixed"), "bfloat16 is the half precision of XLA devices, float16 is not"),
+    }
     finds_devices = completes_gradients = True
     why_not_averaged = "averages under XLA were never compared with those of one process"
 

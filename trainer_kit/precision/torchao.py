@@ -1,0 +1,232 @@
+"""torchao: products in float8, and quantisation-aware training."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Literal, final
+
+import torch
+from torch import nn
+
+from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.precision.converted import ConvertedPrecision
+from trainer_kit.precision.exceptions import Exceptions, is_excepted
+from trainer_kit.precision.native import NativePrecision, forget_layers
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+__all__ = ["Float8Precision", "QATPrecision"]
+
+_MULTIPLE: Final = 16  # both sizes of a weight are multiples of it for fp8 matrix products
+
+
+@final
+class Float8Precision(ConvertedPrecision):
+    """Linear layers multiply in float8, everything else computes in ``base``; weights are stored as they are.
+
+    Inputs, weights and gradients get new scales in each step, so there is no state to save. All linear layers are
+    exchanged (not subclasses of ``nn.Linear``) but exceptions, often the first and the last.
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; https://github.com/pytorch/ao.
+
+    Args:
+        recipe: one scale for each tensor or for each row, as torchao names them.
+        base: ``"bf16-mixed"``, ``"bf16-true"`` or ``"32-true"``, or an object.
+        ends: whether the first and the last linear layer are exchanged too, in the order of ``named_modules``.
+        module_filter: called with each linear layer and its name; returns whether to exchange it.
+        emulate: compute the same results in the dtype of the inputs, on a device without float8 products.
+        config: torchao's configuration, in place of ``recipe``.
+        exceptions: modules whose linear layers stay; see `trainer_kit.precision.Exceptions`.
+
+    Raises:
+        PrecisionError: torchao is not installed, or knows no such recipe.
+
+    Example:
+        >>> Float8Precision("rowwise", exceptions=["head"]).name
+        'fp8'
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        base: str | NativePrecision = "bf16-mixed",
+        *,
+        ends: bool = True,
+        module_filter: Callable[[nn.Module, str], bool] | None = None,
+        emulate: bool = False,
+        config: Float8LinearConfig | None = None,
+        exceptions: Exceptions = (),
+    ) -> None:
+        super().__init__("fp8", base, exceptions)
+        self.ends, self.module_filter = ends, module_filter
+        self.config: Any = _float8_config(recipe) if config is None else config
+        if emulate:
+            self.config = replace(self.config, emulate=True)
+
+    def check_vendor(self, device: torch.device) -> None:
+        """Try one product: each release of torch adds devices, and offers no list of them."""
+        if self.config.enable_fsdp_float8_all_gather:
+            raise PrecisionError(
+                "weights that FSDP gathers in float8 are not trained here",
+                found="enable_fsdp_float8_all_gather: torchao puts other parameters in their place, which an optimizer"
+                " that exists does not step and a checkpoint cannot hold",
+                fix="leave it out: weights are gathered as they are stored",
+            )
+        if self.config.emulate:
+            return
+        sixteen = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
+        one = torch.ones((), device=device)
+        try:
+            torch._scaled_mm(sixteen, sixteen.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        except (RuntimeError, NotImplementedError) as error:
+            raise PrecisionError(
+                f"a device of type {device.type!r} here has no float8 matrix product",
+                found=str(error).splitlines()[0],
+                fix='precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower and gives its results',
+            ) from error
+
+    def options(self) -> str:
+        """The configuration, and which layers are exchanged."""
+        return f"{self.config}, ends={self.ends}, {getattr(self.module_filter, '__qualname__', '')}"
+
+    def exchange(self, module: nn.Module, exempt: list[str]) -> None:
+        """Exchange linear layers for torchao's; parameters stay the same objects.
+
+        Raises:
+            PrecisionError: for weights whose sizes fp8 products do not support.
+        """
+        from torchao.float8 import convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
+
+        if isinstance(module, nn.Linear):
+            raise PrecisionError("a module that is one linear layer cannot be exchanged", fix="put it into another one")
+        # Subclasses have another forward, and torch's attention never calls its linear layer.
+        linear: dict[str, Any] = {
+            name: part for name, part in module.named_modules() if type(part) in (nn.Linear, Float8Linear)
+        }
+        inner = list(linear) if self.ends else list(linear)[1:-1]
+        wanted = {
+            name
+            for name in inner
+            if not is_excepted(name, exempt)
+            and not isinstance(linear[name], Float8Linear)
+            and (self.module_filter is None or self.module_filter(linear[name], name))
+        }
+        odd = [f"{n} ({linear[n].out_features}×{linear[n].in_features})" for n in sorted(wanted) if _odd(linear[n])]
+        if odd:
+            raise PrecisionError(
+                f"float8 products take weights whose sizes are multiples of {_MULTIPLE}",
+                found=", ".join(odd[:8]),
+                fix=f"exceptions={[one.split(' ')[0] for one in odd]}, or sizes that are",
+            )
+        convert_to_float8_training(module, config=self.config, module_filter_fn=lambda _, name: name in wanted)
+
+
+def _odd(layer: nn.Linear) -> bool:
+    return bool(layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE)
+
+
+@final
+class QATPrecision(ConvertedPrecision):
+    """Linear layers compute as if their weights were quantised, so that training adapts the weights to it.
+
+    Weights keep their names and dtype, so checkpoints are those of the plain model. `export` returns the quantised
+    model, at the end or at any time before.
+    Source: Jacob et al., CVPR 2018; https://github.com/pytorch/ao/tree/main/torchao/quantization/qat.
+
+    Args:
+        config: of the later quantisation, as torchao's ``quantize_`` takes it; None: 8-bit inputs and 4-bit weights in
+            groups of 32.
+        base: the precision of everything else: ``"32-true"``, ``"bf16-mixed"``, ``"bf16-true"``, or an object.
+        exceptions: modules whose layers are not quantised; see `trainer_kit.precision.Exceptions`.
+
+    Raises:
+        PrecisionError: torchao is not installed.
+
+    Example:
+        >>> precision = QATPrecision()
+        >>> net = nn.Sequential(nn.Linear(32, 4))
+        >>> precision.convert_module(net)
+        >>> type(net[0]).__name__, type(precision.export(net)[0]).__name__
+        ('FakeQuantizedLinear', 'Linear')
+    """
+
+    def __init__(
+        self,
+        config: Any = None,
+        base: str | NativePrecision = "32-true",
+        *,
+        exceptions: Exceptions = (),
+    ) -> None:
+        super().__init__("qat", base, exceptions)
+        self.config = _default_qat_config() if config is None else config
+
+    def options(self) -> str:
+        """The configuration, without the addresses of objects in it."""
+        return re.sub(r" at 0x\w+", "", repr(self.config))
+
+    def exchange(self, module: nn.Module, exempt: list[str]) -> None:
+        """Exchange linear layers for torchao's fake-quantised layers; parameters stay the same objects.
+
+        Raises:
+            PrecisionError: torchao cannot prepare this model.
+        """
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import QATConfig
+
+        wanted = {n for n, p in module.named_modules() if type(p) is nn.Linear and n and not is_excepted(n, exempt)}
+        try:
+            quantize_(module, QATConfig(self.config, step="prepare"), filter_fn=lambda _, name: name in wanted)
+        except (AssertionError, ValueError) as error:
+            raise PrecisionError(
+                "torchao cannot prepare this model", found=str(error), fix="another config, or exceptions=[...]"
+            ) from error
+
+    def export(self, module: nn.Module) -> nn.Module:
+        """Return a quantised copy; ``module`` can be trained further.
+
+        Args:
+            module: prepared by this precision, on one device (not sharded).
+        """
+        from torchao.quantization import quantize_
+        from torchao.quantization.qat import FakeQuantizedLinear, QATConfig
+
+        trainer = module.__dict__.pop("_trainer", None)  # the Trainer is not a part of the model
+        try:
+            made = copy.deepcopy(module)
+        finally:
+            if trainer is not None:
+                module.__dict__["_trainer"] = trainer
+        forget_layers(made)
+        kinds = (FakeQuantizedLinear,)
+        quantize_(made, QATConfig(self.config, step="convert"), filter_fn=lambda part, _: isinstance(part, kinds))
+        return made.eval()
+
+
+def _default_qat_config() -> Any:
+    try:
+        from torchao.quantization import Int8DynamicActivationIntxWeightConfig
+        from torchao.quantization.granularity import PerGroup
+    except ImportError as error:
+        raise PrecisionError(
+            "quantisation-aware training needs torchao", found=str(error), fix="pip install 'trainer-kit[torchao]'"
+        ) from error
+    int4 = torch.int4  # type: ignore[attr-defined]
+    return Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(32))
+
+
+def _float8_config(recipe: str) -> Any:
+    try:
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.config import Float8LinearRecipeName
+    except ImportError as error:
+        raise PrecisionError(
+            "fp8 training needs torchao", found=str(error), fix="pip install 'trainer-kit[torchao]'"
+        ) from error
+    known = [name.value for name in Float8LinearRecipeName]
+    if recipe not in known:
+        raise PrecisionError(f"torchao knows no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known))
+    return Float8LinearConfig.from_recipe_name(recipe)
