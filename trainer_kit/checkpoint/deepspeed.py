@@ -1,4 +1,7 @@
-"""Directories that DeepSpeed itself wrote: where weights lie in them, and which of them only DeepSpeed can read."""
+"""Directories that DeepSpeed itself wrote: where weights lie in them, and which of them only DeepSpeed can read.
+
+A file format, not a part of the engine: weights load into every strategy, without DeepSpeed and without its engine.
+"""
 
 from __future__ import annotations
 

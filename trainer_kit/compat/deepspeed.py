@@ -1,4 +1,8 @@
-"""DeepSpeed under an `Accelerator`, with Hugging Face Accelerate's names."""
+"""DeepSpeed under an `Accelerator`, with Hugging Face Accelerate's names.
+
+These records stand outside the engine's package because `Accelerator` takes them, with or without the engine; they
+import the engine when they are used.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,6 @@ from trainer_kit.compat.options import micro_batches
 from trainer_kit.core.configuration_sources import is_true, variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.strategies.deepspeed.config import from_launcher, read_config, with_arguments
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -176,6 +179,8 @@ class DeepSpeedPlugin:
     serves_alone = True
 
     def __post_init__(self) -> None:
+        from trainer_kit.strategies.deepspeed.config import from_launcher, read_config, with_arguments
+
         if self.enable_msamp:
             raise ConfigurationError("MS-AMP is not supported", fix='mixed_precision="fp8" without DeepSpeed, or bf16')
         for one in fields(self):

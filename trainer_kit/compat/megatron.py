@@ -1,4 +1,8 @@
-"""Megatron's options with Hugging Face Accelerate's names."""
+"""Megatron's options with Hugging Face Accelerate's names.
+
+The record stands outside the engine's package because `Accelerator` takes it, with or without the engine; it imports
+the engine when it is used.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,10 @@ __all__ = ["XLAGroup"]
 
 @final
 class XLAGroup:
-    """The processes that ``torch_xla.launch`` started, one a device.
+    """The processes that ``torch_xla.launch`` started, one for each device.
 
-    What is not on the device goes through it all the same: torch_xla has no host-side channel, and each such exchange
-    ends the graph that is being traced.
+    Values on the host are exchanged through the device: torch_xla has no channel between hosts. Each such exchange ends
+    the graph that is being traced.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class XLAGroup:
         return [pickle.loads(payload) for payload in self._xm.rendezvous("gather", pickle.dumps(value))]
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """The same on the first rank; there is no way to it alone."""
+        """As `all_gather_object`, but None on all ranks except the first."""
         values = self.all_gather_object(value)
         return values if self.rank == 0 else None
 
@@ -67,7 +67,7 @@ class XLAGroup:
         self._xm.rendezvous("barrier")
 
     def agree(self, values: list[float]) -> list[list[float]]:
-        """A few numbers of every rank, one row a rank."""
+        """A few numbers of every rank, one row for each rank."""
         layout = f"{len(values)}d"
         return [list(struct.unpack(layout, row)) for row in self._xm.rendezvous("agree", struct.pack(layout, *values))]
 

@@ -1,4 +1,4 @@
-"""TPUs and what else OpenXLA compiles for, through torch_xla: a step is traced, compiled once and run as a whole."""
+"""TPUs and other devices of OpenXLA, through torch_xla: a step is traced, compiled once and run as a whole."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class XLAStrategy(Strategy):
     - One process, one device: a step is one compiled graph, which ends where the optimizer has stepped.
     - One process, several devices (SPMD; Xu et al., GSPMD, 2021): a batch is divided over the devices by its first
       dimension, and with ``shard_parameters`` weights and optimizer state as well (torch_xla's FSDPv2). ``batch_size``
-      is that of the process, over all its devices.
+      counts the samples of the process, over all its devices.
     - Inside ``torch_xla.launch``, one process a device: gradients are averaged over the processes.
 
     Args:
-        shard_parameters: every device holds a part of each weight and of its optimizer state; needs SPMD.
-        spmd: one process for all devices; None: where there are several, and nobody launched a process for each.
+        shard_parameters: every device holds a part of each weight and of the optimizer state; needs SPMD.
+        spmd: one process for all devices; None: if there are several, and no process was launched for each.
 
     Example:
         >>> XLAStrategy(shard_parameters=True).describe()
@@ -51,7 +51,7 @@ class XLAStrategy(Strategy):
         **dict.fromkeys(("16-true", "16-mixed"), "bfloat16 is the half precision of XLA devices, float16 is not"),
     }
     finds_devices = completes_gradients = True
-    why_not_averaged = "averages under XLA were never compared with those of one process"
+    why_not_averaged = "averages under XLA are not tested"
 
     def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
         if shard_parameters and spmd is False:
@@ -60,7 +60,8 @@ class XLAStrategy(Strategy):
                 found="shard_parameters=True, spmd=False",
                 fix="leave spmd out",
             )
-        self.shard_parameters, self.spmd = shard_parameters, spmd
+        self.shard_parameters = shard_parameters
+        self.spmd = spmd
         self.device = torch.device("xla")
         self.end_batch = self._sync_batch
         self._mesh: Any = None
@@ -111,7 +112,7 @@ class XLAStrategy(Strategy):
         self.shard_batch = self._divide
 
     def _divide(self, batch: Any) -> Any:
-        """Each device computes its rows."""
+        """Divide a batch: each device computes some of its rows."""
         return apply_to_collection(batch, Tensor, self._divide_one)
 
     def _divide_one(self, tensor: Tensor) -> Tensor:
@@ -125,22 +126,22 @@ class XLAStrategy(Strategy):
         xs.mark_sharding(tensor, self._mesh, tuple("fsdp" if i == dim else None for i in range(tensor.dim())))
 
     def _mark_parts(self, tensors: Iterable[Tensor]) -> None:
-        """Divide along the longest dimension, as torch_xla's FSDPv2 does; what has none is held whole."""
+        """Divide along the longest dim, as torch_xla's FSDPv2 does; scalars stay whole on each device."""
         if self.shard_parameters and self._mesh is not None:
             for tensor in tensors:
                 if tensor.dim() > 0 and tensor.device.type == "xla":
                     self._mark(tensor, tensor.shape.index(max(tensor.shape)))
 
     def stop(self) -> None:
-        """Let go of the module's parameters."""
+        """Release the module's parameters."""
         self._parameters = []
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are built on the host: tracing the draws of their weights would be compiled for this once."""
+        """On the host: on the device, XLA would compile the random initialisation for a single run."""
         return nullcontext()
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Move the module; every process gets the first one's weights."""
+        """Move the module, and give every process the weights of the first."""
         module.to(self.device)
         if self.world.size > 1:
             for tensor in [*module.parameters(), *module.buffers()]:
@@ -161,13 +162,13 @@ class XLAStrategy(Strategy):
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move and divide; nothing wraps it."""
-        held = dict(module.named_parameters())  # torch_xla converts no parameter that is referred to weakly
+        held = dict(module.named_parameters())  # torch_xla does not convert parameters with weak references
         self.place_module(module, precision)
         self._moved.note({name: partial(held.get, name) for name in held}, module)
         return module
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """On these devices parameters are other objects than on the host; an optimizer made there follows them."""
+        """Point the optimizer at the parameters on the device: they are other objects than those on the host."""
         self._moved.follow(optimizer)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
@@ -179,7 +180,7 @@ class XLAStrategy(Strategy):
         return method
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """Each batch is a graph of its own."""
+        """Call the method, and run the graph of the batch."""
 
         def run(*arguments: Any) -> Any:
             output = method(*arguments)
@@ -189,7 +190,7 @@ class XLAStrategy(Strategy):
         return run
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's own, after which the graph of the step is compiled and runs."""
+        """The optimizer's step, and then the compiled graph of the whole step."""
 
         def step(*arguments: Any, **options: Any) -> Any:
             returned = optimizer.step(*arguments, **options)
@@ -199,11 +200,11 @@ class XLAStrategy(Strategy):
         return step
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The module's own, on the host: other engines hold none of these devices."""
+        """The module's ``state_dict`` on the host: other engines do not have these devices."""
         return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}  # sync point: a checkpoint
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """As torch loads it; parts stay parts."""
+        """Load as torch does; divided tensors stay divided."""
         module.load_state_dict(state, strict=strict)
         self._mark_parts(module.parameters())
         self._sync()
@@ -211,7 +212,7 @@ class XLAStrategy(Strategy):
     def optimizer_state(
         self, optimizer: Optimizer
     ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
-        """The optimizer's own, on the host."""
+        """The optimizer's state on the host."""
         groups, states = optimizer_state(optimizer)
         return groups, {p: apply_to_collection(dict(state), Tensor, _on_host) for p, state in states.items()}
 
@@ -221,14 +222,14 @@ class XLAStrategy(Strategy):
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[nn.Parameter, Mapping[str, Any]],
     ) -> None:
-        """As torch loads it; parts stay parts."""
+        """Load as torch does; divided tensors stay divided."""
         load_optimizer_state(optimizer, groups, state)
         for own in optimizer.state.values():
             self._mark_parts(value for value in own.values() if isinstance(value, Tensor))
         self._sync()
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """One micro-batch after the other, all in one graph; gradients are averaged after the last."""
+        """Run one micro-batch after the other, all in one graph; average gradients after the last."""
         for index in range(micro.count):
             micro.begin(index)
             loss = micro.forward(index)
@@ -238,10 +239,10 @@ class XLAStrategy(Strategy):
         self._average(self._parameters)
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Gradients over the processes, where there are several."""
-        trained = [p for p in parameters if p.requires_grad]  # now: a callback may thaw or freeze some
+        """Average gradients over the processes, if there are several."""
+        trained = [p for p in parameters if p.requires_grad]  # now: a callback may freeze or unfreeze some
         if isinstance(self.data, XLAGroup):
-            # Every process must trace the same graph, so what it has no gradient for counts as zeros.
+            # Every process must trace the same graph: a missing gradient counts as zeros.
             for parameter in trained:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -251,26 +252,26 @@ class XLAStrategy(Strategy):
         return gradients
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Average them over the processes."""
+        """Average gradients over the processes."""
         return self._average(p for group in optimizer.param_groups for p in group["params"])
 
     def _sync_batch(self) -> None:
-        """Compile and run what was traced, also where nothing was stepped."""
+        """Compile and run the traced graph, also where no optimizer was stepped."""
         self._sync()
 
     @property
     def own_buffers(self) -> bool:
-        """Processes keep their own."""
+        """Whether processes keep their own buffers."""
         return self.world.size > 1
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """Of a process; what devices of one process send each other is the compiler's choice."""
+        """What one process holds and sends; the compiler decides what the devices of one process exchange."""
         if self._mesh is not None:
             return held_whole(
                 module,
                 f"one process for {self._mesh.size()} devices, over all of them; parameters "
                 + ("in parts" if self.shard_parameters else "whole on each"),
-                [Exchange(what="what the compiler puts between the devices", sent=None)],
+                [Exchange(what="exchanges that the compiler inserts between the devices", sent=None)],
             )
         size = part_bytes(p for p in module.parameters() if p.requires_grad)
         sent = [Exchange(what=f"gradients: all-reduce over {ranks} processes", sent=ring(2, ranks, size))]
