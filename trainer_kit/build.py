@@ -210,7 +210,9 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
     if engine == "DEEPSPEED":
         from trainer_kit.strategies.deepspeed import config as deepspeed_config
 
-        made = STRATEGIES.get("deepspeed")(device, **deepspeed_config.from_launcher(_launcher_options(deepspeed_config.KEYS)))
+        made = STRATEGIES.get("deepspeed")(
+            device, **deepspeed_config.from_launcher(_launcher_options(deepspeed_config.KEYS))
+        )
     if mesh:
         made = STRATEGIES.get("mesh")(device, **mesh)
     elif fsdp is not None and world > 1:

@@ -179,7 +179,8 @@ class _Linear4bit(_Frozen):
         return made
 
     def forward(self, input: Tensor) -> Tensor:
-        bnb, device = _import(), self.weight.device
+        bnb = _import()
+        device = self.weight.device
         if self.code.device != device:
             self.__dict__.update(code=self.code.to(device), code2=None if self.code2 is None else self.code2.to(device))
         second = offset = None

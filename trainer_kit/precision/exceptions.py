@@ -177,7 +177,10 @@ class _ForwardIn:
         dtype: torch.dtype,
         output_dtype: torch.dtype | None,
     ) -> None:
-        self.forward, self.context, self.dtype, self.output_dtype = forward, context, dtype, output_dtype
+        self.forward = forward
+        self.context = context
+        self.dtype = dtype
+        self.output_dtype = output_dtype
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         with self.context:

@@ -416,8 +416,10 @@ class _SeenOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        groups, only = self.optimizer.param_groups, self.only
-        return groups if only is None else [{"params": [p for p in g["params"] if p in only]} for g in groups]
+        groups = self.optimizer.param_groups
+        if (only := self.only) is None:
+            return groups
+        return [{"params": [p for p in group["params"] if p in only]} for group in groups]
 
     def step(self) -> bool:
         self.run()
@@ -459,11 +461,12 @@ def make_scaler(device_type: str, **options: Any) -> torch.amp.GradScaler:
 
 def _state_after_update(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """The state after the scale is adapted; the scaler keeps its own, as other optimizers may still step with it."""
-    before, looked = scaler.state_dict(), scaler._per_optimizer_states
+    before = scaler.state_dict()
+    per_optimizer = scaler._per_optimizer_states
     scaler.update()
     adapted = scaler.state_dict()
     scaler.load_state_dict(before)
-    scaler._per_optimizer_states = looked
+    scaler._per_optimizer_states = per_optimizer
     return adapted
 
 

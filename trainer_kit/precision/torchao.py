@@ -61,7 +61,8 @@ class Float8Precision(ConvertedPrecision):
         exceptions: Exceptions = (),
     ) -> None:
         super().__init__("fp8", base, exceptions)
-        self.ends, self.module_filter = ends, module_filter
+        self.ends = ends
+        self.module_filter = module_filter
         self.config: Any = _float8_config(recipe) if config is None else config
         if emulate:
             self.config = replace(self.config, emulate=True)

@@ -316,14 +316,16 @@ class Sections:
     def make_optimizer(self, parameters: Iterable[Any], **values: Any) -> Optimizer:
         """Build the optimizer that the JSON names; ``values`` replace its ``"auto"``."""
         assert self.optimizer is not None
-        kind, options = self.optimizer[0], _replace_auto("optimizer", self.optimizer, values)
+        kind = self.optimizer[0]
+        options = _replace_auto("optimizer", self.optimizer, values)
         options.setdefault("lr", 1e-3)  # DeepSpeed's
         if kind == "SGD":
             return torch.optim.SGD(parameters, **options)
         if options.pop("bias_correction", True) is not True:
             raise StrategyError("torch's Adam corrects its bias", found="bias_correction: false", fix="take it out")
         # As DeepSpeed reads them: Adam decays as AdamW does unless adam_w_mode is false; nothing decays by default.
-        by_torch, decoupled = options.pop("torch_adam", False), options.pop("adam_w_mode", True) or kind == "AdamW"
+        by_torch = options.pop("torch_adam", False)
+        decoupled = options.pop("adam_w_mode", True) or kind == "AdamW"
         options.setdefault("weight_decay", 1e-2 if by_torch and decoupled else 0.0)
         if "betas" in options:
             options["betas"] = tuple(options["betas"])

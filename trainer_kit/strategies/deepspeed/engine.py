@@ -260,7 +260,8 @@ class OpenWindow:
                 for parameter in engine.module.parameters():
                     parameter.grad = None
             _begin(engine, self._left)
-            self.begun, self._left = True, False
+            self.begun = True
+            self._left = False
         if hasattr(engine.optimizer, "clear_backward_seen_flag"):
             # The engine counts forwards, and would overwrite gradients between two of them.
             engine.optimizer.clear_backward_seen_flag()
@@ -343,7 +344,8 @@ class EngineScaler:
 
     def follow(self, engine: Any) -> None:
         """Read the loss scale of this engine from now on."""
-        self.skipped, self._numbers = False, None
+        self.skipped = False
+        self._numbers = None
         if engine.fp16_enabled():
             self._numbers = getattr(engine.optimizer, "loss_scaler", None)
         # Without ZeRO the engine divides gradients by the scale, and does not multiply the loss by it.
@@ -360,7 +362,8 @@ class EngineScaler:
         scaler = self._numbers
         if scaler is None:
             return {}
-        window, since = int(getattr(scaler, "scale_window", None) or 2000), _steps_since_overflow(scaler)
+        window = int(getattr(scaler, "scale_window", None) or 2000)
+        since = _steps_since_overflow(scaler)
         return {
             "scale": float(scaler.cur_scale),  # no sync point: a number on the host
             "growth_factor": 2.0,  # fixed in the engine, as is the next one

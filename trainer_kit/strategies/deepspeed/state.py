@@ -49,12 +49,12 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
         masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
         for group, master in zip(groups, masters, strict=True):
             for parameter in group:
-                here = parameter._hp_mapping
-                if here is None:
+                fragment = parameter._hp_mapping
+                if fragment is None:  # all of it is on other ranks
                     found[parameter] = Piece(master, 0, 0, 0)
                 else:
-                    flat, own = here.hp_fragment_address, here.lp_fragment_address
-                    found[parameter] = Piece(master, flat.start, own.start, own.numel)
+                    own = fragment.lp_fragment_address
+                    found[parameter] = Piece(master, fragment.hp_fragment_address.start, own.start, own.numel)
     elif hasattr(optimizer, "fp32_groups_flat"):  # stage 0, low precision, DeepSpeed's fused Adam
         for group, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             start = 0

@@ -362,8 +362,11 @@ class DeepSpeedStrategy(Strategy):
     ) -> Tensor | None:
         """Set the norm to which the engine clips all gradients in its step."""
         if algorithm != "norm" or norm_type != 2:
-            problem, found = "DeepSpeed clips by norm only, and by the 2-norm only", f"{algorithm!r}, p={norm_type:g}"
-            raise StrategyError(problem, found=found, fix='algorithm="norm", without norm_type')
+            raise StrategyError(
+                "DeepSpeed clips by norm only, and by the 2-norm only",
+                found=f"{algorithm!r}, p={norm_type:g}",
+                fix='algorithm="norm", without norm_type',
+            )
         self._clip = value
         if self._window is None:
             return None

@@ -13,12 +13,12 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 
 __all__ = ["KEYS", "check_model", "from_launcher", "megatron_model", "optimizer_options"]
 
-_READ: Final = {
-    "megatron_lm_tp_degree": "tensor_parallel",
-    "megatron_lm_sequence_parallelism": "sequence_parallel",
-    "megatron_lm_use_distributed_optimizer": "distributed_optimizer",
-    "megatron_lm_gradient_clipping": "gradient_clipping",
-}
+_READ: Final = (
+    "megatron_lm_tp_degree",
+    "megatron_lm_sequence_parallelism",
+    "megatron_lm_use_distributed_optimizer",
+    "megatron_lm_gradient_clipping",
+)
 _IN_THE_MODEL: Final = "set it in the TransformerConfig that configure_model builds with"
 _REFUSED: Final = {
     "megatron_lm_context_parallel_size": "use MeshStrategy(cp=)",

@@ -125,7 +125,8 @@ class MegatronScaler:
 
     def follow(self, stepper: Any) -> None:
         """Read the loss scale of this optimizer from now on."""
-        self.skipped, self._numbers = False, getattr(stepper, "grad_scaler", None)
+        self.skipped = False
+        self._numbers = getattr(stepper, "grad_scaler", None)
 
     def state_dict(self) -> dict[str, Any]:
         """The scale and its counters under GradScaler's keys, for any other engine, and Megatron's own counter."""

@@ -137,14 +137,16 @@ def load_state(
     # The optimizers of Apex and Transformer Engine, which Megatron prefers, count steps for each group.
     by_group = not type(stepper.optimizer).__module__.startswith("torch.")
     for parameter, saved in state.items():
-        piece, own = pieces[parameter], dict(saved)
+        piece = pieces[parameter]
+        own = dict(saved)
         steps = own.pop(_STEP, None)
         if steps is not None:
             for group in stepper.optimizer.param_groups if by_group else ():
                 group[_STEP] = int(steps)  # sync point: a checkpoint
         if not piece.count:
             continue
-        like, master = parts.placed(parameter.detach(), parameter), piece.master
+        like = parts.placed(parameter.detach(), parameter)
+        master = piece.master
         mine: dict[str, Any] = {}
         if steps is not None and not by_group:
             mine[_STEP] = torch.as_tensor(steps, dtype=torch.float32, device="cpu").clone()

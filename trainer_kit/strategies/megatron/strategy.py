@@ -233,7 +233,8 @@ class MegatronStrategy(Strategy):
         """This rank's part of a parameter's gradient; the rest of the buffer is not reduced."""
         kept = self._gradients
         if parameter not in kept:
-            piece, gradient = self._pieces[parameter], parameter.main_grad
+            piece = self._pieces[parameter]
+            gradient = parameter.main_grad
             kept[parameter] = piece.in_whole(gradient) if piece.divided else self._parts.placed(gradient, parameter)
         return kept[parameter]
 
@@ -263,8 +264,7 @@ class MegatronStrategy(Strategy):
                 "on_before_backward and on_after_backward are not called: Megatron runs backward by itself",
                 fix="use on_before_optimizer_step",
             )
-        chunk, optimizer = self._chunk, self._optimizer
-        if optimizer is None:
+        if self._optimizer is None:
             raise StrategyError("Megatron has nothing to step", fix="return an optimizer from configure_optimizers")
 
         def forward(indices: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -286,7 +286,7 @@ class MegatronStrategy(Strategy):
         self._schedule(
             forward_step_func=forward,
             data_iterator=iter(range(micro.count)),
-            model=[chunk],
+            model=[self._chunk],
             num_microbatches=micro.count,
             seq_length=1,  # only pipelines read this and the next
             micro_batch_size=1,

@@ -27,8 +27,10 @@ class XLAGroup:
         import torch_xla.core.xla_model as xm
         import torch_xla.runtime as xr
 
-        self._xm, self.device = xm, torch_xla.device()
-        self.rank, self.size = xr.global_ordinal(), xr.world_size()
+        self._xm = xm
+        self.device = torch_xla.device()
+        self.rank = xr.global_ordinal()
+        self.size = xr.world_size()
 
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
