@@ -1226,12 +1226,12 @@ def test_functions_are_called_as_callbacks_are():
     assert calls == [("step", 5), ("step", 10), ("epoch", 0), ("step", 15), ("step", 20), ("epoch", 1)]
 
 
-def test_callbacks_cannot_change_while_a_verb_runs():
+def test_callbacks_cannot_change_while_an_entry_point_runs():
     class Adds(Callback):
         def on_train_start(self, trainer, module):
             trainer.on("train_end")(lambda trainer, module: None)
 
-    with pytest.raises(ConfigurationError, match="while a verb runs"):
+    with pytest.raises(ConfigurationError, match="while an entry point runs"):
         fit(callbacks=[Adds()])
 
 

@@ -371,7 +371,7 @@ class Trainer(Session):
         from trainer_kit.callbacks.lambda_callback import FunctionCallback
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            self.set_callbacks([*self._given, FunctionCallback(event, function, every)])
+            self.set_callbacks([*self._own_callbacks, FunctionCallback(event, function, every)])
             return function
 
         return register

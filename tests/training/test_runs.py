@@ -313,7 +313,7 @@ def test_two_fits_of_one_trainer(script, capsys):
         keeper = ModelCheckpoint(every_n_train_steps=2, save_top_k=-1)
         trainer = tk.Trainer(max_epochs=2, resume="auto", logger="csv", callbacks=[keeper], **QUIET)
         trainer.fit(TinyModule(), BATCHES)
-        trainer.set_callbacks([*trainer._given, Breaks(broken)])
+        trainer.set_callbacks([*trainer._own_callbacks, Breaks(broken)])
         trainer.fit(TinyModule(), BATCHES)
 
     script()

@@ -24,14 +24,12 @@ __all__ = [
     "configured_flags",
     "note_configured",
     "optimizer_state",
-    "options_of",
     "owned_parameters",
     "parameter_names",
     "reset_flags",
     "restore_flags",
     "restore_optimizer",
     "restore_scheduler",
-    "same",
     "watch_groups",
 ]
 
@@ -126,7 +124,7 @@ def restore_optimizer(
             "param_groups",
             f"{len(saved['param_groups'])} groups were saved, the optimizer has {len(optimizer.param_groups)}",
         )
-    today, now = configured(optimizer), options_of(optimizer)
+    today, now = configured(optimizer), _options(optimizer)
     then = saved.get(_CONFIGURED, today)
     state: dict[nn.Parameter, Any] = {}
     groups, kept_today = [], {}
@@ -140,7 +138,7 @@ def restore_optimizer(
                 state[parameter] = old_state
         options = {k: v for k, v in old.items() if k != "params"}
         for key, value in today[number].items():
-            if key in options and key in then[number] and not same(then[number][key], value):
+            if key in options and key in then[number] and not _same(then[number][key], value):
                 options[key] = value
                 if key != "initial_lr":
                     kept_today[key] = value
@@ -167,7 +165,7 @@ _FLAGS: Final = "_trained_parameters"
 """Attribute of a module: which parameters train, as configured, and as the last fit left them."""
 
 
-def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Copies of the present options of each group: schedules write in place into learning rates that are tensors."""
     return [
         {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -183,19 +181,19 @@ def note_configured(optimizer: Optimizer) -> None:
     """
     known = vars(optimizer)
     before, left = known.get(_AS_CONFIGURED, ()), known.get(_AFTER_TRAINING, ())
-    options = options_of(optimizer)
+    options = _options(optimizer)
     for now, was, end in zip(options, before, left, strict=False):
-        now.update({key: was[key] for key, value in now.items() if key in was and same(end.get(key), value)})
+        now.update({key: was[key] for key, value in now.items() if key in was and _same(end.get(key), value)})
     known[_AS_CONFIGURED] = options
 
 
 def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
     """The options that `note_configured` kept for each group; the present options of groups that were added later."""
     known: list[dict[str, Any]] = vars(optimizer).get(_AS_CONFIGURED, [])
-    return [*known, *options_of(optimizer)[len(known) :]]
+    return [*known, *_options(optimizer)[len(known) :]]
 
 
-def same(a: Any, b: Any) -> bool:
+def _same(a: Any, b: Any) -> bool:
     """Whether two values of an option are equal."""
     # A checkpoint may return a list for a tuple, and learning rates may be tensors.
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -272,7 +270,7 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
                 return
             add(param_group)
             started: list[dict[str, Any]] = vars(optimizer)[_AS_CONFIGURED]
-            started += options_of(optimizer)[len(started) :]
+            started += _options(optimizer)[len(started) :]
             run.stepper.read_groups()
 
         vars(optimizer)["add_param_group"] = add_param_group
@@ -280,7 +278,7 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
     def end(_: Any = None) -> None:
         for optimizer in optimizers:
             vars(optimizer).pop("add_param_group", None)
-            vars(optimizer)[_AFTER_TRAINING] = options_of(optimizer)
+            vars(optimizer)[_AFTER_TRAINING] = _options(optimizer)
         left = {name: p.requires_grad for name, p in run.module.named_parameters()}
         vars(run.module)[_FLAGS] = ({name: name not in run.frozen for name in left}, left)
 

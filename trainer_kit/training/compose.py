@@ -160,12 +160,15 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         if manual
         else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
     )
-    ahead = None if feed.draws else _ahead(module, datamodule, strategy, precision)
+    move, may_prefetch = mover(module, datamodule, strategy, precision)
+    prefetch = None if move is None or feed.draws or not may_prefetch else _prefetch(move, strategy.device)
     micro = _micro(trainer, module, bus, stepper, step, manual)
-    micro.move = _mover(module, datamodule, strategy, precision) if ahead is None else None
-    windows = _windows(trainer, module, feed, micro, limit, ahead)
+    micro.move = move if prefetch is None else None
+    windows = _windows(trainer, module, feed, micro, limit, prefetch)
     trainer.metrics.feed = feed if windows.loss_weight is None else None
-    _provide_padding_batches(windows, module, datamodule, trainer, made, manual)
+    if strategy.data.size > 1 and (manual or strategy.lockstep):  # every rank is needed for the others' micro-batches
+        padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
+        micro.run_padding, windows.provide = padding.run, padding.provide
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
     run = Fit(
         module=module,
@@ -218,7 +221,7 @@ def _announce_checkpoint(trainer: Session, path: Location) -> None:
 
 
 def _windows(
-    trainer: Session, module: Any, feed: Feed, micro: MicroBatches, limit: int | None, ahead: Any
+    trainer: Session, module: Any, feed: Feed, micro: MicroBatches, limit: int | None, prefetch: Any
 ) -> WindowLoader:
     strategy = trainer.strategy
     windows = WindowLoader(
@@ -230,7 +233,7 @@ def _windows(
         loss_weight=part_weight(module, strategy),
         weighting=trainer.settings.loss_weighting,
         limit=limit,
-        ahead=ahead,
+        ahead=prefetch,
     )
     windows.length = trainer.accumulation
     return windows
@@ -301,36 +304,14 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
     return micro
 
 
-def _provide_padding_batches(
-    windows: WindowLoader, module: Any, datamodule: Any, trainer: Session, made: Optimizers, manual: bool
-) -> None:
-    """Let a rank without data run padding batches, where the micro-batches of the others need every rank."""
-    strategy, micro = trainer.strategy, windows.micro
-    if strategy.data.size > 1 and (manual or strategy.lockstep):
-        move = _mover(module, datamodule, strategy, trainer.precision_plugin)
-        padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
-        micro.run_padding, windows.provide = padding.run, padding.provide
-
-
-def _mover(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Callable[[Any], Any] | None:
-    """A function that moves a batch to the device at the start of its micro-batch, if anything is to move."""
-    move, _ = mover(module, datamodule, strategy, precision)
-    return None if move is None else lambda batch: move(batch, 0)
-
-
-def _ahead(module: Any, datamodule: Any, strategy: Any, precision: Any) -> Any:
-    move, ahead = mover(module, datamodule, strategy, precision)
-    if move is None or not ahead:
-        return None
+def _prefetch(move: Callable[[Any], Any], device: torch.device) -> Callable[[Iterable[Any]], Iterator[Any]]:
+    """Wrap the items of a feed so that their batches are moved to the device before their micro-batches begin."""
 
     def moved(item: tuple[int, float, Any]) -> tuple[int, float, Any]:
         size, weight, batch = item
-        return size, weight, None if batch is None else move(batch, 0)
+        return size, weight, None if batch is None else move(batch)
 
-    def wrap(items: Iterable[Any]) -> Iterator[Any]:
-        return iter(Ahead(iter(items), moved, strategy.device))
-
-    return wrap
+    return lambda items: iter(Ahead(iter(items), moved, device))
 
 
 def _validation(trainer: Session, module: Any, datamodule: Any, val_loaders: Any, bus: Bus) -> Evaluation | None:

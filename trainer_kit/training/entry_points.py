@@ -156,13 +156,12 @@ class EntryPoint:
         the fit return.
         """
         trainer = self.trainer
-        own = self.module.configure_callbacks()
-        own = as_list(own, Callback)
-        if not own and trainer.callbacks is trainer._given:
+        added = as_list(self.module.configure_callbacks(), Callback)
+        if not added and trainer.callbacks is trainer._own_callbacks:
             return
-        kinds = {type(callback) for callback in own}
-        given = [callback for callback in trainer._given if type(callback) not in kinds]
-        trainer._callbacks = sorted_callbacks([*given, *own]) if own else trainer._given
+        kinds = {type(callback) for callback in added}
+        kept = [callback for callback in trainer._own_callbacks if type(callback) not in kinds]
+        trainer._callbacks = sorted_callbacks([*kept, *added]) if added else trainer._own_callbacks
         self._attach()
 
     def _attach(self) -> None:

@@ -133,27 +133,25 @@ def _unshuffled(loaders: Any) -> Any:
 
 def mover(
     module: Any, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
-) -> tuple[Callable[[Any, int], Any] | None, bool]:
+) -> tuple[Callable[..., Any] | None, bool]:
     """A function that moves a batch to the device, or None where there is nothing to do; and whether it may prefetch.
 
     ``whole``: the batch is not divided there.
     """
-    hooks = {}
-    for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
-        for owner in (datamodule, module):
-            if owner is not None and is_overridden(name, owner, DataHooks):
-                hooks[name] = getattr(owner, name)
-                break
-    device = strategy.device
-    before, transfer, after = (
-        hooks.get(name) for name in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-    )
+    owners = [owner for owner in (datamodule, module) if owner is not None]
+
+    def hook(name: str) -> Callable[..., Any] | None:
+        return next((getattr(owner, name) for owner in owners if is_overridden(name, owner, DataHooks)), None)
+
+    before, transfer = hook("on_before_batch_transfer"), hook("transfer_batch_to_device")
+    after, device = hook("on_after_batch_transfer"), strategy.device
+    hooked = (before, transfer, after) != (None, None, None)
     moves, part = device.type != "cpu", None if whole else strategy.shard_batch
     convert = precision.convert_batch if precision.converts_batch else None
-    if not hooks and not moves and convert is None and part is None:
+    if not hooked and not moves and convert is None and part is None:
         return None, False
 
-    def move(batch: Any, loader: int) -> Any:
+    def move(batch: Any, loader: int = 0) -> Any:
         if before is not None:
             batch = before(batch, loader)
         if transfer is not None:
@@ -166,4 +164,4 @@ def mover(
             batch = after(batch, loader)
         return batch if part is None else part(batch)
 
-    return move, moves and not hooks
+    return move, moves and not hooked

@@ -128,7 +128,7 @@ class Session:
         self.accumulation = 1
         self.run: Fit | None = None
         self._callbacks: list[Callback] = []
-        self._given: list[Callback] = self._callbacks  # without those that the module brings
+        self._own_callbacks: list[Callback] = self._callbacks  # without those that the module brings
 
     # -- position: read-only, each from one place ----------------------------------------------------------------
 
@@ -412,7 +412,7 @@ class Session:
         """Replace the callbacks, and sort them into their order."""
         if self.state_verb:
             raise ConfigurationError("callbacks cannot change while an entry point runs", found=self.state_verb)
-        self._given = self._callbacks = sorted_callbacks(callbacks)
+        self._own_callbacks = self._callbacks = sorted_callbacks(callbacks)
         self.read_accumulation()
 
     def first_callback(self, attribute: str) -> Any:
