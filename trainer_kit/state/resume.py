@@ -49,7 +49,7 @@ class Search:
         """Where a fit begins: at the newest checkpoint of the run that it continues, else where the user says.
 
         Args:
-            ckpt_path: as the user gave it; for a run that has no checkpoint of its own yet.
+            ckpt_path: as the user gave it; for a run without a checkpoint so far.
             weights_only: likewise.
             removed: names of incomplete saves that were discarded.
 

@@ -85,7 +85,7 @@ class _Execution:
         failed = hasattr(sys, "last_value") or any(record.status != "finished" for record in self.begun.values())
         if failed or os.getpid() != self.pid:
             return
-        for record in reversed(self.begun.values()):  # the first decides what becomes of the others
+        for record in reversed(self.begun.values()):  # the first one decides how the others end
             with suppress(CheckpointError):
                 write_record(replace(record, ended=True))
 
@@ -158,7 +158,7 @@ class RunFiles:
 
     @property
     def checkpoint_dir(self) -> Location:
-        """Where checkpoints without a directory of their own go; a URL where the root directory is one."""
+        """Where checkpoints go by default; a URL where the root directory is one."""
         root = locate(self.root) if is_url(self.root) else self.directory
         return root / "checkpoints"
 

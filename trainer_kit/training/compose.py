@@ -199,7 +199,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
 
 
 def _run_metadata(trainer: Session) -> dict[str, Any]:
-    """Part of every checkpoint of a run. Nothing of it is restored over what the user asks for today."""
+    """The configuration and loggers of a run, kept in every checkpoint; the configuration is only for readers."""
     return {
         "configuration": {
             "trainer": trainer.arguments,

@@ -504,7 +504,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
 
 
 def _max_restarts() -> int:
-    """How often the agent restarts a run whose ranks fail; it was started without a command line that says so."""
+    """How often the agent restarts a run whose ranks fail; for an agent that no command line started."""
     value = os.environ.get(_MAX_RESTARTS, "0")
     if not value.isdigit():
         raise LaunchError(f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}")

@@ -57,7 +57,7 @@ class _Elsewhere:
 
 
 class Session:
-    """What a Trainer has between and during its entry points, by the names of this field; hooks see this state.
+    """The state of a Trainer between and during its entry points, as hooks see it, by the names of this field.
 
     `Trainer` adds the constructor and the entry points. It sets the attributes that are only declared here.
 
@@ -497,7 +497,7 @@ class Session:
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
-        """What was logged with ``prog_bar=True``, as of the last flush: nothing is read from the device."""
+        """The values logged with ``prog_bar=True``, as of the last flush; this reads nothing from the device."""
         return dict(self.metrics.progress_bar)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -604,7 +604,7 @@ class Session:
 
     @property
     def checkpoint_dir(self) -> Location:
-        """Where checkpoints without a directory of their own go; a URL where the root directory is one."""
+        """Where checkpoints go by default; a URL where the root directory is one."""
         return self.files.checkpoint_dir
 
     def print(self, *values: Any, **options: Any) -> None:
@@ -615,7 +615,7 @@ class Session:
         say = bar.print if getattr(bar, "is_drawn", False) else print
         say(*values, **options)
 
-    # -- what Lightning's Trainer has besides ----------------------------------------------------------------------
+    # -- attributes of Lightning's Trainer that this one lacks --------------------------------------------------
 
     fit_loop = _Elsewhere(
         "limits are arguments of the Trainer; to train further, fit(ckpt_path=...) with a Trainer with larger limits"

@@ -117,7 +117,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
 
 
 def settle_stop(run: Fit) -> None:
-    """Training ended: print the request that ended it; drop one whose minimum was not reached."""
+    """Print the stop request that ended training; drop a request whose minimum was not reached."""
     requests = run.requests
     if not run.schedule.may_stop(run.progress):
         requests.stop = None  # a limit came first
