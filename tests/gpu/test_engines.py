@@ -112,8 +112,8 @@ def test_a_model_that_does_not_fit(kind: str) -> None:
     )
     with torch.device("meta"):
         small, large = torch.nn.Linear(8, 8), torch.nn.Linear(1024, memory // (4 * 4 * 1024))
-    assert room.weigh(trainer, small, "fit")[0] is trainer.strategy
-    taken, why = room.weigh(trainer, large, "fit")
+    assert room.choose_by_memory(trainer, small, "fit")[0] is trainer.strategy
+    taken, why = room.choose_by_memory(trainer, large, "fit")
     assert taken is trainer.sharded_alternative
     assert taken.device == device
     assert "do not fit" in why
