@@ -1,9 +1,10 @@
-"""Two callbacks of one's own: a running average of the weights, and a stop that says why.
+"""Two custom callbacks: a running average of the weights, and a stop with a reason.
 
     python examples/custom_callback.py
 
-A callback overrides the hooks it needs; the others cost nothing. It never acts on the loop, it asks: ``trainer.stop``,
-``trainer.request_checkpoint``, ``trainer.request_validation``. What ``state_dict`` returns is in every checkpoint.
+A callback overrides the hooks it needs; the others cost nothing. It never controls the loop, it makes requests:
+``trainer.stop``, ``trainer.request_checkpoint``, ``trainer.request_validation``. Every checkpoint holds the result
+of ``state_dict``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A logger of one's own: any object with ``log_metrics(metrics, step)``. This one writes into an SQLite table.
+"""A custom logger: any object with ``log_metrics(metrics, step)``. This one writes into an SQLite table.
 
     python examples/custom_logger.py
 
-Where a logger has ``log_hyperparams``, ``after_save_checkpoint``, ``save`` or ``finalize``, they are called too. Only
-rank 0 calls it, with numbers that are already reduced over all ranks.
+The methods ``log_hyperparams``, ``after_save_checkpoint``, ``save`` and ``finalize`` are called if they exist. Only
+rank 0 calls a logger, with numbers that are already reduced over all ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SQLiteLogger:
         self.connection: sqlite3.Connection | None = None
 
     def open(self) -> sqlite3.Connection:
-        if self.connection is None:  # on the first value: a logger that nobody calls leaves no file
+        if self.connection is None:  # opened for the first value, so an unused logger leaves no file
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.connection = sqlite3.connect(self.path)
             self.connection.execute("CREATE TABLE IF NOT EXISTS runs (run INTEGER PRIMARY KEY, params, status)")

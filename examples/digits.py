@@ -1,9 +1,9 @@
 """Train a small convolutional network on scikit-learn's handwritten digits, and test its best checkpoint.
 
-    python examples/digits.py                # on whatever device there is
+    python examples/digits.py                # on the available device
     python examples/digits.py --devices 2    # on two processes: the same global batch, the same accuracy
 
-The data comes with scikit-learn: 1797 images of 8x8 pixels; nothing is downloaded. What the run leaves is in ./runs.
+The data comes with scikit-learn: 1797 images of 8x8 pixels; nothing is downloaded. The run writes to ./runs.
 """
 
 from __future__ import annotations

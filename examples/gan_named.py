@@ -1,4 +1,4 @@
-"""A GAN with two named optimizers: the step returns one loss for each, the Trainer does the rest.
+"""A GAN with two named optimizers: the step returns one loss for each, and the Trainer steps them.
 
     python examples/gan_named.py
 

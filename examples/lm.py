@@ -1,11 +1,11 @@
-"""One language model on every engine: the same losses, whatever it is divided into.
+"""One language model on every engine: the same losses under every way of sharding.
 
     python examples/lm.py
     python examples/lm.py --strategy fsdp --devices 2
     python examples/lm.py --strategy 3d --devices 8
 
-A step is 4 micro-batches of 8 texts on any number of processes. The module says how it may be divided
-(``configure_parallel``), ``--strategy`` says over what.
+A step is 4 micro-batches of 8 texts on any number of processes. ``configure_parallel`` of the module
+defines how it can be sharded; ``--strategy`` selects the mesh axes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A GAN in a loop of your own: two models, two optimizers, alternating steps.
+"""A GAN in a handwritten loop: two models, two optimizers, alternating steps.
 
     python examples/raw_gan.py
     torchrun --nproc-per-node 2 examples/raw_gan.py --batch-size 32
@@ -46,7 +46,7 @@ def main() -> None:
     generator, discriminator, step_g, step_d, loader = accelerator.prepare(
         generator, discriminator, *optimizers, loader
     )
-    tk.set_seed(2, device_specific=True)  # from here on each process draws noise of its own
+    tk.set_seed(2, device_specific=True)  # from here on each process draws different noise
 
     def fake(real: Tensor) -> Tensor:
         return generator(torch.randn(len(real), NOISE, device=accelerator.device))

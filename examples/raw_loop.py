@@ -1,10 +1,10 @@
-"""A loop of your own: handwritten digits, with accumulation, clipping, evaluation, and states to go on from.
+"""A handwritten loop: handwritten digits, with accumulation, clipping, evaluation, and states to resume from.
 
     python examples/raw_loop.py
     torchrun --nproc-per-node 2 examples/raw_loop.py --batch-size 16
-    python examples/raw_loop.py --resume                    goes on where the newest state was saved
+    python examples/raw_loop.py --resume                    continues from the newest saved state
 
-The loop is plain PyTorch but for the lines that name ``accelerator``; on one process and on two it trains the same.
+The loop is plain PyTorch except for the lines with ``accelerator``; on one process and on two it trains the same.
 """
 
 from __future__ import annotations

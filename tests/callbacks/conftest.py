@@ -48,6 +48,7 @@ class FakeTrainer:
         self.optimizers, self.lr_scheduler_configs = [], []
         self.module = SimpleNamespace(automatic_optimization=True, parameters=list)
         self.stops, self.logged, self.accumulation = [], [], []
+        self.train_batch_samples = None
         self.printed = []
         vars(self).update(attributes)
 

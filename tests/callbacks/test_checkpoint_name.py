@@ -31,7 +31,7 @@ def test_templates(template, insert, values, expected):
 
 def test_a_value_that_nobody_logged_is_zero_and_warned_about_once():
     name = CheckpointName("{val_los:.1f}")
-    with pytest.warns(UserWarning, match="uses 'val_los', which nobody logged.*did you mean 'val_loss'"):
+    with pytest.warns(UserWarning, match="uses 'val_los', which was not logged.*did you mean 'val_loss'"):
         assert name({"val_loss": 1.0}) == "val_los=0.0"
     assert name({"val_loss": 1.0}) == "val_los=0.0"
 

@@ -197,7 +197,7 @@ def test_what_is_replaced_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixt
         keeper = ModelCheckpoint(tmp_path / str(number), every_n_train_steps=1, save_top_k=-1)
         averaging = callback()
         train(module, [averaging, beside, keeper], val_check_interval=4)
-        assert capsys.readouterr().out.count("the average of 2 weights begins anew") == 1
+        assert capsys.readouterr().out.count("the averages of 2 weights restart") == 1
         found = copied(module)
         for name in ("net.0.weight", "net.1.running_mean", "turns", "net.4.weight", "net.4.bias"):
             own = beside.own[4:] if name.startswith("net.4") else beside.own

@@ -1,4 +1,4 @@
-"""What happens around the loop. Subclass `Callback`, override the hooks you need, hand it to the Trainer."""
+"""Callbacks: code that runs around the loop. Subclass `Callback`, override hooks, and pass it to the Trainer."""
 
 from typing import TYPE_CHECKING
 
@@ -51,7 +51,7 @@ _HOME = {
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
-_FINETUNING = "set requires_grad in on_train_epoch_start, and optimizer.add_param_group what begins to train"
+_FINETUNING = "set requires_grad in on_train_epoch_start, and call optimizer.add_param_group for the new parameters"
 _ELSEWHERE = {
     "BackboneFinetuning": _FINETUNING,
     "BaseFinetuning": _FINETUNING,
@@ -62,7 +62,7 @@ _ELSEWHERE = {
     "LearningRateFinder": "train a few steps with each of several rates",
     "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_start",
     "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
-    "ProgressBar": "TQDMProgressBar is the only one; a Callback of your own can print",
+    "ProgressBar": "TQDMProgressBar is the only one; or print in your own Callback",
     "RichModelSummary": "ModelSummary",
     "RichProgressBar": "TQDMProgressBar",
     "SpikeDetection": "compare the loss in on_train_batch_end, and ask trainer.stop(reason)",

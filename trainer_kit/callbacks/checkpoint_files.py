@@ -68,7 +68,7 @@ class CheckpointName:
             yield text, field, spec or ""
 
     def __call__(self, values: Mapping[str, Any], equals: str = "=") -> str:
-        """Fill in ``values`` (numbers or scalar tensors: a sync point). One that nobody logged is 0, with a warning."""
+        """Fill in ``values`` (numbers or scalar tensors: a sync point). A missing value is 0, with a warning."""
         written = []
         for text, field, spec in self._parts:
             written.append(text)
@@ -80,7 +80,7 @@ class CheckpointName:
         if name not in values and name not in self._warned:
             self._warned.add(name)
             warnings.warn(
-                f"the checkpoint filename {self.template!r} uses {name!r}, which nobody logged, so it is 0; "
+                f"the checkpoint filename {self.template!r} uses {name!r}, which was not logged, so it is 0; "
                 + did_you_mean(name, values),
                 stacklevel=2,
             )
@@ -93,35 +93,34 @@ class CheckpointName:
 
 
 _LOCK: Final = Lock()
-"""Held for microseconds, so one for all: callbacks stay things that can be copied."""
+"""One lock for all, held for microseconds: a lock per object could not be copied with its callback."""
 
 
 @final
 class Retention:
-    """The best ``keep`` checkpoints by score, the newest, and what stays in case that one of them is damaged.
+    """Which checkpoints to keep: the best ``keep`` by score, the newest, and a fallback in case one is damaged.
 
-    What is kept follows from what was *asked for*, so it does not depend on when a save was done. What may be deleted
-    follows from what is durable: a checkpoint goes only once the one that took its place is there. A save that fails
-    leaves no trace: the state becomes what the other requests alone make of it. `confirm` and `taint` may be called
-    from another thread.
+    The kept set follows from the *requests*, so it does not depend on when a save finished. Deletion follows from
+    durability: a checkpoint is deleted only once its replacement is durable. A failed save is undone: the state
+    becomes that of the remaining requests. `confirm` and `taint` may be called from another thread.
 
-    Where the best and the newest are one checkpoint, the one that gave way last stays as a spare, so that there are
-    always two once there were two. Of those that gave way, the last one with finite weights stays until another one
-    with finite weights is durable. Neither counts among the best.
+    If the best checkpoint is also the newest, the last replaced one is kept as a fallback, so that at least two exist
+    once there were two. The last replaced one with finite weights is kept until another one with finite weights is
+    durable. Neither counts towards ``keep``.
 
     Args:
-        keep: how many; -1 for all, 0 for none but the newest.
+        keep: how many of the best; -1 for all, 0 for the newest only.
         better: whether its first score is strictly better than its second.
 
     Attributes:
-        better: as given.
+        better: the argument.
         kept: path → score of the best.
-        newest: the last one asked for, or "".
-        displaced: path → (who took its place, its score or None), until deleted.
-        yielding: what goes once the newest is durable, deleted or not.
-        late: what could not be deleted behind the last durable one.
-        spare: gave way, and stays so that there are two; or "".
-        tainted: those that are there with weights that are not finite.
+        newest: the last requested one, or "".
+        displaced: path → (its replacement, its score or None), until it is deleted.
+        yielding: those that the newest replaces once it is durable, whether deleted or not.
+        late: those whose deletion failed after the last durable one.
+        spare: the fallback checkpoint, or "".
+        tainted: existing checkpoints whose weights are not finite.
 
     Example:
         >>> best = Retention(1, better=lambda a, b: a < b)
@@ -144,22 +143,22 @@ class Retention:
         self.late: list[str] = []
         self.spare = ""
         self.tainted: set[str] = set()
-        self._asked: dict[str, float | None] = {}  # scores of those that are not durable yet, in order
-        self._base = self._snapshot()  # the state before the first of them was asked for
+        self._asked: dict[str, float | None] = {}  # scores of the requests that are not durable yet, in order
+        self._base = self._snapshot()  # the state before the first of these requests
 
     @property
     def pending(self) -> list[str]:
-        """Asked for and not yet durable, in order."""
+        """Requested and not yet durable, in order."""
         return list(self._asked)
 
     @property
     def best(self) -> str:
-        """The kept one with the best score (of equals the older), or ""."""
+        """The kept checkpoint with the best score (the older of equals), or ""."""
         return self._best(self.kept)
 
     @property
     def worst(self) -> str:
-        """The kept one that goes next (of equals the older), or "" while there is room."""
+        """The kept checkpoint that is replaced next (the older of equals), or "" while there is room."""
         if self.keep == -1 or len(self.kept) < self.keep:
             return ""
         found = ""
@@ -176,30 +175,30 @@ class Retention:
 
     @property
     def durable_best(self) -> str:
-        """The best one that is there, kept or about to go, or ""."""
+        """The best durable checkpoint, kept or not yet deleted, or ""."""
         with _LOCK:
             scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
         return self._best({path: score for path, score in scores.items() if path not in self._asked})
 
     def holds(self, path: str) -> bool:
-        """Whether ``path`` is kept, asked for, or for this callback to delete."""
+        """Whether this callback keeps ``path``, has requested it, or will delete it."""
         return path in self.kept or path in self._asked or path in self.displaced or path == self.newest
 
     @property
     def live(self) -> set[str]:
-        """Names in use: kept, newest, the spare, and what gives way to the newest."""
+        """Paths in use: kept, newest, fallback, and those that the newest replaces."""
         return {*self.kept, *self.yielding, *filter(None, [self.newest, self.spare])}
 
     def age(self) -> None:
-        """Scores count anew from 0, upwards: what is kept is older than all that is asked for from now on."""
-        if self._asked:  # of a fit that was broken off: nothing is known of them
+        """Restart the scores from 0 upwards: rank everything kept as older than all later requests."""
+        if self._asked:  # of an interrupted fit: whether these saves succeeded is unknown
             self._asked = {}
             self._replay()
         highest = max(self.kept.values(), default=0.0)
         self.kept = {path: score - highest - 1.0 for path, score in self.kept.items()}
 
     def ask(self, path: str, score: float | None) -> None:
-        """Count a checkpoint as asked for; a score of None keeps it only as the newest."""
+        """Record the request of a checkpoint; a score of None keeps it only as the newest."""
         with _LOCK:
             if not self._asked:
                 self._base = self._snapshot()
@@ -209,14 +208,14 @@ class Retention:
             self._apply(path, score)
 
     def rate(self, path: str, score: float) -> None:
-        """Give the newest, which was asked for without a score, the score that became known at its step."""
+        """Give the newest, which was requested without a score, the score that its step logged later."""
         with _LOCK:
             if path in self._asked:
                 self._asked[path] = score
                 self._replay()
             else:
                 self._apply(path, score)
-                self.late = [*self.late, *self.yielding]  # deleted once the next one is durable
+                self.late = [*self.late, *self.yielding]  # delete them once the next checkpoint is durable
 
     def _apply(self, path: str, score: float | None) -> None:
         previous, self.newest = self.newest, path
@@ -237,10 +236,10 @@ class Retention:
         self.spare = self.yielding.pop() if self.yielding and not self.kept.keys() - {path} else ""
 
     def confirm(self, path: str) -> list[str]:
-        """Count ``path`` as durable; returns what may be deleted now, and forgets it."""
+        """Record ``path`` as durable; returns the paths to delete now, and removes them from the state."""
         with _LOCK:
             if path in self._asked:
-                # Saves are done in order: those that were asked for before this one, and are not durable, have failed.
+                # Saves finish in order: earlier requests that are not durable have failed.
                 while (first := next(iter(self._asked))) != path:
                     del self._asked[first]
                 later = dict(self._asked)
@@ -258,19 +257,19 @@ class Retention:
             return ready
 
     def taint(self, path: str) -> None:
-        """The weights of ``path`` are not finite; to be called before `confirm`."""
+        """Record that the weights of ``path`` are not finite; call it before `confirm`."""
         with _LOCK:
             self.tainted.add(path)
 
     def _last_finite(self) -> str:
-        """What must not go, for all that is there and stays is tainted; or ""."""
+        """The last replaced checkpoint with finite weights, if all kept ones are tainted; or ""."""
         there = {*self.kept, self.newest, self.spare} - {"", *self._asked}
         if not there <= self.tainted:
             return ""
         return next((path for path in reversed(self.displaced) if path not in self.tainted), "")
 
     def fail(self, path: str) -> None:
-        """The save of ``path`` failed: it gives its place back, and nothing is deleted for it."""
+        """Undo the request of ``path``, whose save failed: it replaces nothing."""
         with _LOCK:
             if path in self._asked:
                 del self._asked[path]
@@ -280,14 +279,14 @@ class Retention:
         return dict(self.kept), self.newest, dict(self.displaced), list(self.yielding), self.spare
 
     def _replay(self) -> None:
-        """Make the state from the requests that did not fail."""
+        """Recompute the state from the requests that did not fail."""
         kept, self.newest, displaced, yielding, self.spare = self._base
         self.kept, self.displaced, self.yielding = dict(kept), dict(displaced), list(yielding)
         for path, score in self._asked.items():
             self._apply(path, score)
 
     def put_off(self, path: str, left: list[str]) -> None:
-        """What could not be deleted after ``path`` became durable is deleted after the next one."""
+        """Retry the deletion of ``left``, which failed after ``path`` became durable, after the next save."""
         with _LOCK:
             for displaced in (self.displaced, self._base[2]):
                 displaced.update(dict.fromkeys(left, (path, None)))
@@ -301,7 +300,7 @@ class Retention:
         spare: str,
         tainted: Iterable[str],
     ) -> None:
-        """Take over the state of a checkpoint, in which nothing is under way."""
+        """Restore the state from a checkpoint; no save is in progress then."""
         self.kept, self.newest, self.yielding, self.spare = dict(kept), newest, list(yielding), spare
         self.displaced = dict.fromkeys([*yielding, *filter(None, [spare])], ("", None))
         self.tainted = set(tainted)
@@ -318,7 +317,7 @@ class Retention:
 @final
 @dataclass
 class _Request:
-    """What the loop is handed."""
+    """The checkpoint request that the loop carries out."""
 
     reason: str
     path: Location
@@ -348,19 +347,19 @@ class _Request:
 
 @final
 class CheckpointFiles:
-    """Names, asks for, keeps and deletes checkpoints.
+    """Names, requests, keeps and deletes the checkpoints of one callback.
 
     Args:
-        dirpath: the directory, absolute, or its URL; None until the run's own is known.
+        dirpath: the absolute directory, or its URL; None until the directory of the run is known.
         name: makes a name from values.
-        retention: decides what stays.
-        weights_only: what is asked for.
+        retention: decides which checkpoints are kept.
+        weights_only: request checkpoints of the weights only.
         versions: append ``-v1``, … to a name in use, instead of overwriting.
-        ranked: scores are a monitored value, so the best one may be called ``best``.
+        ranked: scores are a monitored value, so the index names the best one ``best``.
 
     Attributes:
-        next_try: says when the next checkpoint is due; its owner's business.
-        name_of: makes a path from values and a version; likewise.
+        next_try: describes when the next checkpoint is due; set by the callback.
+        name_of: makes a path from values and a version; set by the callback.
         first_version: the first number of the version counter.
         alias: another name of the newest checkpoint in the index, or "".
     """
@@ -381,16 +380,19 @@ class CheckpointFiles:
         self.name_of: Callable[..., str] = name
         self.first_version, self.alias = 1, ""
         self.asked_step = 0
-        self._unrated = ""  # what was asked for at `asked_step` without a score
+        self._unrated = ""  # the checkpoint requested at `asked_step` without a score
         self._default = dirpath is None
-        self._before: tuple[str, float | None] = ("", None)  # the best in the directory of before a resume
-        self._taken: list[str] = []  # there before this run began, so not ours to overwrite
+        self._before: tuple[str, float | None] = (
+            "",
+            None,
+        )  # the best in the directory that the run used before the resume
+        self._taken: list[str] = []  # names that existed before this run, which it must not overwrite
         self._others: list[CheckpointFiles] = []
         self._is_zero = False
 
     @property
     def best(self) -> tuple[str, float | None]:
-        """The best one asked for, here or in the directory of before a resume, and its score; ``("", None)``."""
+        """The best requested checkpoint and its score, here or in the directory before the resume; ``("", None)``."""
         path, (before, value) = self.retention.best, self._before
         score = self.retention.kept.get(path)
         if before and (score is None or (value is not None and not self.retention.better(score, value))):
@@ -398,26 +400,26 @@ class CheckpointFiles:
         return path, score
 
     def open(self, trainer: TrainerLike, others: Iterable[CheckpointFiles]) -> None:
-        """At ``setup``, before anything is restored."""
+        """Prepare for an entry point, in ``setup``, before state is restored."""
         if self._default:
             self.dirpath = str(absolute(trainer.checkpoint_dir))
         self._others = list(others)
         self._is_zero = trainer.is_global_zero
 
     def start(self, trainer: TrainerLike, restored: bool) -> None:
-        """At the start of a fit, once everything is restored; rank 0 looks at the disk for all.
+        """Begin a fit, after state is restored; rank 0 reads the disk for all ranks.
 
         Args:
-            trainer: that fits.
-            restored: this directory's own state was taken over.
+            trainer: the Trainer of the fit.
+            restored: the state of this directory was restored.
         """
-        self.asked_step = trainer.global_step  # no step was made since
+        self.asked_step = trainer.global_step  # no step has run since
         assert self.dirpath is not None
         from trainer_kit.core.collective_errors import on_rank_zero
 
         kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
-        gone, there, cut_short = on_rank_zero(trainer.strategy.world, lambda: self._look(restored))
-        # Deleted by the sitting that this one goes back behind, or by hand.
+        gone, there, cut_short = on_rank_zero(trainer.strategy.world, lambda: self._read_directory(restored))
+        # Deleted by the user, or by a later part of the run before it was resumed from here.
         for path in gone:
             kept.pop(path, None)
             if path == self.retention.spare:
@@ -427,19 +429,19 @@ class CheckpointFiles:
         if not restored:
             self._unrated = ""
         if not restored and not self.ranked:
-            self.retention.age()  # steps begin anew with this fit
+            self.retention.age()  # the steps of this fit restart at 0
             kept = self.retention.kept
         if not restored:
             mine = {os.path.basename(path) for path in self.retention.live}
             self._taken = [name for name in there if name not in mine]
         if cut_short:
-            # Whoever saved it may have died before deleting what gave way to it, and no save may follow.
-            problem = self._make_way(newest, self.retention.confirm(newest), {})
+            # The process that saved it may have died before it deleted the replaced ones, and no save may follow.
+            problem = self._delete_replaced(newest, self.retention.confirm(newest), {})
             if problem is not None:
                 warnings.warn(problem, stacklevel=2)
 
-    def _look(self, restored: bool) -> tuple[list[str], list[str], bool]:
-        """Which of its checkpoints are gone; names in the directory; whether what gave way to the newest may stand."""
+    def _read_directory(self, restored: bool) -> tuple[list[str], list[str], bool]:
+        """Missing checkpoints; names in the directory; whether replaced checkpoints may still exist."""
         from trainer_kit.checkpoint.store import entries, lookup
 
         assert self.dirpath is not None
@@ -451,15 +453,16 @@ class CheckpointFiles:
         return gone, sorted(entry.name for entry in entries(locate(self.dirpath))), False
 
     def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
-        """Ask for a checkpoint of this step; a score of None keeps it only as the newest.
+        """Request a checkpoint of this step; a score of None keeps it only as the newest.
 
         Args:
-            reason: why, for logs and reports.
-            score: by which it is compared.
-            together: every rank asks, so that rank 0 may name it for all.
+            trainer: the Trainer of the fit.
+            reason: for logs and reports.
+            score: the value to compare by.
+            together: every rank makes this request, so that rank 0 chooses the name for all.
 
         Returns:
-            Its path.
+            The path of the checkpoint.
         """
         path = ""
         if trainer.is_global_zero or not together:
@@ -474,7 +477,7 @@ class CheckpointFiles:
         return path
 
     def rate(self, score: float) -> None:
-        """Compare the checkpoint that was asked for at this step by ``score``, which was not known then."""
+        """Set the score of the checkpoint requested at this step, which was not known at the request."""
         if self._unrated:
             self.retention.rate(self._unrated, score)
             self._unrated = ""
@@ -509,17 +512,17 @@ class CheckpointFiles:
     def _saved(self, path: str) -> str | None:
         ready = self.retention.confirm(path)
         best = self.retention.durable_best if self.ranked else ""
-        return self._make_way(
+        return self._delete_replaced(
             path,
             ready,
             {name: value for name, value in (("last", path), (self.alias, path), ("best", best)) if name and value},
         )
 
-    def _make_way(self, path: str, ready: list[str], names: Mapping[str, str]) -> str | None:
-        """Delete what gave way to ``path``, which is durable, once no name in the directory means it any more.
+    def _delete_replaced(self, path: str, ready: list[str], names: Mapping[str, str]) -> str | None:
+        """Point ``names`` of the index at checkpoints, then delete those that the durable ``path`` replaced.
 
         Returns:
-            What went wrong: the checkpoint itself is safe, its bookkeeping is no reason to end a run.
+            The problem, if any: the checkpoint itself is safe, so the run continues.
         """
         if not self._is_zero:
             return None
@@ -534,12 +537,12 @@ class CheckpointFiles:
                 if locate(old).exists() and not any(other.retention.holds(old) for other in self._others):
                     remove_checkpoint(old)
         except (CheckpointError, OSError) as error:
-            self.retention.put_off(path, [old for old in ready if _may_be_there(old)])
+            self.retention.put_off(path, [old for old in ready if _may_exist(old)])
             return f"after saving {path}: {error}"
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Follows from what was asked for alone, never from when a save was done."""
+        """The state; it depends only on the requests, never on when a save finished."""
         held, (best, score) = self.retention, self.best
         return {
             "dirpath": self.dirpath,
@@ -547,7 +550,7 @@ class CheckpointFiles:
             "best_score": score,
             "kept": dict(held.kept),
             "newest": held.newest,
-            # What gave way earlier is deleted by the time this is durable, unless that failed.
+            # Those replaced earlier are deleted before this is durable, unless the deletion failed.
             "yielding": list(dict.fromkeys([*held.yielding, *held.late])),
             "spare": held.spare,
             "not_finite": sorted(held.tainted & held.live),
@@ -556,7 +559,7 @@ class CheckpointFiles:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Take over ``state``; False, with only its best one taken, when it is about another directory."""
+        """Restore ``state``; False, with only the best restored, if it describes another directory."""
         place = state["dirpath"]
         if self.dirpath is not None and place != self.dirpath and _has_moved(place, self.dirpath, state["newest"]):
             state, place = _moved(state, self.dirpath), self.dirpath
@@ -567,12 +570,12 @@ class CheckpointFiles:
             if self._is_zero and not self._default:
                 warnings.warn(
                     f"ModelCheckpoint now writes to {self.dirpath}, no longer to {place}: "
-                    "it takes over the best checkpoint alone",
+                    "it restores only the best checkpoint",
                     stacklevel=2,
                 )
             return False
         held = self.retention
-        # A checkpoint may have been written by anybody: what it names elsewhere is not this shelf's to delete.
+        # A checkpoint may be untrusted: ignore its paths outside the directory, so that they are never deleted.
         newest, spare = state["newest"], state.get("spare", "")
         held.restore(
             kept={path: score for path, score in kept.items() if os.path.dirname(path) == place},
@@ -587,7 +590,7 @@ class CheckpointFiles:
 
 
 def _has_moved(old: str, new: str, newest: str) -> bool:
-    """Whether ``new`` is the directory that was ``old``: by another path, or moved there with what is in it."""
+    """Whether ``new`` is the directory ``old`` under another path, or moved with its content."""
     if is_url(old) or is_url(new):
         return False
     if os.path.realpath(old) == os.path.realpath(new):
@@ -596,7 +599,7 @@ def _has_moved(old: str, new: str, newest: str) -> bool:
 
 
 def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The state as it is once its directory is ``place``."""
+    """The state with its paths in ``place``."""
     old = state["dirpath"]
 
     def there(path: str) -> str:
@@ -611,8 +614,8 @@ def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
     }
 
 
-def _may_be_there(path: str) -> bool:
+def _may_exist(path: str) -> bool:
     try:
         return locate(path).exists()
-    except OSError:  # the storage does not say
+    except OSError:  # the storage does not answer
         return True

@@ -1,4 +1,4 @@
-"""When a callback acts, and on which logged value."""
+"""When a callback acts, and the logged value that it watches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def following(count: int | float, every: int | float) -> int | float:
 
 
 def in_run(every: Duration, trainer: TrainerLike) -> Duration:
-    """``every`` in a unit that is counted: a fraction of the run becomes optimizer steps.
+    """``every`` in a unit that ``progress`` counts: a fraction of the run becomes optimizer steps.
 
     Raises:
         DurationError: for a fraction of a run without an end.
@@ -42,12 +42,12 @@ def in_run(every: Duration, trainer: TrainerLike) -> Duration:
 
 
 def the_only(**given: tuple[DurationLike | None, str]) -> Duration | None:
-    """The one interval that was given: by argument name its value and the unit of a bare number.
+    """The only given interval; ``given`` has, by argument name, the value and the unit of a bare number.
 
-    Zero means never, except for a time, where it means at every step.
+    Zero means never; for a time it means every step.
 
     Raises:
-        ConfigurationError: for several.
+        ConfigurationError: more than one interval is given.
 
     Example:
         >>> the_only(every_n_steps=(100, "st"), every_n_epochs=(None, "ep"))
@@ -69,7 +69,7 @@ class Monitor:
     """A name in ``trainer.callback_metrics`` and its direction.
 
     Args:
-        name: what was logged.
+        name: the logged name.
         mode: ``"min"`` or ``"max"``.
         owner: the callback's class name, for errors.
 
@@ -95,23 +95,23 @@ class Monitor:
         return value < than if self.mode == "min" else value > than
 
     def read(self, trainer: TrainerLike, counts: Mapping[str, int] = MappingProxyType({})) -> tuple[float | None, int]:
-        """The value as rank 0 has it (None where it was not logged), and the step whose weights it describes.
+        """The value on rank 0 (None if it was not logged), and the step whose weights it describes.
 
-        A collective with more than one process, and a sync point: call it where every rank does.
+        Collective, and a sync point: every rank must call it.
 
         Args:
-            trainer: whose values are read.
-            counts: values of the present step that need not be logged.
+            trainer: the Trainer that has the values.
+            counts: values of the current step that need not be logged.
         """
         value = trainer.callback_metrics.get(self.name, counts.get(self.name))
         found = None if value is None else float(value), trainer.logged_at(self.name)
-        # Values between two flushes are local to a rank; what is decided with them must not differ.
+        # Between two flushes a value is local to its rank; all ranks must decide by the same value.
         if trainer.world_size > 1:
             found = trainer.strategy.world.broadcast(found)
         return found
 
     def missing(self, trainer: TrainerLike) -> ConfigurationError:
-        """The error for a value that should have been logged by now."""
+        """The error for a value that was not logged in time."""
         known = sorted(trainer.callback_metrics)
         fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
         lacks = "val" in self.name and not has_validation(trainer)
@@ -128,7 +128,7 @@ def has_validation(trainer: TrainerLike) -> bool:
 
 
 def epoch_ends_here(trainer: TrainerLike) -> bool:
-    """Whether ``on_train_epoch_end`` follows at this same step, where all values of the epoch are reduced.
+    """Whether ``on_train_epoch_end``, before which the values of the epoch are reduced, follows at this step.
 
     An epoch of unknown length answers False.
     """

@@ -1,4 +1,4 @@
-"""`EarlyStopping`: asks to stop when a logged value no longer improves."""
+"""`EarlyStopping`: requests a stop when a logged value no longer improves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["EarlyStopping", "EarlyStoppingReason"]
 
 
 class EarlyStoppingReason(Enum):
-    """Why `EarlyStopping` asked to stop."""
+    """Why `EarlyStopping` requested the stop."""
 
     NOT_STOPPED = "not_stopped"
     STOPPING_THRESHOLD = "stopping_threshold"
@@ -31,17 +31,17 @@ class EarlyStoppingReason(Enum):
 
 @final
 class EarlyStopping(Callback):
-    """Ask to stop when ``monitor`` has not improved for ``patience`` checks.
+    """Request a stop when ``monitor`` has not improved for ``patience`` checks.
 
     A request before ``min_epochs`` and ``min_steps`` waits for them; an improvement in the meantime withdraws it.
 
     Args:
         monitor: the logged value to watch.
-        min_delta: by more than this it must improve to count.
+        min_delta: an improvement counts if it is larger than this.
         patience: checks in a row without improvement before the stop.
         verbose: print every improvement and the stop.
         mode: ``"min"`` when lower is better, else ``"max"``.
-        strict: a value that nobody logged is an error; False skips the check.
+        strict: raise if ``monitor`` was not logged; False skips the check.
         check_finite: stop at once at NaN or infinity.
         stopping_threshold: stop at once when the value is better than this.
         divergence_threshold: stop at once when the value is worse than this.
@@ -52,10 +52,10 @@ class EarlyStopping(Callback):
 
     Attributes:
         best_score: the best value so far, a scalar tensor on the CPU.
-        wait_count: checks since.
+        wait_count: checks without improvement since then.
         stopped_epoch: the epoch of the stop, 0 when there was none.
         stopping_reason: an `EarlyStoppingReason`.
-        stopping_reason_message: the same in words and numbers, or None.
+        stopping_reason_message: the reason as a sentence with numbers, or None.
 
     Raises:
         ConfigurationError: for a bad argument; at the first check, when ``monitor`` was not logged.
@@ -117,9 +117,9 @@ class EarlyStopping(Callback):
         self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self.stopping_reason_message: str | None = None
         self._best = self._monitor.worst
-        self._checked = -1  # the step that the last checked value describes
-        self._validated = False  # at this step, and the epoch's own values follow
-        self._logged_late = False  # the value is one of training epochs: after validation it is the last epoch's
+        self._checked = -1  # the step whose weights the last checked value describes
+        self._validated = False  # validation ran at this step, and on_train_epoch_end follows at the same step
+        self._logged_late = False  # training epochs log the value: after validation it is still the previous epoch's
 
     @property
     def best_score(self) -> Tensor:
@@ -152,7 +152,7 @@ class EarlyStopping(Callback):
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
-            self._begin()  # what it saw of another fit says nothing about this one; a resumed one is told below
+            self._begin()  # forget another fit; a resumed fit restores its state after this
 
     def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:
@@ -183,7 +183,7 @@ class EarlyStopping(Callback):
                 warnings.warn(str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2)
             return
         self._checked = logged_at
-        if self.stopping_reason_message is not None:  # it waits for min_epochs or min_steps
+        if self.stopping_reason_message is not None:  # the request waits for min_epochs or min_steps
             trainer.withdraw_stop(self.stopping_reason_message)
         self.stopped_epoch, self.stopping_reason_message = 0, None
         self.stopping_reason, message = self._judge(current)
@@ -195,7 +195,7 @@ class EarlyStopping(Callback):
             trainer.print(message)
 
     def _judge(self, current: float) -> tuple[EarlyStoppingReason, str]:
-        """Count one value: why to stop (or that there is no reason), and a sentence with the numbers."""
+        """Count one value; returns the reason to stop (or NOT_STOPPED) and a sentence with the numbers."""
         name, better = self.monitor, self._monitor.better
         if self.check_finite and not math.isfinite(current):
             return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} = {current} is not finite (best {self._best:.6g})"

@@ -20,13 +20,13 @@ __all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
 
 @final
 class GradientAccumulation(Callback):
-    """Set the length of the window: a number, a number by epoch, or a size in samples or tokens.
+    """Set the length of the accumulation window: a number, a number by epoch, or a size in samples or tokens.
 
     Args:
         scheduling: micro-batches for each optimizer step; ``{epoch: micro-batches}``, each from that epoch (counted
-            from 0) on; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``, to which each window comes as near
-            as whole micro-batches of the size last seen can; the first window goes by its own first micro-batch.
-            Tokens are what the module's ``loss_weight`` counts.
+            from 0) on; or a target over all ranks, ``"4096sp"`` or ``"1e6tok"``: each window has the number of whole
+            micro-batches that comes nearest to it, by the size of the previous ones; for the first window, by the size
+            of its first micro-batch. ``loss_weight`` of the module counts tokens.
 
     Attributes:
         scheduling: the schedule by epoch; empty with a target.
@@ -52,7 +52,7 @@ class GradientAccumulation(Callback):
         self.epochs = sorted(self.scheduling)
         self._per_batch: float | None = None  # samples or tokens, over all ranks
         self._length = 1
-        self._at = (0, 0)  # micro-batches, and samples or tokens, when the window began
+        self._at = (0, 0)  # micro-batches, and samples or tokens, at the start of the window
         if self.target is None:
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", GradientAccumulation)
@@ -106,17 +106,17 @@ class GradientAccumulation(Callback):
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         if stage != "fit" or not self.going_to_accumulate_grad_batches():
             return
-        self._per_batch = None  # of another fit's data
+        self._per_batch = None  # it describes the data of another fit
         if not module.automatic_optimization:
             raise ConfigurationError(
                 "gradients cannot be accumulated for you in manual optimization",
                 found="automatic_optimization = False",
-                fix="step the optimizers every n batches yourself, without this callback",
+                fix="step the optimizers every n batches in training_step, without this callback",
             )
         counts = self.target is None or self.target.unit == "sp" or is_overridden("loss_weight", module, TrainModule)
         if not counts:
             raise ConfigurationError(
-                f"nobody counts the tokens for a target of {self.target}",
+                f"the module does not count the tokens for a target of {self.target}",
                 found="loss_weight is not defined",
                 fix="def loss_weight(self, batch): return the number of tokens in batch",
             )
@@ -124,7 +124,7 @@ class GradientAccumulation(Callback):
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self.target is not None:
             if self._per_batch is None and self.target.unit == "sp":
-                self._per_batch = getattr(trainer, "train_batch_samples", None) or None
+                self._per_batch = trainer.train_batch_samples or None
             self._at = trainer.progress.batch, self._count(trainer)
         self._set(trainer)
 
@@ -135,7 +135,7 @@ class GradientAccumulation(Callback):
         progress = trainer.progress
         batches, count = progress.batch - self._at[0], self._count(trainer) - self._at[1]
         self._at = progress.batch, self._at[1] + count
-        # The short last batch of an epoch, or a window that it cut short, says nothing about the next one.
+        # A short last batch of an epoch, or a window that the epoch cut short, does not predict the next window.
         if count > 0 and batches == self._length and progress.epoch_batch < trainer.num_training_batches:
             self._per_batch = count / batches
             self._set(trainer)
@@ -151,7 +151,7 @@ class GradientAccumulation(Callback):
         trainer.set_accumulation(length, partial(self._measure, trainer) if unknown else None)
 
     def _measure(self, trainer: TrainerLike, samples: float, tokens: float) -> None:
-        """The first micro-batch of all is read."""
+        """Set the length of the first window by its first micro-batch."""
         assert self.target is not None
         self._per_batch = (samples if self.target.unit == "sp" else tokens) or None
         if self._per_batch is not None:
@@ -159,4 +159,4 @@ class GradientAccumulation(Callback):
 
 
 GradientAccumulationScheduler = GradientAccumulation
-"""The reference's name."""
+"""Lightning's name."""

@@ -26,7 +26,7 @@ _LEADING: Final = (
     "on_after_backward",
     "on_before_optimizer_step",
 )
-"""Before the first batch, epoch and step are counted as completed: these see a count of zero."""
+"""These hooks run before the first batch, epoch or step is completed, so they see a count of zero."""
 _HOOKS: Final = {
     name: list(inspect.signature(method).parameters.values())[1:]
     for name, method in vars(Callback).items()
@@ -38,11 +38,10 @@ _HOOKS: Final = {
 class LambdaCallback(Callback):
     """A callback from functions: ``LambdaCallback(on_train_start=lambda trainer, module: ...)``.
 
-    Only the hooks that are given exist, each called directly.
+    The callback has only the given hooks, and each function is called directly.
 
     Args:
-        hooks: by hook name a function that takes what the hook is given, from ``trainer, module`` on. None is
-            left out.
+        hooks: by hook name, a function with the parameters of the hook after ``self``. None is ignored.
 
     Raises:
         HookError: for an unknown hook, or a function with the wrong number of parameters.
@@ -76,27 +75,26 @@ class FunctionCallback(Callback):
 
     Args:
         event: a hook's name, with or without ``on_``.
-        fn: is called as the hook would be: ``fn(trainer, module, ...)``.
-        every: only at the first event at or after each multiple of this, held against what ``trainer.progress``
-            counts as completed. Zero is a multiple for the events that come ahead of what they count:
-            ``train_epoch_start`` with ``every=2`` is epoch 0, 2, 4 and ``train_epoch_end`` epoch 1, 3, 5, each
-            counted from 0. A bare number counts batches at batch events, epochs at epoch events, steps at the
-            optimizer's. Time is each rank's own: with ``every="10min"`` the function must not talk to other ranks.
-        name: tells two functions of one place in the source apart.
+        fn: called like the hook: ``fn(trainer, module, ...)``.
+        every: call ``fn`` only at the first event at or after each multiple of this, measured by the completed counts
+            of ``trainer.progress``. Zero is a multiple for events before the counted thing: ``train_epoch_start`` with
+            ``every=2`` is epoch 0, 2, 4 and ``train_epoch_end`` epoch 1, 3, 5, each counted from 0. A bare number
+            counts batches at batch events, epochs at epoch events, steps at optimizer events. Each rank has its own
+            clock: with ``every="10min"`` the function must not communicate with other ranks.
+        name: distinguishes two functions from the same line of source.
 
     Raises:
         HookError: for an unknown event, or a function with the wrong number of parameters.
         DurationError: for an interval that cannot be read.
 
     Example:
-        >>> from types import SimpleNamespace
-        >>> from trainer_kit.core.progress import Progress
-        >>> trainer = SimpleNamespace(progress=Progress())
-        >>> report = FunctionCallback("train_batch_end", lambda trainer, *_: print(trainer.progress.batch), every=100)
-        >>> report.on_fit_start(trainer, None)
-        >>> for trainer.progress.batch in (99, 102, 150):
-        ...     report.on_train_batch_end(trainer, None, None, None, 0)
-        102
+        >>> import torch
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> report = FunctionCallback("train_batch_end", lambda trainer, *_: print(trainer.progress.batch), every=2)
+        >>> Trainer(max_epochs=1, barebones=True, callbacks=report).fit(TinyModule(), [torch.zeros(2, 32)] * 5)
+        2
+        4
     """
 
     def __new__(
@@ -117,7 +115,7 @@ class FunctionCallback(Callback):
         self.name = name or (place if code is None else f"{place}:{code.co_firstlineno}")
         required, full = _counts(self.event)
         self._takes = full if takes(fn, full) else required
-        # At the end of an epoch it is not counted as finished yet.
+        # In on_train_epoch_end the epoch is not counted as completed yet.
         self._ahead = int(self.event == "on_train_epoch_end" and self.every is not None and self.every.unit == "ep")
         self._leads = self.event in _LEADING
         self._counter, self._length = "step", 1.0
@@ -165,14 +163,14 @@ _C = TypeVar("_C", bound=Callback)
 
 
 def _with_methods(cls: type[_C], methods: Mapping[str, Any]) -> _C:
-    # The bus calls what a class overrides: a class of its own has exactly the hooks that were given, and a static
-    # method is the function itself, with nothing in between.
+    # The bus calls the hooks that a class overrides: this new class has exactly the given hooks, and a static method
+    # is called without a wrapper.
     own = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
     return cast(_C, object.__new__(own))
 
 
 def _as_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Whether a hook is overridden is read from its code, which builtins and callable objects do not have.
+    # is_overridden compares code objects, which builtins and callable objects do not have.
     return function if hasattr(function, "__code__") else lambda *given: function(*given)
 
 
@@ -185,12 +183,12 @@ def _check(hook: str, function: Callable[..., Any], where: str) -> None:
     if hook not in _HOOKS:
         raise HookError(f"there is no hook {hook!r}", found=where, fix=did_you_mean(hook, _HOOKS))
     if not callable(function):
-        raise HookError(f"{where} is called with the hook's arguments", found=repr(function), fix="give a function")
+        raise HookError(f"{where} must be a function", found=repr(function), fix="give a function")
     required, full = _counts(hook)
     if not (takes(function, full) or takes(function, required)):
         names = ", ".join(parameter.name for parameter in _HOOKS[hook])
         raise HookError(
-            f"{where} cannot take what it is called with",
+            f"{where} cannot take the arguments of the hook",
             found=f"{getattr(function, '__qualname__', function)}{inspect.signature(function)}",
             fix=f"take ({names})",
         )
@@ -198,7 +196,7 @@ def _check(hook: str, function: Callable[..., Any], where: str) -> None:
 
 def _interval(hook: str, every: DurationLike) -> Duration:
     if hook in ("setup", "on_fit_start"):
-        raise ConfigurationError(f"{hook} comes once, before anything is counted", found=f"every={every!r}")
+        raise ConfigurationError(f"{hook} comes once, before the first batch", found=f"every={every!r}")
     if hook.startswith("on_train_batch") or hook.endswith("_backward"):
         unit: str | None = "ba"
     elif hook.startswith("on_train_epoch"):

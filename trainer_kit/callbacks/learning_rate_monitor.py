@@ -1,4 +1,4 @@
-"""`LearningRateMonitor`: learning rates, momentum and weight decay to the loggers."""
+"""`LearningRateMonitor`: logs learning rates, momentum and weight decay."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ __all__ = ["LearningRateMonitor"]
 
 @final
 class LearningRateMonitor(Callback):
-    """Log what each optimizer is set to.
+    """Log the learning rate of each parameter group.
 
-    A value at step n is what the optimizer is set to once n steps are completed, so what step n + 1 uses. Names are
-    ``lr-Adam``; of several groups ``lr-Adam/pg1`` (or the group's ``"name"``); of a second Adam ``lr-Adam-1``; a
-    scheduler's own ``name`` instead of ``lr-Adam``; with ``-momentum`` and ``-weight_decay`` appended.
+    The value at step n is the one after n completed steps, which step n + 1 uses. Names are ``lr-Adam``; for several
+    groups ``lr-Adam/pg1`` (or the ``"name"`` of the group); for a second Adam ``lr-Adam-1``; the ``name`` of a
+    scheduler replaces ``lr-Adam``. ``-momentum`` and ``-weight_decay`` are appended for these values.
 
-    The values stand in ``trainer.callback_metrics`` too, so that they can be monitored.
+    ``trainer.callback_metrics`` holds the values too, so that they can be monitored.
 
     Args:
-        logging_interval: ``"step"`` (those at which the trainer logs), ``"epoch"`` (at its start), or None for what
-            each scheduler's ``interval`` says.
+        logging_interval: ``"step"`` (steps at which the trainer logs), ``"epoch"`` (at its start), or None for the
+            ``interval`` of each scheduler.
         log_momentum: log momentum, or Adam's first beta.
         log_weight_decay: log weight decay.
 
@@ -39,7 +39,7 @@ class LearningRateMonitor(Callback):
         lrs: name → learning rates logged in this run.
 
     Raises:
-        ConfigurationError: for another interval; at the start of training, for two groups of one name.
+        ConfigurationError: for another interval; at the start of training, for two groups with the same name.
 
     Example:
         >>> LearningRateMonitor(logging_interval="step").logging_interval
@@ -89,7 +89,7 @@ class LearningRateMonitor(Callback):
             self._log(trainer, "step")
 
     def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        # A run that is resumed inside an epoch has its rate already.
+        # A run that resumes inside an epoch has logged the rate of the epoch already.
         if self.logging_interval != "step" and not trainer.progress.epoch_batch:
             self._log(trainer, "epoch")
 
@@ -106,18 +106,18 @@ class LearningRateMonitor(Callback):
                 values[f"{name}-weight_decay"] = float(group.get("weight_decay", 0.0))
         if values:
             trainer.log_metrics(values, step=trainer.global_step)
-            # On every rank: whoever monitors one of them must find it on all.
+            # On every rank: a callback that monitors a rate needs it on all ranks.
             trainer.callback_metrics.update((name, torch.tensor(value)) for name, value in values.items())
 
     @staticmethod
     def _groups(trainer: TrainerLike, interval: str | None) -> Iterator[tuple[dict[str, Any], str, bool]]:
-        """Each parameter group with its name; with ``interval`` only of schedulers that go by it, or of none."""
+        """Each parameter group with its name; with ``interval``, without those of other intervals."""
         seen: Counter[str] = Counter()
         scheduled: list[Optimizer] = []
         chosen: list[tuple[Optimizer, str, bool]] = []
         for config in trainer.lr_scheduler_configs:
             optimizer = getattr(config.scheduler, "optimizer", None)
-            if optimizer is None:  # anything with `step` is a scheduler: whose rates it sets, it need not say
+            if optimizer is None:  # a scheduler needs only `step`; `optimizer` is optional
                 continue
             scheduled.append(optimizer)
             base = config.name if config.name is not None else f"lr-{type(optimizer).__name__}"

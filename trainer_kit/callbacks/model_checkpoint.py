@@ -1,4 +1,4 @@
-"""`ModelCheckpoint`: when a checkpoint is asked for, and which ones stay."""
+"""`ModelCheckpoint`: when to request a checkpoint, and which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -31,43 +31,42 @@ _NAMES: Final = "set filename= and enable_version_counter=, or override format_c
 
 
 class ModelCheckpoint(Callback):
-    """Ask for checkpoints, and keep the best and the newest of them.
+    """Request checkpoints, and keep the best and the newest of them.
 
-    A checkpoint is a directory. It is taken once everything of its step is done, and written by the loop. Nothing is
-    deleted before what takes its place is durable; the newest checkpoint and whatever this callback did not ask for
-    are never deleted. Two stay at least: where the best is the newest, the one that gave way last is left as a spare,
-    for the case that the newest turns out to be damaged. Once weights are NaN or infinite, the last checkpoint with
-    finite ones stays too.
+    A checkpoint is a directory. The loop writes it once its step is complete. A checkpoint is deleted only after its
+    replacement is durable; the newest checkpoint, and checkpoints that this callback did not request, are never
+    deleted. At least two are kept: if the best is also the newest, the last replaced one stays as a fallback, in case
+    the newest is damaged. Once weights are NaN or infinite, the last checkpoint with finite weights is kept too.
 
     The intervals take an int of their unit or a duration (``"500ba"``, ``"2ep"``, ``"30min"``), act at the first end
-    of a step at or after, and exclude each other. Without one there is a checkpoint after every validation, or after
-    every epoch where there is no validation.
+    of a step at or after each multiple, and exclude each other. Without an interval there is a checkpoint after every
+    validation, or after every epoch if there is no validation.
 
     Args:
-        dirpath: where, a path or a URL that fsspec knows; default ``checkpoints`` in the run's directory.
+        dirpath: the directory, a path or a URL that fsspec knows; default ``checkpoints`` in the run's directory.
         filename: a template for the directories' names, such as ``"{epoch}-{val_loss:.2f}"``; default
-            ``step-00001200``. Fields are ``epoch``, ``step`` and whatever was logged.
+            ``step-00001200``. Fields are ``epoch``, ``step`` and the logged names.
         monitor: a logged value by which checkpoints are compared, or ``"step"`` or ``"epoch"``. None: the newest is
-            the best. A checkpoint is compared by a value of its own step: one that is due at a step without a new
-            value (no validation ran there) is taken at the next step that has one.
-        verbose: log what is asked for, and what is not among the best.
-        save_last: True or ``"link"``: the newest state always has a checkpoint, also one that is not among the best
-            or that ``monitor`` has no value for, and the run ends with one.
+            the best. A checkpoint is compared by a value of its own step: if a checkpoint is due at a step without a
+            new value (no validation ran there), it is written at the next step that has one.
+        verbose: print each request, and each checkpoint that is not among the best.
+        save_last: True or ``"link"``: every due checkpoint is written, even if it is not among the best or
+            ``monitor`` has no value, and the run ends with a checkpoint.
         save_top_k: how many to keep: -1 for all, 0 for none.
-        save_on_exception: ask for one when an exception ends the run.
+        save_on_exception: request a checkpoint when an exception ends the run.
         save_weights_only: leave out everything but the model.
         mode: ``"min"`` when lower is better, else ``"max"``. NaN is the worst.
         auto_insert_metric_name: ``{epoch}`` in ``filename`` becomes ``epoch=3`` instead of ``3``.
         every_n_train_steps: optimizer steps between checkpoints; 0 for never.
         train_time_interval: time between checkpoints: seconds, or a ``timedelta``.
         every_n_epochs: epochs between checkpoints; 0 for never.
-        save_on_train_epoch_end: True asks at the end of training epochs, False after validation; None does what
-            fits the validations that there are.
+        save_on_train_epoch_end: True: at the end of training epochs; False: after validation; None: after validation
+            if there is any, else at the end of epochs.
         enable_version_counter: append ``-v1``, … to a name in use; False overwrites.
 
     Raises:
-        ConfigurationError: for arguments that do not fit together, for a URL that nothing here can reach, and once
-            ``monitor`` should have been logged.
+        ConfigurationError: for arguments that do not fit together, for a URL without an installed file system, and if
+            ``monitor`` was not logged in time.
 
     Example:
         >>> best = ModelCheckpoint(monitor="val_acc", mode="max", filename="{epoch}-{val_acc:.2f}", save_top_k=2)
@@ -87,7 +86,7 @@ class ModelCheckpoint(Callback):
     CHECKPOINT_EQUALS_CHAR: str = "="
     """Between a field's name and its value."""
     CHECKPOINT_NAME_LAST: str = "last"
-    """Under which name the index of the directory has the newest checkpoint, besides ``last``; no template."""
+    """A second name, besides ``last``, of the newest checkpoint in the index of the directory; no template."""
     STARTING_VERSION: int = 1
     """The first number of the version counter."""
     never_called: ClassVar[Mapping[str, str]] = {
@@ -140,7 +139,7 @@ class ModelCheckpoint(Callback):
         unit = None if self._every is None else self._every.unit
         self._timed, self._by_epoch = unit == "s", unit == "ep"
         if self._every is None or self._by_epoch:
-            # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
+            # The bus skips hooks of the base class, so a step costs nothing without an interval in steps.
             leave_out(self, "on_train_step_end", ModelCheckpoint)
         self._files = CheckpointFiles(
             None if dirpath is None else str(absolute(dirpath)),
@@ -151,7 +150,7 @@ class ModelCheckpoint(Callback):
             ranked=monitor is not None,
         )
         self._score: float | None = None
-        # The next count of steps (batches, …) and of epochs at which one is due.
+        # The next count of steps (batches, …) and of epochs at which a checkpoint is due.
         self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
         self._clock, self._poll, self._validated_step = 0.0, 1, 0
         self._waiting = False  # due, but `monitor` has no value of that step yet
@@ -164,13 +163,13 @@ class ModelCheckpoint(Callback):
         ver: int | None = None,
         prefix: str | None = None,
     ) -> str:
-        """The path of a checkpoint; an override names the directories, all of them directly in ``dirpath``.
+        """The path of a checkpoint; an override chooses the names, which must be directly in ``dirpath``.
 
         Args:
             metrics: logged values by name, with ``epoch`` and ``step``.
             filename: another template.
             ver: the version counter, for a name in use.
-            prefix: what the name begins with.
+            prefix: the start of the name.
 
         Example:
             >>> ModelCheckpoint(filename="{epoch}-{acc:.2f}").format_checkpoint_name({"epoch": 3, "acc": 0.5}, ver=1)
@@ -183,7 +182,7 @@ class ModelCheckpoint(Callback):
         return name if self.dirpath is None else str(locate(self.dirpath) / name)
 
     def _alias(self) -> str:
-        """`CHECKPOINT_NAME_LAST`, where it is a name of its own."""
+        """`CHECKPOINT_NAME_LAST`, or "" if it is ``last``."""
         alias = self.CHECKPOINT_NAME_LAST
         if "{" in alias or alias in ("best", ""):
             raise ConfigurationError(
@@ -195,34 +194,34 @@ class ModelCheckpoint(Callback):
 
     @property
     def dirpath(self) -> str | None:
-        """The directory, absolute, or its URL; None before the run's own is known."""
+        """The absolute directory, or its URL; None before the directory of the run is known."""
         return self._files.dirpath
 
     @property
     def best_model_path(self) -> str:
-        """The best checkpoint asked for, or ""; without ``monitor`` the newest."""
+        """The best requested checkpoint, or ""; without ``monitor`` the newest."""
         return self._files.best[0]
 
     @property
     def best_model_score(self) -> Tensor | None:
-        """Its value of ``monitor``, a scalar on the CPU."""
+        """The value of ``monitor`` for the best checkpoint, a scalar on the CPU."""
         score = self._files.best[1]
         return None if self._monitor is None or score is None else _scalar(score)
 
     @property
     def best_k_models(self) -> dict[str, Tensor]:
-        """Path → value of ``monitor``, for those kept; empty without ``monitor``."""
+        """Path → value of ``monitor``, for the kept checkpoints; empty without ``monitor``."""
         kept = self._files.retention.kept if self._monitor is not None else {}
         return {path: _scalar(score) for path, score in kept.items()}
 
     @property
     def kth_best_model_path(self) -> str:
-        """The kept one that goes next, or "" while there is room."""
+        """The kept checkpoint that is replaced next, or "" while there is room."""
         return self._files.retention.worst if self._monitor is not None else ""
 
     @property
     def kth_value(self) -> Tensor:
-        """Its value of ``monitor``: what the next has to beat."""
+        """The value of ``monitor`` that the next checkpoint must improve on."""
         worst = math.inf if self.mode == "min" else -math.inf
         return self.best_k_models.get(self.kth_best_model_path, _scalar(worst))
 
@@ -233,7 +232,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def last_model_path(self) -> str:
-        """The newest checkpoint asked for, or ""."""
+        """The newest requested checkpoint, or ""."""
         return self._files.retention.newest
 
     @property
@@ -274,7 +273,7 @@ class ModelCheckpoint(Callback):
             return
         restored, self._restored = self._restored, False
         if restored and self._same_place and not _is_finite(trainer, module):
-            self._files.retention.taint(self.last_model_path)  # it cannot say so of itself
+            self._files.retention.taint(self.last_model_path)  # its own state was saved before its weights were checked
         self._files.start(trainer, restored and self._same_place)
         if not restored:
             self._next = self._next_epoch = math.inf
@@ -283,8 +282,8 @@ class ModelCheckpoint(Callback):
             return
         progress, every = trainer.progress, in_run(self._every, trainer)
         if self._timed:
-            # Clocks differ: several ranks compare theirs only now and then, at steps that all of them know.
-            self._poll = 1 if trainer.world_size == 1 else max(1, trainer.log_every_n_steps)
+            # Clocks differ: ranks compare them only at steps that all ranks know.
+            self._poll = 1 if trainer.world_size == 1 else trainer.log_every_n_steps or 50
             self._next = following(progress.step, self._poll)
         elif self._by_epoch and math.isinf(self._next_epoch):
             self._next_epoch = following(progress.epoch, every.value)
@@ -315,7 +314,7 @@ class ModelCheckpoint(Callback):
             every = in_run(self._every, trainer)
             self._next = following(getattr(progress, self._counter), every.value)
         self._waiting = True
-        # The validation or the end of the epoch that follows at this step brings the value to compare by.
+        # If a validation or the end of the epoch follows at this step, it logs the value to compare by.
         if self._monitor is None or not (trainer.validation_due or epoch_ends_here(trainer)):
             self._ask(trainer, f"every {self._every}")
 
@@ -326,7 +325,7 @@ class ModelCheckpoint(Callback):
         where = self.save_on_train_epoch_end
         if where is not True and (self._default or (where is False and self._epoch_due(trainer))):
             self._waiting = True
-        # At an epoch's last step all of its values are there a moment later, at the same step.
+        # At the last step of an epoch, on_train_epoch_end follows at the same step and has all values.
         if self._waiting and (where is False or not epoch_ends_here(trainer)):
             self._ask(trainer, "validation ended", final=where is False)
 
@@ -351,7 +350,7 @@ class ModelCheckpoint(Callback):
 
     def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._active and (self._waiting or self.save_last) and trainer.global_step != self._files.asked_step:
-            # Its value, if it has one, is older than this step.
+            # The last value of `monitor` is older than this step.
             score = float(trainer.global_step) if self._monitor is None else None
             self._files.ask(trainer, "training ended", score)
         self._waiting = False
@@ -360,7 +359,7 @@ class ModelCheckpoint(Callback):
         wanted = self.save_on_exception and self._active and not trainer.sanity_checking
         if not wanted or isinstance(exception, NonFiniteError) or trainer.global_step == self._files.asked_step:
             return
-        # Other ranks may be gone: no collective.
+        # Other ranks may have exited: no collective.
         score = float(trainer.global_step) if self._monitor is None else None
         self._files.ask(trainer, f"{type(exception).__name__}: {exception}", score, together=False)
 
@@ -372,12 +371,12 @@ class ModelCheckpoint(Callback):
         return "the next validation" if math.isinf(self._next_epoch) else f"epoch {int(self._next_epoch)}"
 
     def _ask(self, trainer: TrainerLike, reason: str, final: bool = False) -> None:
-        """Ask for a checkpoint if ``monitor`` has a value of this step; without one it stays due.
+        """Request a checkpoint if ``monitor`` has a value of this step; otherwise it stays due.
 
         Args:
-            trainer: that fits.
+            trainer: the Trainer of the fit.
             reason: why it is due.
-            final: ``monitor`` had its last chance to be logged at all: without a value that is an error.
+            final: ``monitor`` must have been logged by now: raise if it was not.
         """
         step, files = trainer.global_step, self._files
         score: float | None = float(step)
@@ -408,7 +407,7 @@ class ModelCheckpoint(Callback):
 
 
 def _is_finite(trainer: TrainerLike, module: ModuleLike) -> bool:
-    """The same answer on every rank, each of which may hold parts of its own."""
+    """Whether all parameters are finite, on all ranks; the answer is the same on every rank."""
     finite, world = are_finite(module.parameters()), trainer.strategy.world
     return finite if world.size == 1 else all(row[0] for row in world.agree([finite]))
 

@@ -1,4 +1,4 @@
-"""`ModelSummary`: what a module consists of, as a table."""
+"""`ModelSummary`: the submodules and parameters of a module, as a table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class SummaryRow:
     Attributes:
         name: as in ``named_modules``.
         type: class name.
-        params: numbers in its parameters, each counted once; None where some are not initialised yet.
+        params: number of parameters, shared tensors counted once; None if some are not initialised yet.
         training: whether it is in training mode.
         flops: of one forward of the example, or None.
         in_size: shapes of its inputs in that forward, or None.
@@ -49,18 +49,18 @@ class SummaryRow:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ModelSummaryTable:
-    """What `summarize` found; ``str`` of it is the table.
+    """The result of `summarize`; ``str()`` of it is the table.
 
     Attributes:
         rows: one for each submodule down to the depth asked for.
-        trainable: numbers in parameters that need gradients; parameters shared between modules count once.
-        frozen: in those that do not.
-        loose: in parameters outside of the rows.
+        trainable: number of parameters with gradients; parameters shared between modules count once.
+        frozen: number of parameters without gradients.
+        loose: number of parameters outside the rows.
         megabytes: size of all parameters in their own dtypes, in 10⁶ bytes.
         train_modules: submodules in training mode.
         eval_modules: submodules in evaluation mode.
         flops: of one forward of the example, or None.
-        note: why sizes are missing, or None.
+        note: the reason for missing sizes, or None.
     """
 
     rows: Sequence[SummaryRow]
@@ -112,7 +112,7 @@ class ModelSummaryTable:
 
 @final
 class ModelSummary(Callback):
-    """Print what the module consists of when fitting starts, on rank 0, to stderr.
+    """Print the table of the module when fitting starts, on rank 0, to stderr.
 
     Args:
         max_depth: levels of submodules; -1 for all, 0 prints nothing.
@@ -127,7 +127,7 @@ class ModelSummary(Callback):
 
     never_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("summarize", "_summary"),
-        "write a callback whose on_fit_start prints what is wanted",
+        "write a callback whose on_fit_start prints another summary",
     )
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -161,14 +161,14 @@ def summarize(
     context: AbstractContextManager[Any] | None = None,
     convert: Callable[[Any], Any] | None = None,
 ) -> ModelSummaryTable:
-    """Look at a module; on the meta device, lazy and sharded ones too.
+    """Summarize a module; it may be on the meta device, lazy or sharded.
 
-    Where ``module.example_input_array`` is set, and the module is neither lazy nor sharded, it is run once in
+    If ``module.example_input_array`` is set, and the module is neither lazy nor sharded, the module runs once in
     evaluation mode without gradients for sizes and FLOPs (``torch.utils.flop_counter``); modes and random state are
-    as before afterwards.
+    restored.
 
     Args:
-        module: what to look at.
+        module: the module to summarize.
         max_depth: levels of submodules; -1 for all, 0 for the totals alone.
         context: the precision's forward context.
         convert: casts the example.
@@ -205,11 +205,11 @@ def _is_shown(name: str, depth: int) -> bool:
 @final
 @dataclass(frozen=True)
 class _Held:
-    """What a rank holds of a module.
+    """The part of a module on one rank.
 
     Attributes:
-        modules: type and training mode by name; None where another stage of a pipeline has the module.
-        parameters: by each of its names: the first name, size (None: not initialised), requires_grad, bytes.
+        modules: type and training mode by name; None if the module is on another pipeline stage.
+        parameters: by every name: the first name, size (None: not initialised), requires_grad, bytes.
     """
 
     modules: dict[str, tuple[str, bool] | None]
@@ -217,7 +217,7 @@ class _Held:
 
     @staticmethod
     def of(module: nn.Module, shared: Mapping[str, str] | None = None) -> _Held:
-        """``shared``: the first name of copies that several stages have."""
+        """Read ``module``; ``shared``: the first name of parameters that several stages hold copies of."""
         first: dict[int, str] = {}
         parameters: dict[str, tuple[str, int | None, bool, int]] = {}
         for name, one in module.named_parameters(remove_duplicate=False):
@@ -237,7 +237,7 @@ class _Held:
 
 
 def _of_all_ranks(module: nn.Module, strategy: Any) -> _Held:
-    """The whole of a module whose stages are on several ranks; every rank calls it."""
+    """The complete module, whose stages are on several ranks; collective."""
     parts: list[_Held] = strategy.world.all_gather_object(_Held.of(module, strategy.shared_names(module)))
     modules: dict[str, tuple[str, bool] | None] = {}
     for name, what in parts[0].modules.items():
@@ -284,7 +284,7 @@ def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSumm
 
 @dataclass
 class _Seen:
-    """What a forward of the example showed."""
+    """Sizes and FLOPs from a forward of the example."""
 
     flops: dict[str, int] | None = None
     inputs: dict[nn.Module, Any] = field(default_factory=dict)
@@ -330,7 +330,7 @@ def _run(
                 module(*example)
             else:
                 module(example)
-    except Exception as error:  # a table is no reason to end a run
+    except Exception as error:  # a failed summary must not end a run
         return _Seen(note=f"no sizes: forward(example_input_array) raised {type(error).__name__}: {error}")
     finally:
         for handle in handles:
@@ -348,7 +348,7 @@ def _depth(max_depth: int) -> int:
 
 
 def _numel(parameter: Any) -> int:
-    """Of the whole: DeepSpeed's stage 3 leaves an empty tensor in the parameter's place."""
+    """The full size: DeepSpeed stage 3 leaves an empty tensor in place of the parameter."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -19,7 +19,7 @@ __all__ = ["TQDMProgressBar"]
 
 _TERMINAL_INTERVAL: Final = 0.1
 _PLAIN_INTERVAL: Final = 10.0
-# Layouts of the line, the first that fits is drawn; None is tqdm's own, with the bar.
+# Layouts of the line; the first that fits is drawn. None is the default of tqdm, with the bar.
 _OF_TOTAL: Final = (
     None,
     "{desc}: {percentage:3.0f}% {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]",
@@ -31,14 +31,14 @@ _OF_UNKNOWN: Final = (None, "{desc}: {n_fmt} [{elapsed}{postfix}]", "{desc}: {n_
 
 @dataclass
 class _View:
-    """What the line is about.
+    """The content of the line.
 
     Attributes:
         title: such as ``Epoch 3``.
-        total: batches in all, or None where nobody knows.
-        first: batches done before it was shown.
-        done: batches done by now.
-        began: when it was shown, on the monotonic clock; later by as long as it was set aside.
+        total: number of batches, or None if it is unknown.
+        first: batches completed before the line was shown.
+        done: batches completed so far.
+        began: when the line was shown, on the monotonic clock, plus the time that validation took.
     """
 
     title: str
@@ -54,25 +54,25 @@ class _View:
 
 
 class _Line(Protocol):
-    """Where a `_View` is drawn."""
+    """Draws a `_View`."""
 
     due: float
-    """When it is to be drawn next, on the monotonic clock."""
+    """When the next drawing is due, on the monotonic clock."""
 
     def show(self, view: _View) -> None:
-        """Be about ``view`` from now on."""
+        """Start to show ``view``."""
 
     def draw(self, view: _View, metrics: Mapping[str, Any]) -> None:
-        """It has moved."""
+        """Draw the progress of ``view``."""
 
     def finish(self, view: _View, metrics: Mapping[str, Any]) -> None:
-        """It is complete."""
+        """Draw the final state of ``view``."""
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
-        """Print above it."""
+        """Print above the line."""
 
     def close(self, leave: bool) -> None:
-        """Leave the terminal as it was, with or without the last state of the line."""
+        """End the line; ``leave`` keeps its last state on the terminal."""
 
 
 @final
@@ -80,7 +80,7 @@ class _TerminalLine:
     """One line, drawn in place.
 
     Args:
-        bar: a tqdm bar that has not been drawn. A ``bar_format`` of its own stays.
+        bar: a tqdm bar that has not been drawn. Its ``bar_format``, if set, is kept.
     """
 
     def __init__(self, bar: Any) -> None:
@@ -88,7 +88,7 @@ class _TerminalLine:
         self._bar, self._format = bar, bar.bar_format
         self._bar.delay = 0.0  # its constructor would have drawn an empty line
         if measure := self._bar.dynamic_ncols:
-            # Terminals without a size (of containers, of recorders) say 0 by 0, and would be shown nothing.
+            # Terminals without a size (in containers, recorders) report 0 by 0, and tqdm would draw nothing.
             self._bar.dynamic_ncols = lambda stream: _sized(*measure(stream))
 
     def show(self, view: _View) -> None:
@@ -148,7 +148,7 @@ class _PlainLine:
         self._file = file
 
     def show(self, view: _View) -> None:
-        """Nothing to tell yet."""
+        """There is nothing to print yet."""
 
     def draw(self, view: _View, metrics: Mapping[str, Any]) -> None:
         self.due = monotonic() + _PLAIN_INTERVAL
@@ -190,9 +190,9 @@ _DRAWS: Final = "override get_metrics, init_train_tqdm, init_validation_tqdm, ..
 class TQDMProgressBar(Callback):
     """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
 
-    It is drawn at most ten times a second, so a step pays for one addition and one look at the clock. Values are
-    those of the last flush: nothing is read from the device. Where stderr is not a terminal there are plain lines
-    instead: one at the end of each epoch, and in between at most one every ten seconds. Only rank 0 draws.
+    It is drawn at most ten times a second, so a step costs one addition and one read of the clock. Values are those of
+    the last flush: nothing is read from the device. If stderr is not a terminal, plain lines are printed instead: one
+    at the end of each epoch, and between them at most one every ten seconds. Only rank 0 draws.
 
     Args:
         refresh_rate: draw at most once in this many batches; 0 for never.
@@ -200,10 +200,10 @@ class TQDMProgressBar(Callback):
         leave: keep the finished line of each epoch.
 
     Raises:
-        ConfigurationError: for a negative number; for a subclass that overrides what is never called.
+        ConfigurationError: for a negative number; for a subclass that overrides a method that is never called.
 
-    A subclass may override `get_metrics`, the descriptions, and ``init_train_tqdm``, ``init_validation_tqdm``, …, each
-    of which makes the bar of its line.
+    A subclass may override `get_metrics`, the descriptions, and ``init_train_tqdm``, ``init_validation_tqdm``, …,
+    which make the bars.
 
     Example:
         >>> TQDMProgressBar(refresh_rate=0).is_enabled
@@ -222,7 +222,7 @@ class TQDMProgressBar(Callback):
         **dict.fromkeys(("total_test_batches_current_dataloader", "total_predict_batches_current_dataloader"), _TOTALS),
         **dict.fromkeys(("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"), _DRAWS),
         **dict.fromkeys(("_should_update", "_update", "_init_progress", "_add_task", "configure_columns"), _DRAWS),
-        "train_description": "the line of training is called by its epoch: override init_train_tqdm for the rest of it",
+        "train_description": "the epoch is the description of training: override init_train_tqdm for the rest",
     }
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
@@ -233,7 +233,7 @@ class TQDMProgressBar(Callback):
             )
         self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
         self._enabled = True
-        self._shown = False  # on this rank
+        self._shown = False  # enabled, on rank 0
         self._fitting = False
         self._line: _Line | None = None
         self._view = _View("", None, 0, 0, 0.0)
@@ -246,20 +246,20 @@ class TQDMProgressBar(Callback):
 
     @property
     def is_enabled(self) -> bool:
-        """Whether it draws at all."""
+        """Whether the bar is enabled."""
         return self._enabled and self.refresh_rate > 0
 
     @property
     def is_drawn(self) -> bool:
-        """Whether there is a line now, that printing would tear."""
+        """Whether a line is on the screen, which a plain ``print`` would tear."""
         return self._line is not None
 
     def enable(self) -> None:
-        """Draw, from the next start of a verb on."""
+        """Draw, from the next entry point on."""
         self._enabled = True
 
     def disable(self) -> None:
-        """Draw nothing, from the next start of a verb on."""
+        """Draw nothing, from the next entry point on."""
         self._enabled = False
 
     def print(self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
@@ -270,7 +270,7 @@ class TQDMProgressBar(Callback):
             builtins.print(*values, sep=sep, end=end, file=file)
 
     def get_metrics(self, trainer: TrainerLike, module: ModuleLike) -> Mapping[str, Any]:
-        """The values that are shown, by name; asked for at most ten times a second."""
+        """The values to show, by name; called at most ten times a second."""
         return trainer.progress_bar_metrics
 
     def init_sanity_tqdm(self) -> Any:
@@ -376,18 +376,7 @@ class TQDMProgressBar(Callback):
     def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._show("test", self.test_description, trainer.num_test_batches)
 
-    def on_test_batch_end(
-        self,
-        trainer: TrainerLike,
-        module: ModuleLike,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._done += 1
-        if monotonic() >= self._next:
-            self._draw(trainer)
+    on_test_batch_end = on_validation_batch_end
 
     def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._end(trainer)
@@ -395,18 +384,7 @@ class TQDMProgressBar(Callback):
     def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._show("predict", self.predict_description, trainer.num_predict_batches)
 
-    def on_predict_batch_end(
-        self,
-        trainer: TrainerLike,
-        module: ModuleLike,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
-        self._done += 1
-        if monotonic() >= self._next:
-            self._draw(trainer)
+    on_predict_batch_end = on_validation_batch_end
 
     def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._end(trainer)

@@ -1,4 +1,4 @@
-"""`Timer`: measures the stages of a run, and asks to stop when training has had its time."""
+"""`Timer`: measures the stages of a run, and requests a stop when the time of training is used up."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _STAGES: Final = ("train", "validate", "test", "predict")
 
 @final
 class Timer(Callback):
-    """Measure training, validation, test and prediction; ask to stop once training took ``duration``.
+    """Measure training, validation, test and prediction; request a stop once training took ``duration``.
 
-    Time is monotonic: a clock that is set changes nothing. What was used before a restart counts.
+    The clock is monotonic: setting the system time has no effect. Time used before a restart counts.
 
     Args:
         duration: ``"DD:HH:MM:SS"``, ``"2h"``, a ``timedelta``, or its arguments as a dict; None only measures.
-        interval: ``"step"`` looks at the end of each optimizer step, ``"epoch"`` at the end of each epoch.
+        interval: ``"step"`` checks the time at the end of each optimizer step, ``"epoch"`` at the end of each epoch.
         verbose: print the stop.
-        state_key: the name of its state in a checkpoint; two timers in one run need two names.
+        state_key: the name of the state in a checkpoint; two timers in one run need two names.
 
     Raises:
         ConfigurationError: for a duration or interval that cannot be read.
@@ -59,26 +59,26 @@ class Timer(Callback):
         self._ended: dict[str, float] = {}
         self._before = 0.0
         self._deadline = math.inf
-        self._said = False
+        self._reported = False
         if duration is None or interval == "epoch":
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", Timer)
 
     @property
     def state_key(self) -> str:
-        """The name of its state in a checkpoint."""
+        """The name of the state in a checkpoint."""
         return self._state_key
 
     def start_time(self, stage: str = "train") -> float | None:
-        """When the stage last began, in seconds of ``time.monotonic``; None if it did not."""
+        """When the stage last began, in seconds of ``time.monotonic``; None if it never began."""
         return self._started.get(_stage(stage))
 
     def end_time(self, stage: str = "train") -> float | None:
-        """When it last ended; None while it runs."""
+        """When the stage last ended; None while it runs."""
         return self._ended.get(_stage(stage))
 
     def time_elapsed(self, stage: str = "train") -> float:
-        """Seconds that it took, or has taken until now; of training over all sittings."""
+        """Seconds that the stage took, or has taken so far; for training, the sum over all restarts."""
         start = self._started.get(_stage(stage))
         before = self._before if stage == "train" else 0.0
         if start is None:
@@ -97,7 +97,9 @@ class Timer(Callback):
         self._started.pop("train", None)
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        if stage == "fit":  # another fit has all of its time; one that is restored is told what it used before
+        if (
+            stage == "fit"
+        ):  # a new fit has the full duration; load_state_dict restores the time that a resumed fit has used
             self._before = 0.0
             self._started.pop("train", None)
             self._ended.pop("train", None)
@@ -108,7 +110,7 @@ class Timer(Callback):
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._start("train")
-        self._said = False
+        self._reported = False
         if self._duration is not None and self.interval == "step":
             self._deadline = self._started["train"] + self._duration - self._before
 
@@ -152,9 +154,9 @@ class Timer(Callback):
         if self._duration is None or self.time_elapsed() < self._duration:
             return
         reason = f"training took {timedelta(seconds=int(self.time_elapsed()))} of {timedelta(seconds=self._duration)}"
-        trainer.stop(reason)  # again at each look: a run that has a minimum to reach goes on for now
-        if self.verbose and not self._said and trainer.is_global_zero:
-            self._said = True
+        trainer.stop(reason)  # repeated at each check: a run continues until min_epochs and min_steps
+        if self.verbose and not self._reported and trainer.is_global_zero:
+            self._reported = True
             trainer.print(f"time is up: {reason}")
 
 

@@ -31,23 +31,23 @@ _NARROW: Final = (torch.float16, torch.bfloat16)
 class Averages:
     """Running averages of floating-point parameters and buffers; integer buffers are copied.
 
-    Divided parameters have averages that are divided alike: nothing is gathered, and ranks do not talk.
+    The average of a sharded parameter is sharded in the same way: nothing is gathered, and ranks do not communicate.
 
-    Whether the module still has what is averaged is looked at ahead of each use. Where a name has another parameter by
-    now, or one of another shape, its average begins anew with that one, as it does for a new name; a name that is gone
-    has none. A buffer that a module assigns anew is the same one with another value.
+    Before each use, the parameters of the module are compared with those that are averaged. If a name has another
+    parameter, or one of another shape, its average restarts from that parameter, as for a new name. The average of a
+    removed name is dropped. A buffer that the module reassigns keeps its average.
 
     Args:
-        module: whose weights, after it was divided.
-        use_buffers: average what its ``state_dict`` holds of buffers, too.
-        device: where the averages are; None: where the weights are.
-        avg_fn: (average, weight, number averaged) to the new average, as ``torch.optim.swa_utils`` has them.
-        multi_avg_fn: the same for lists, in place. Without either the mean.
-        say: told of averages that begin anew.
+        module: the module whose weights are averaged, after it was sharded.
+        use_buffers: also average the buffers in its ``state_dict``.
+        device: the device of the averages; None for that of the weights.
+        avg_fn: computes the new average from (average, weight, number averaged), as in ``torch.optim.swa_utils``.
+        multi_avg_fn: the same for lists, in place. Without either, the mean.
+        report: is called with a message when averages restart.
 
     Attributes:
         count: how many weights are averaged; no average exists before the first.
-        lent: by name, the module's own weights while it has the averages in their place.
+        lent: by name, the weights of the module while the averages are swapped in.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -69,16 +69,16 @@ class Averages:
         device: torch.device | None = None,
         avg_fn: _AvgFn | None = None,
         multi_avg_fn: _MultiAvgFn | None = None,
-        say: Callable[[str], Any] | None = None,
+        report: Callable[[str], Any] | None = None,
     ) -> None:
-        self.device, self._avg_fn, self._say = device, avg_fn, say
+        self.device, self._avg_fn, self._report = device, avg_fn, report
         self._given = multi_avg_fn is not None
         self._multi_avg_fn: _MultiAvgFn = multi_avg_fn or get_swa_multi_avg_fn()  # type: ignore[no-untyped-call]
         self.count = 0
         self.lent: dict[str, Tensor] = {}
         self._module, self._use_buffers = module, use_buffers
         self._kept: dict[str, Tensor] = {}
-        self._since: dict[str, int] = {}  # what was averaged before it began, of those that began later
+        self._since: dict[str, int] = {}  # by name, the count at which an average began that began later
         self._moved: list[tuple[int, list[Tensor], list[Tensor]]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
         _divide_again(module)
@@ -108,8 +108,8 @@ class Averages:
         self._found = [*chain.from_iterable(map(_VALUES, self._places)), None]
 
     def follow(self) -> None:
-        """Find what the module has by now, where that is not what it had."""
-        # No name is built where nothing has changed: this is asked in every step.
+        """Find the parameters of the module again, if they have changed."""
+        # This runs in every step, so it builds no names while nothing has changed.
         now = chain(chain.from_iterable(map(_VALUES, self._places)), (None,))
         if all(map(is_, now, self._found)):
             return
@@ -130,13 +130,15 @@ class Averages:
         new = [name for name in self._live if name not in same]
         self._since = {**{n: begun for n, begun in self._since.items() if n in same}, **dict.fromkeys(new, self.count)}
         self._sort()
-        if new and self._say is not None:
+        if new and self._report is not None:
             names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
-            self._say(f"the average of {len(new)} weights begins anew, the module has others in their place: {names}")
+            self._report(
+                f"the averages of {len(new)} weights restart, because the module replaced these weights: {names}"
+            )
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average today's weights in: one fused operation for each dtype."""
+        """Add the current weights to the averages, with one fused operation per dtype."""
         self.follow()
         if self.count == 0:
             self._begin()
@@ -181,7 +183,7 @@ class Averages:
 
     @torch.no_grad()
     def put_in(self) -> None:
-        """Give the module the averages, until `take_out`; nothing where there are none yet."""
+        """Swap the averages into the module, until `take_out`; does nothing before the first average."""
         if self.lent or self.count == 0:
             return
         self.follow()
@@ -191,30 +193,30 @@ class Averages:
 
     @torch.no_grad()
     def take_out(self) -> None:
-        """Give the module its own weights back; it may be called again after an interruption."""
+        """Restore the weights of the module; safe to call again after an interruption."""
         for name, tensor in self.lent.items():
             _local(self._place(name)).copy_(_local(tensor))
         self.lent = {}
 
     def _place(self, name: str) -> Tensor:
-        """Where the module has it; a buffer may have been assigned since it was found."""
+        """The live tensor; the module may have reassigned a buffer since the last search."""
         owner, live = self._owners.get(name), self._live[name]
         now = None if owner is None else owner._buffers.get(name.rpartition(".")[2])
         return live if now is None or now.shape != live.shape else now
 
     def own_weights(self) -> dict[str, Tensor]:
-        """`lent`, by every name that a weight has."""
+        """`lent`, under every name of each weight."""
         return self._by_every_name(self.lent)
 
     def averaged(self) -> dict[str, Tensor]:
-        """The averages by every name, in the dtype of the weights."""
+        """The averages under every name, in the dtype of the weights."""
         return self._by_every_name({n: average.to(self._live[n].dtype) for n, average in self._kept.items()})
 
     def state(self, beside: bool) -> dict[str, Any]:
-        """For a checkpoint: how many, and the averages that it does not have yet.
+        """The state for a checkpoint: the count, and the averages that the checkpoint does not hold as weights.
 
         Args:
-            beside: whether its weights are the averages, in their own dtype.
+            beside: the checkpoint holds the averages as its weights, in the dtype of the weights.
         """
         kept = {n: a for n, a in self._kept.items() if not beside or a.dtype != self._live[n].dtype}
         state: dict[str, Any] = {"n_averaged": self.count, "averages": kept}
@@ -224,15 +226,15 @@ class Averages:
     def load(
         self, state: Mapping[str, Any], weights: Mapping[str, Tensor], shared: Mapping[str, str] | None = None
     ) -> list[str]:
-        """Put `state` back.
+        """Restore `state`.
 
         Args:
-            state: of any layout.
-            weights: of its checkpoint, by name.
-            shared: of names that the module has here, those under which another layout has the same weight.
+            state: from `state`, of any layout.
+            weights: those of the same checkpoint, by name.
+            shared: by name here, the name of the same weight in another layout.
 
         Returns:
-            Names of weights that it has no average of: these begin with what they are.
+            Names of weights without an average in `state`: their averages start from the current weights.
         """
         self.count = int(state["n_averaged"])
         if self.count == 0:
@@ -241,7 +243,7 @@ class Averages:
         begun, new = state.get("since", {}), []
         for name, average in self._kept.items():
             names = [name, *([shared[name]] if shared and name in shared else [])]
-            # Averages first, under any name: weights of fewer bits are what was made of them.
+            # Averages first, under any name: the weights are rounded copies of them.
             found = next((part[n] for part in (state["averages"], weights) for n in names if n in part), None)
             if found is None or found.shape != average.shape:
                 new.append(name)
@@ -258,20 +260,20 @@ class Averages:
 
 
 def _counts(tensor: Tensor) -> bool:
-    """Whether training may move it; frozen weights that a library packed into a type of its own stay what they are."""
+    """Whether to average the tensor; frozen weights in a tensor subclass of a library (packed weights) are left out."""
     if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     return tensor.requires_grad or type(tensor.detach()) is Tensor or hasattr(tensor, "placements")
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part. Without gradients it is the very storage."""
+    """The shard of this rank. Without gradients it shares the storage."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
     return part
 
 
 def _divide_again(module: Any) -> None:
-    """Let FSDP put away what a step has gathered and only read: those are copies, and not for long."""
+    """Reshard FSDP modules, so that their parameters are the shards and not gathered copies."""
     for part in module.modules():
         if hasattr(part, "reshard"):
             part.reshard()
@@ -280,17 +282,17 @@ def _divide_again(module: Any) -> None:
 class WeightAveraging(Callback):
     """Keep a running average of the weights: by default the mean of those after every optimizer step.
 
-    Validation during ``fit`` runs on the averages, and after training the module has them. The weights of a checkpoint
-    (its ``state_dict``) are the averages, for deployment; ``current_model_state`` holds those that training goes on
-    from, and a resumed run has both, in all bits. Before the first average everything is as without this callback.
+    Validation during ``fit`` runs on the averages, and after training the module holds them. The weights of a
+    checkpoint (its ``state_dict``) are the averages, for deployment; ``current_model_state`` holds the weights that
+    training continues from. A resumed run restores both exactly. Before the first average, this callback changes
+    nothing.
 
-    A module that is divided (FSDP, tensor and pipeline parallel) has averages that are divided alike: nothing is
-    gathered, and a step costs one fused operation on what a rank holds. Averages of 16-bit weights are kept in 32 bits,
-    which can hold what one step adds.
+    A sharded module (FSDP, tensor and pipeline parallel) has averages that are sharded in the same way: nothing is
+    gathered, and a step costs one fused operation on the shards of a rank. Averages of 16-bit weights are kept in 32
+    bits, because 16 bits would round the change of one step away.
 
-    A parameter that the module has anew while it is trained (a submodule that was replaced, a tie that was cut) begins
-    an average of its own, which a line says once; the others go on. That is seen by the next update, validation or
-    checkpoint, by comparing the parameters themselves.
+    A parameter that is replaced during training (a submodule was replaced, a tie was cut) starts a new average, and a
+    line reports it once; the other averages continue. The next update, validation or checkpoint finds the replacement.
 
     Override `should_update` to choose the steps.
 
@@ -301,8 +303,8 @@ class WeightAveraging(Callback):
         multi_avg_fn: the same for lists, in place.
 
     Raises:
-        ConfigurationError: before the first step, for an engine that steps copies of its own of the weights, and for a
-            second callback that averages them.
+        ConfigurationError: before the first step, for an engine that steps its own copies of the weights, and for a
+            second callback that averages weights.
 
     Example:
         >>> from trainer_kit import Trainer
@@ -312,12 +314,14 @@ class WeightAveraging(Callback):
         ...         return step_idx is not None and step_idx >= 2
         >>> module, late = TinyModule(), Late()
         >>> trainer = Trainer(max_steps=4, barebones=True, callbacks=late)
-        >>> trainer.fit(module, [torch.randn(8, 32)] * 4)  # the mean of what steps 3 and 4 left
+        >>> trainer.fit(module, [torch.randn(8, 32)] * 4)  # the mean of the weights after steps 3 and 4
         >>> late.n_averaged
         2
     """
 
-    order: ClassVar[Literal["early", "normal", "late"]] = "early"  # the others' hooks of a validation see the averages
+    order: ClassVar[Literal["early", "normal", "late"]] = (
+        "early"  # validation hooks of other callbacks see the averages
+    )
 
     def __init__(
         self,
@@ -335,7 +339,7 @@ class WeightAveraging(Callback):
         self._fits = False
 
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
-        """Whether weights are averaged in now: asked after every optimizer step and after every whole epoch.
+        """Whether to update the averages: called after every optimizer step and after every complete epoch.
 
         Args:
             step_idx: the number of the step, from 0; None after an epoch.
@@ -345,12 +349,12 @@ class WeightAveraging(Callback):
 
     @property
     def n_averaged(self) -> int:
-        """How many weights are averaged."""
+        """The number of updates of the averages."""
         return 0 if self._averages is None else self._averages.count
 
     @property
     def lent_weights(self) -> Mapping[str, Tensor]:
-        """By name, what training goes on from, while the module has the averages in its place."""
+        """By name, the live weights while the averages are swapped in."""
         return {} if self._averages is None else self._averages.own_weights()
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
@@ -361,7 +365,7 @@ class WeightAveraging(Callback):
 
     def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
         if not self._fits or "optimizer_states" not in checkpoint:
-            return  # weights alone: of a checkpoint of this callback they are the averages
+            return  # only weights are loaded; in a checkpoint of this callback they are the averages
         if "averaging_state" not in checkpoint:
             trainer.print("weight averaging begins here: the checkpoint is of a run without it")
             return
@@ -376,7 +380,7 @@ class WeightAveraging(Callback):
             self._update(trainer, module)
 
     def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        # A run that ends inside of an epoch goes on there when it is resumed: the epoch is averaged in once.
+        # A run that ends inside an epoch resumes there: the epoch must count once.
         if trainer.epoch_is_whole and self.should_update(epoch_idx=trainer.current_epoch):
             self._update(trainer, module)
 
@@ -393,7 +397,7 @@ class WeightAveraging(Callback):
             assert self._averages is not None
             _divide_again(module)
             self._averages.put_in()
-            # Each rank has averaged buffers of its own; the first one's count, as they do without averages.
+            # Every rank averages its own buffers; validation uses those of rank 0, as without averages.
             self._lending.enter_context(trainer.strategy.shared_buffers(module))
 
     def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
@@ -414,7 +418,9 @@ class WeightAveraging(Callback):
             self._take_out()
 
     def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        from trainer_kit.state.collect import without_own_buffers  # it reads checkpoints: nobody needs that to begin
+        from trainer_kit.state.collect import (
+            without_own_buffers,
+        )  # imports the checkpoint code, which is not needed at the start
 
         averages = self._averages
         if averages is None or averages.count == 0:
@@ -424,7 +430,7 @@ class WeightAveraging(Callback):
         averages.follow()
         weights, mine = checkpoint["state_dict"], averages.own_weights()
         averaged = averages.averaged()
-        if not mine:  # else the module has the averages, and maybe what was made of them
+        if not mine:  # otherwise the averages are swapped in, and may have been changed there
             mine = {name: weights[name] for name in averaged if name in weights}
             checkpoint["state_dict"] = {**weights, **averaged}
         if "optimizer_states" in checkpoint:
@@ -435,16 +441,7 @@ class WeightAveraging(Callback):
 
 
 def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.device | None = None) -> None:
-    """Refuse, before the first step, what a callback that averages weights cannot do.
-
-    Args:
-        callback: that averages.
-        trainer: whose strategy trains the weights.
-        device: where averages are to be kept.
-
-    Raises:
-        ConfigurationError: saying why.
-    """
+    """Raise before the first step if ``callback`` cannot average the weights of this run."""
     strategy = trainer.strategy
     name = type(callback).__name__
     why = strategy.why_not_averaged
@@ -464,7 +461,7 @@ def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.de
             found=f"device={str(device)!r} and weights on {strategy.device}",
             fix="leave device out: each rank has its part only",
         )
-    others = [one for one in trainer.callbacks if one is not callback and hasattr(one, "lent_weights")]
+    others = [one for one in trainer.callbacks if one is not callback and isinstance(one, WeightAveraging)]
     if others:
         raise ConfigurationError(
             "two callbacks average the weights, and a checkpoint has one average",
@@ -475,7 +472,7 @@ def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.de
 
 @final
 class EMAWeightAveraging(WeightAveraging):
-    """An exponential moving average of the weights: ``average = decay * average + (1 - decay) * weight``.
+    """Keep an exponential moving average of the weights: ``average = decay * average + (1 - decay) * weight``.
 
     See `WeightAveraging` for what is evaluated, deployed and saved.
 

@@ -57,6 +57,11 @@ class Callback:
         """A `state_key` of the class name and these arguments; Lightning's documentation uses it."""
         return f"{type(self).__qualname__}{arguments!r}"
 
+    @property
+    def lent_weights(self) -> Mapping[str, Tensor]:
+        """By name, the live weights of the module that this callback has swapped out, for example for averages."""
+        return {}
+
     def state_dict(self) -> Mapping[str, Any]:
         """What must survive a restart: plain data and tensors."""
         return {}

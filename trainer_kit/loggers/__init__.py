@@ -1,4 +1,4 @@
-"""Where logged values go. Any object with ``log_metrics(metrics, step)`` is a logger; these write the usual formats."""
+"""Loggers: destinations of logged values. Any object with ``log_metrics(metrics, step)`` is a logger."""
 
 from __future__ import annotations
 

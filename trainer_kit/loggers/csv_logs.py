@@ -1,4 +1,4 @@
-"""A table of metrics: a row a step, a column a metric."""
+"""`CSVLogger`: a table of metrics with one row per step and one column per metric."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ __all__ = ["CSVLogger"]
 class CSVLogger(DirectoryLogger):
     """Write ``metrics.csv`` and ``hparams.json``.
 
-    Rows stand in the order of their steps, one a step: values of one step are merged, also into a table that an earlier
-    run of the same version left. Values of
-    ``validate`` or ``test`` after a fit get a row of their own where they would overwrite the fit's. A metric that
-    appears later becomes a new column.
+    Rows are in the order of their steps, one per step: values of one step are merged, also into the table of an earlier
+    run of the same version. Values of ``validate`` or ``test`` after a fit get a separate row if they would overwrite
+    values of the fit. A metric that appears later becomes a new column.
 
     Args:
-        save_dir: the directory under which all experiments stand.
+        save_dir: the directory of all experiments.
         name: the experiment; empty for ``save_dir`` itself.
         version: an int, a word, empty for no such directory, or None for the next free number.
-        prefix: what metric names start with, followed by ``-``.
-        flush_logs_every_n_steps: how many steps may wait in memory.
+        prefix: the start of metric names, followed by ``-``.
+        flush_logs_every_n_steps: how many steps are buffered in memory at most.
 
     Raises:
         ConfigurationError: ``flush_logs_every_n_steps`` is less than 1.
@@ -78,7 +77,7 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             metrics: numbers, or tensors of one element.
-            step: what they belong to; None for the step of the call before.
+            step: the step of the values; None for that of the previous call.
 
         Raises:
             LogError: a value is not one number, or a metric is called ``step``.
@@ -86,7 +85,7 @@ class CSVLogger(DirectoryLogger):
         values = numbers(metrics, self._prefix)
         if "step" in values:
             raise LogError(
-                "a table has no room for a metric called 'step'",
+                "a metric cannot be called 'step' in a table of metrics",
                 found="its first column has that name",
                 fix="log it under another name, such as 'train/step'",
             )
@@ -102,24 +101,24 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values to compare runs by.
+            metrics: values for the comparison of runs.
         """
         self._keep_hparams(params)
         if metrics:
             self.log_metrics(metrics, 0)
 
     def save(self) -> None:
-        """Write what waits."""
+        """Write the buffered values."""
         if not self._waiting:
             return
         self._directory()
-        table, self._table = self._table or _Table(self.path), None  # read anew after a write that failed
+        table, self._table = self._table or _Table(self.path), None  # after a failed write, the file is read again
         own_row = self._ended[1] if self._ended is not None and self._ended[0] == self.path else None
         table.merge(self._waiting, own_row)
         self._table, self._waiting, self._ended = table, {}, None
 
     def finalize(self, status: str) -> None:
-        """Write what waits. What is logged later does not overwrite values of the last row."""
+        """Write the buffered values. Later values do not overwrite those of the last row."""
         self.save()
         if self._table is not None and self._table.last_step is not None and status == "success":
             self._ended = self.path, self._table.last_step
@@ -129,7 +128,7 @@ class CSVLogger(DirectoryLogger):
 
 
 class _Table:
-    """``metrics.csv``: its columns, and its last row, to which later values of that step are added."""
+    """``metrics.csv``: its columns, and its last row, so that later values of that step can be added to it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -139,7 +138,7 @@ class _Table:
         data = path.read_bytes() if path.exists() else b""
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
-            os.truncate(path, whole)  # a row torn by a machine that went down
+            os.truncate(path, whole)  # a row that a crash of the machine cut short
         rows = self._read()
         if rows:
             self._last = rows[-1]
@@ -151,9 +150,9 @@ class _Table:
         return None if self._last is None else int(self._last["step"])
 
     def merge(self, rows: dict[int, dict[str, Any]], own_row: int | None) -> None:
-        """Write ``rows``, each merged with what the file has for its step.
+        """Write ``rows``, each merged with the row of its step in the file.
 
-        Values of step ``own_row`` get a row of their own if they would overwrite others.
+        Values of step ``own_row`` get a separate row if they would overwrite others.
         """
         last = self.last_step
         cells = _cells(self._last)
@@ -169,7 +168,7 @@ class _Table:
             return
         merges = last in rows and last != own_row
         if merges:
-            # Kept with what still waits too, in case that this write fails.
+            # The merged values stay in the buffer too, in case this write fails.
             rows[last] = {**_cells(self._last), **rows[last]}
         lines = [self._line({"step": step, **rows[step]}) for step in sorted(rows)]
         with open(self._path, "r+b") as file:

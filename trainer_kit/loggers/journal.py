@@ -1,4 +1,4 @@
-"""A line of JSON for every call: the record that no tracker can lose."""
+"""`JSONLLogger`: one line of JSON per call, on disk at once."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": f
 class JSONLLogger(DirectoryLogger):
     """Write ``journal.jsonl``: one object a line, with the metrics beside ``step`` and ``time``.
 
-    Every call appends one whole line and leaves nothing in a buffer, so what was logged survives the process.
+    Every call appends one complete line without buffering, so logged values survive a crash of the process.
     Hyperparameters are a line ``{"time": …, "hparams": {…}}``. NaN and infinities are the texts ``"NaN"``,
     ``"Infinity"`` and ``"-Infinity"``. A torn last line, from a machine that went down, is cut off on reopening.
 
     Args:
-        save_dir: the directory under which all experiments stand.
+        save_dir: the directory of all experiments.
         name: the experiment; empty for ``save_dir`` itself.
         version: an int, a word, empty for no such directory, or None for the next free number.
-        prefix: what metric names start with, followed by ``-``.
+        prefix: the start of metric names, followed by ``-``.
 
     Example:
         >>> import tempfile
@@ -66,7 +66,7 @@ class JSONLLogger(DirectoryLogger):
         Args:
             metrics: numbers, or tensors of one element. One that has the name of a field of every line (``step``,
                 ``time``, ``hparams``) is called ``metric/step`` there, and so on.
-            step: what they belong to; None for the step of the call before.
+            step: the step of the values; None for that of the previous call.
 
         Raises:
             LogError: a value is not one number.
@@ -78,11 +78,11 @@ class JSONLLogger(DirectoryLogger):
             self._append({"step": self._step, "time": time.time(), **values})
 
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Append the hyperparameters, unless all of them stand there already, then ``metrics`` as those of step 0.
+        """Append the hyperparameters, unless all of them are written already, then ``metrics`` as those of step 0.
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values to compare runs by.
+            metrics: values for the comparison of runs.
         """
         new = plain(params_dict(params))
         if any(name not in self.hparams or self.hparams[name] != value for name, value in new.items()):
@@ -92,13 +92,13 @@ class JSONLLogger(DirectoryLogger):
             self.log_metrics(metrics, 0)
 
     def save(self) -> None:
-        """Make what was written survive the machine too."""
+        """Sync the file to disk, so that it survives a crash of the machine."""
         if self.path.exists():
             with open(self.path, "r+b") as file:
                 os.fsync(file.fileno())
 
     def finalize(self, status: str) -> None:
-        """Nothing stays open; logging goes on if it is called again."""
+        """Close the file; a later call opens it again."""
         self.save()
         self._close()
 
@@ -111,7 +111,7 @@ class JSONLLogger(DirectoryLogger):
         self._end += len(line)
 
     def _open(self) -> int:
-        """The file, kept open from line to line; one that was moved away or written by somebody else is opened anew."""
+        """The file, which stays open between lines; opened again if it was moved or another process wrote to it."""
         path = self._path
         if self._file is not None and path is not None:
             try:
@@ -123,7 +123,7 @@ class JSONLLogger(DirectoryLogger):
             self._close()
         self._directory()
         self._path = os.fspath(self.path)
-        # A bare descriptor: a logger that is never finalized leaves nothing to complain about.
+        # A bare descriptor: a logger that is never finalized causes no ResourceWarning.
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
         with open(self._file, "r+b", buffering=0, closefd=False) as stream:
             self._end = _cut_torn_line(stream)
@@ -144,7 +144,7 @@ class JSONLLogger(DirectoryLogger):
 
 
 def _cut_torn_line(file: Any) -> int:
-    """Cut off what follows the last newline; returns the length that remains, in bytes."""
+    """Truncate the file after the last newline; returns its new length in bytes."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
         start = max(0, end - 65536)
@@ -173,7 +173,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """
     records = []
     *lines, torn = Path(os.path.expanduser(path)).read_bytes().split(b"\n")
-    del torn  # what follows the last newline: nothing, or a line that was not finished
+    del torn  # the part after the last newline: empty, or an incomplete line
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

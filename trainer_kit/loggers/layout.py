@@ -23,11 +23,11 @@ __all__ = ["DEFAULT_NAME", "DirectoryLogger", "DummyLogger", "flatten", "numbers
 
 
 def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, int | float]:
-    """The values as Python numbers, their names with ``prefix-`` in front where there is a prefix.
+    """The values as Python numbers, with ``prefix-`` before each name if there is a prefix.
 
     Args:
         metrics: numbers, or tensors and arrays of one element.
-        prefix: what names start with.
+        prefix: the start of each name.
 
     Raises:
         LogError: a value is not one number.
@@ -57,7 +57,7 @@ def _number(name: str, value: Any) -> int | float:
 
 
 def params_dict(params: Any) -> dict[str, Any]:
-    """Hyperparameters as a dict with text for keys, passwords and keys masked; None is an empty one.
+    """Hyperparameters as a dict with text keys; passwords and API keys are masked. None gives an empty dict.
 
     Args:
         params: a mapping, an ``argparse.Namespace`` or a dataclass instance; nested ones become dicts too.
@@ -91,7 +91,7 @@ def _nested(value: Any) -> Any:
 
 
 def flatten(params: Mapping[str, Any], delimiter: str = "/") -> dict[str, Any]:
-    """One level, nested names joined; an empty mapping stays as a value.
+    """Flatten nested mappings by joining their names; an empty mapping stays a value.
 
     Example:
         >>> flatten({"optim": {"lr": 0.1, "decay": {"by": 2}}, "data": {}})
@@ -107,7 +107,7 @@ def flatten(params: Mapping[str, Any], delimiter: str = "/") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as strict JSON can hold it: NaN and infinities are text, what has no JSON form is described in text.
+    """``value`` as strict JSON: NaN and infinities become text, and so do values without a JSON form.
 
     Example:
         >>> import torch
@@ -126,7 +126,7 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=repr)
-    if _shape(value):  # tensors and arrays: a value where there is one, else only what it is
+    if _shape(value):  # tensors and arrays: the value of a single element, else a description
         return plain(value.item()) if math.prod(value.shape) == 1 else f"{type(value).__name__}{_shape(value)}"
     if callable(value):
         return str(getattr(value, "__name__", type(value).__name__))
@@ -144,13 +144,13 @@ DEFAULT_NAME: Final = "trainer_kit_logs"
 class DirectoryLogger(ABC):
     """The directory of a logger that writes files.
 
-    The version is looked up when it is first asked for and stays; directories are made by the first write.
+    The version is chosen at its first use and then fixed; the first write makes the directories.
 
     Args:
         save_dir: a local directory; ``~`` and environment variables are expanded.
         name: the experiment, a directory in ``save_dir``; empty for ``save_dir`` itself.
         version: an int N for ``version_N``, a word for a directory of that name, empty for none, None for the next N.
-        sub_dir: a directory in that of the version, into which to write.
+        sub_dir: a directory below that of the version, to write into.
 
     Raises:
         ConfigurationError: ``save_dir`` is a URL.
@@ -163,7 +163,7 @@ class DirectoryLogger(ABC):
         "_add_prefix": "pass prefix=",
         "_scan_checkpoints": "define after_save_checkpoint(path)",
     }
-    """Names that Lightning's loggers call: by name, what to do instead."""
+    """Methods that Lightning's loggers call: by name, the replacement."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -181,7 +181,7 @@ class DirectoryLogger(ABC):
             raise ConfigurationError(
                 f"{type(self).__name__} writes to a local directory",
                 found=f"save_dir={self._save_dir!r}",
-                fix="give a local path, and copy it where it belongs afterwards",
+                fix="give a local path, and copy the files afterwards",
             )
         self._name, self._version, self._given = name or "", version, version is not None
         self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
@@ -189,7 +189,7 @@ class DirectoryLogger(ABC):
 
     @property
     def save_dir(self) -> str:
-        """The directory under which all experiments stand, as it was given."""
+        """The directory of all experiments, as given."""
         return self._save_dir
 
     @property
@@ -204,7 +204,7 @@ class DirectoryLogger(ABC):
 
     @property
     def version(self) -> int | str:
-        """Which version of the experiment this is; once known it stays."""
+        """The version of the experiment; fixed after its first use."""
         if self._version is None:
             root = Path(self.root_dir)
             names = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
@@ -214,37 +214,37 @@ class DirectoryLogger(ABC):
 
     @property
     def log_dir(self) -> str:
-        """Where this run writes; it may not exist yet."""
+        """The directory of this run; it may not exist yet."""
         version = f"version_{self.version}" if isinstance(self.version, int) else self.version
         return os.fspath(Path(self.root_dir) / version / self._sub_dir)
 
     def state_dict(self) -> dict[str, Any]:
-        """Which run of which experiment this is."""
+        """The name and the version of the run."""
         return {"name": self._name, "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue that run, unless another version was given. What was written before stays where it is.
+        """Continue the run of ``state``, unless a version was given. Files that were already written stay.
 
         Raises:
-            ConfigurationError: its version is not the name of a directory in ``root_dir``.
+            ConfigurationError: the version is not the name of a directory in ``root_dir``.
         """
         version = state["version"]
         if self._given or state["name"] != self._name or version == self._version:
             return
-        # A record or a checkpoint may have been edited: what it names must stay inside the directory of the experiment.
+        # A record or a checkpoint may have been edited: the path must stay inside the directory of the experiment.
         inside = os.path.normpath(version) if isinstance(version, str) else "version"
         if not isinstance(version, (int, str)) or os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir:
             raise ConfigurationError(
                 f"the run to continue logs outside of {self.root_dir}",
                 found=f"version {version!r} in run.json or in the checkpoint",
-                fix=f"give {type(self).__name__} the version that is meant, if that is what you want",
+                fix=f"pass version= to {type(self).__name__} to log there deliberately",
             )
         self.finalize("interrupted")
         self._version = version
 
     @abstractmethod
     def finalize(self, status: str) -> None:
-        """Leave nothing in memory and nothing open; logging may go on."""
+        """Write all buffered values and close all files; logging may continue."""
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -256,7 +256,7 @@ class DirectoryLogger(ABC):
         return path
 
     def _keep_hparams(self, params: Any) -> dict[str, Any]:
-        """Add to ``hparams`` and write them all to ``hparams.json``."""
+        """Add to ``hparams``, and write all of them to ``hparams.json``."""
         new = params_dict(params)
         self.hparams.update(new)
         if new:
@@ -268,7 +268,7 @@ class DirectoryLogger(ABC):
 
 
 _FACTS: Final = {"name": "", "version": "", "log_dir": None, "save_dir": None, "root_dir": None}
-"""What a logger says of where it writes."""
+"""Attributes of a logger, with their defaults."""
 
 
 @final
@@ -276,8 +276,8 @@ class DummyLogger:
     """Takes every call and writes nothing.
 
     Args:
-        like: the logger in whose place it stands, on a rank that does not write: it has its name, its version and its
-            directories.
+        like: the logger that this one replaces on a rank that does not write; its name, version and directories are
+            copied.
 
     Example:
         >>> logger = DummyLogger()
@@ -304,7 +304,7 @@ class DummyLogger:
 
 
 class _Nothing:
-    """Whatever is asked of a backend, it answers with itself."""
+    """Every attribute, call and item is this object itself."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -27,13 +27,13 @@ class TensorBoardLogger(DirectoryLogger):
     Pictures, text and histograms go through ``experiment``, the ``SummaryWriter``.
 
     Args:
-        save_dir: the directory under which all experiments stand; what ``tensorboard --logdir`` is given.
+        save_dir: the directory of all experiments, for ``tensorboard --logdir``.
         name: the experiment; empty for ``save_dir`` itself.
         version: an int, a word, empty for no such directory, or None for the next free number.
         log_graph: whether ``log_graph`` writes the module's graph.
         default_hp_metric: whether hyperparameters that come without metrics are shown, with ``hp_metric = -1``.
-        prefix: what metric names start with, followed by ``-``.
-        sub_dir: a directory in that of the version, into which to write.
+        prefix: the start of metric names, followed by ``-``.
+        sub_dir: a directory below that of the version, to write into.
         **kwargs: for the ``SummaryWriter``: ``max_queue``, ``flush_secs``, ``purge_step``, ``filename_suffix``.
 
     Example:
@@ -61,7 +61,7 @@ class TensorBoardLogger(DirectoryLogger):
 
     @property
     def experiment(self) -> SummaryWriter:
-        """The ``SummaryWriter``; asking for it makes the directory and the event file."""
+        """The ``SummaryWriter``; the first access makes the directory and the event file."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -73,7 +73,7 @@ class TensorBoardLogger(DirectoryLogger):
 
         Args:
             metrics: numbers, or tensors of one element.
-            step: what they belong to; None for the step of the call before.
+            step: the step of the values; None for that of the previous call.
 
         Raises:
             LogError: a value is not one number.
@@ -87,7 +87,7 @@ class TensorBoardLogger(DirectoryLogger):
 
         Args:
             params: a mapping, a Namespace or a dataclass; nested names are joined by ``/``.
-            metrics: values to compare runs by, or one number, called ``hp_metric``; they are logged at step 0.
+            metrics: values for the comparison of runs, or one number, called ``hp_metric``; they are logged at step 0.
         """
         self._keep_hparams(params)
         if metrics is None and self._default_hp_metric:
@@ -156,12 +156,12 @@ class TensorBoardLogger(DirectoryLogger):
                     module.training = training
 
     def save(self) -> None:
-        """Write what waits."""
+        """Write the buffered values."""
         if self._writer is not None:
             self._writer.flush()
 
     def finalize(self, status: str) -> None:
-        """Close the event file; logging goes on in a new one if it is called again."""
+        """Close the event file; a later call opens a new one."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -38,8 +38,8 @@ class WandbLogger:
         project: None for the environment's ``WANDB_PROJECT``, else ``trainer_kit_logs``.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are saved, True those that still exist at the
             end of a run that succeeded.
-        experiment: a run to log to; its end is the caller's business.
-        prefix: what metric names start with, followed by ``-``.
+        experiment: a run to log to; the caller ends it.
+        prefix: the start of metric names, followed by ``-``.
         checkpoint_name: the artifact's name; ``model-<id>`` where none is given.
         **kwargs: for ``wandb.init``: ``entity``, ``group``, ``tags``, ``dir``, ….
 
@@ -48,7 +48,7 @@ class WandbLogger:
     """
 
     writes_alone: Final = True
-    _idle: ClassVar[WandbLogger | None] = None  # whose run is open between two entry points
+    _idle: ClassVar[WandbLogger | None] = None  # the logger whose run is open between two entry points
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class WandbLogger:
 
     @property
     def version(self) -> str | None:
-        """The run's id; None before a run whose id nobody gave has begun."""
+        """The id of the run; None until a run without a given id has begun."""
         version: str | None = self._init["id"] if self._run is None else self._run.id
         return version
 
@@ -101,7 +101,7 @@ class WandbLogger:
         return {} if self.version is None else {"id": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume that run, unless another one has begun here or was given."""
+        """Resume the run of ``state``, unless a run has begun here or was given."""
         if self.version is None:
             if not re.fullmatch(r"[\w.\-]+", str(state["id"])):  # it becomes part of a file's name
                 raise ConfigurationError(
@@ -121,7 +121,7 @@ class WandbLogger:
 
     @property
     def experiment(self) -> Any:
-        """The ``wandb.Run``; asking for it begins it."""
+        """The ``wandb.Run``; the first access begins it."""
         import wandb
 
         if self._owned and wandb.run is not self._run and self._init.get("reinit") != "create_new":
@@ -133,7 +133,7 @@ class WandbLogger:
             if wandb.run is not None:
                 warnings.warn(
                     f"WandbLogger logs to the run that is in progress ({wandb.run.id}); "
-                    "call wandb.finish() before for a run of its own",
+                    "call wandb.finish() first for a separate run",
                     stacklevel=2,
                 )
                 self._run = wandb.run
@@ -153,7 +153,7 @@ class WandbLogger:
 
         Args:
             metrics: numbers and tensors of one element, or anything else that ``wandb.log`` takes.
-            step: what they belong to.
+            step: the step of the values.
         """
         values = {
             f"{self._prefix}-{name}" if self._prefix else name: value.item()
@@ -169,7 +169,7 @@ class WandbLogger:
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values to compare runs by.
+            metrics: values for the comparison of runs.
         """
         new = plain(params_dict(params))
         self.hparams.update(new)
@@ -244,10 +244,10 @@ class WandbLogger:
         return self.experiment.use_artifact(artifact, type=artifact_type)
 
     def save(self) -> None:
-        """Nothing waits here: wandb writes in a process of its own."""
+        """Does nothing: wandb writes in a separate process."""
 
     def finalize(self, status: str) -> None:
-        """Upload what ``log_model=True`` kept, and end a run that failed and began here.
+        """Upload the checkpoints that ``log_model=True`` keeps, and end a run that failed and began here.
 
         After ``"success"`` the run stays open for the next entry point, and wandb ends it with the process.
 
@@ -256,7 +256,7 @@ class WandbLogger:
         """
         if status == "success":
             for path in self._checkpoints:
-                if path.exists():  # others were pruned meanwhile
+                if path.exists():  # the others were deleted in the meantime
                     self._upload(path)
             self._checkpoints.clear()
         if self._run is not None and self._owned:
@@ -267,7 +267,7 @@ class WandbLogger:
                 self._end(status)
 
     def _logging(self) -> Any:
-        """The run, which is in use from here on: another logger that begins does not end it."""
+        """The run, marked as in use, so that another logger does not end it."""
         if WandbLogger._idle is self:
             WandbLogger._idle = None
         return self.experiment
@@ -300,7 +300,7 @@ class WandbLogger:
             self._checkpoint_name or f"model-{run.id}", type="model", metadata={"original_name": path.name}
         )
         if isinstance(path, RemotePath):
-            artifact.add_reference(str(path), name=path.name, checksum=False)  # it stays where it is
+            artifact.add_reference(str(path), name=path.name, checksum=False)  # the files stay in remote storage
         elif path.is_dir():
             artifact.add_dir(str(path))
         else:

@@ -108,7 +108,7 @@ def collect(
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
         buffers_here: list[dict[str, Tensor]] = []
-        lent = {name: tensor for c in callbacks for name, tensor in getattr(c, "lent_weights", {}).items()}
+        lent = {name: tensor for c in callbacks for name, tensor in c.lent_weights.items()}
 
         def collect_users() -> tuple[Any, ...]:
             buffers_here.append(own_buffers(run.strategy, run.module, lent))

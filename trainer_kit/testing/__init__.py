@@ -1,4 +1,4 @@
-"""For tests of code that trains: a tiny module, recorded hooks, a function on several ranks, checks of strategies."""
+"""Helpers for tests: a tiny module, recorded hooks, a function on several ranks, checks of strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check_strategy`: does a strategy give the training that one process gives? What ours run, for anybody's."""
+"""`check_strategy`: compares the training of a strategy with that of one process; for ours and for third-party ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Make = Callable[[], Any]
 _PER_RANK: Final = 3
 """Samples of a batch on each rank."""
 _TOLERANCES: Final = {"64-true": 1e-10, "32-true": 2e-6, "bf16-mixed": 5e-3, "bf16-true": 2e-2, "16-true": 5e-3}
-"""By precision: what the order of sums may change, relatively and absolutely."""
+"""By precision: the relative and absolute difference that another order of sums may cause."""
 
 
 def check_strategy(
@@ -39,15 +39,15 @@ def check_strategy(
     """Train small models with a strategy on gloo ranks of this machine, and compare with one process.
 
     Args:
-        strategy: a class, or a function of the top level of a module, that makes the strategy.
+        strategy: a class, or a function at the top level of a module, that makes the strategy.
         world_size: number of ranks.
         only: names of `CHECKS`; by default all of them.
-        precision: ``"64-true"``, in which the least difference shows; ``"32-true"`` for an engine that has no other;
-            ``"bf16-mixed"``, ``"bf16-true"``, ``"16-true"`` show what is cast where it should not be.
+        precision: ``"64-true"``, which shows the smallest differences; ``"32-true"`` for an engine without it;
+            ``"bf16-mixed"``, ``"bf16-true"``, ``"16-true"`` show wrong casts.
         timeout: seconds for all of them together.
 
     Raises:
-        AssertionError: with the name of the check, and what differs.
+        AssertionError: with the name of the check, and the difference.
 
     Example:
         >>> from trainer_kit.strategies import DDPStrategy
@@ -57,7 +57,7 @@ def check_strategy(
 
 
 def run_checks(strategy: _Make, only: Iterable[str] | None = None, precision: str = "64-true") -> None:
-    """The checks, on ranks that are there already; every rank calls it."""
+    """Run the checks on ranks that exist already; collective."""
     for name in CHECKS if only is None else only:
         try:
             CHECKS[name](strategy, precision)
@@ -76,7 +76,7 @@ class _Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks between two layers; 7 is no multiple of anything."""
+    """Blocks between two layers; the width of 7 is not divisible by any number of ranks."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Classifier(TrainModule):
     """A classification task of 8 features and 4 classes."""
 
     def configure_model(self) -> None:
-        """Built where the strategy wants it; from rank 0's random numbers."""
+        """Build the layers in the context of the strategy."""
         if not hasattr(self, "net"):
             self.net = Net()
 
@@ -105,22 +105,22 @@ class Classifier(TrainModule):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """SGD, whose steps are linear in the gradients: what differs shows."""
+        """SGD: its steps are linear in the gradients, so every difference shows."""
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class _TwoNets(Classifier):
-    """The second learns from what the first says, each with an optimizer of its own."""
+    """Two nets with one optimizer each; the second learns from the output of the first."""
 
     def configure_model(self) -> None:
         if not hasattr(self, "left"):
             self.left, self.right = Net(), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
-        said = self.left(batch[0])
+        output = self.left(batch[0])
         return {
-            "left": F.cross_entropy(self.right(said), batch[1]),
-            "right": F.mse_loss(self.right(said.detach()), said),
+            "left": F.cross_entropy(self.right(output), batch[1]),
+            "right": F.mse_loss(self.right(output.detach()), output),
         }
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -138,11 +138,11 @@ class _ByHand(_TwoNets):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for name, optimizer in zip(("left", "right"), self.optimizers(), strict=True):
             optimizer.zero_grad()
-            said = self.left(batch[0])
+            output = self.left(batch[0])
             if name == "left":
-                loss = F.cross_entropy(self.right(said), batch[1])
+                loss = F.cross_entropy(self.right(output), batch[1])
             else:
-                loss = F.mse_loss(self.right(said.detach()), torch.ones_like(said))
+                loss = F.mse_loss(self.right(output.detach()), torch.ones_like(output))
             self.manual_backward(loss)
             optimizer.step()
 
@@ -158,7 +158,7 @@ class _Frozen(Classifier):
 
 
 class _Weighed(Classifier):
-    """A mean over tokens: a sample has as many as its label says."""
+    """A mean over tokens: the label of a sample sets its number of tokens."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = 1 + batch[1]
@@ -173,9 +173,9 @@ class _Evaluated(Classifier):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.counted += len(batch[0])
-        said = self.net(batch[0])
-        self.log("val_loss", F.cross_entropy(said, batch[1]))
-        self.log("val_accuracy", (said.argmax(-1) == batch[1]).double().mean())
+        output = self.net(batch[0])
+        self.log("val_loss", F.cross_entropy(output, batch[1]))
+        self.log("val_accuracy", (output.argmax(-1) == batch[1]).double().mean())
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         return self.net(batch[0]) + dataloader_idx  # type: ignore[no-any-return]
@@ -187,7 +187,7 @@ def _samples(count: int) -> TensorDataset:
 
 
 class _Adaptive(Classifier):
-    """What an optimizer and a scheduler keep is part of the result."""
+    """The result depends on the state of an optimizer and a scheduler."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -206,17 +206,17 @@ def fit(
     save: str | None = None,
     **options: Any,
 ) -> tuple[Trainer, dict[str, Tensor]]:
-    """One fit, and the weights it ends with, whole on every rank.
+    """Run one fit; returns the trainer and the complete final weights on every rank.
 
     Args:
         strategy: as the Trainer takes it.
         make: the module.
-        count: of samples.
-        size: of a batch of the loader.
+        count: number of samples.
+        size: batch size of the loader.
         devices: as the Trainer takes it.
-        ckpt_path: to go on from.
-        save: where to save in the end.
-        options: of the Trainer.
+        ckpt_path: the checkpoint to resume from.
+        save: the path of a checkpoint to write at the end.
+        options: arguments of the Trainer.
     """
     torch.manual_seed(7)
     module = make()
@@ -229,8 +229,8 @@ def fit(
     found = whole(trainer.strategy.module_state(module))
     everyone = trainer.strategy.world.all_gather_object(found)
     if not trainer.strategy.sharded:
-        return trainer, everyone[0]  # what is whole may be whole on rank 0 alone, which writes it
-    for own in everyone:  # stages of a pipeline have some names each
+        return trainer, everyone[0]  # the complete state may be on rank 0 alone, which writes it
+    for own in everyone:  # each stage of a pipeline has a part of the names
         found = {**own, **found}
     return trainer, found
 
@@ -242,14 +242,14 @@ def continues(
     precision: str = "64-true",
     about: str = "",
 ) -> None:
-    """Half of a training saved by each strategy, and gone on with by each other one, as if it were one training.
+    """Save half of a training under each strategy, resume it under each other one, and compare with one full training.
 
     Args:
-        strategies: by name, of this many ranks; ``"one"`` is one process.
-        directory: on storage that all ranks see.
-        found: names of checkpoints that are there already, from other numbers of ranks.
-        precision: of the Trainers.
-        about: leave out pairs of which neither's name begins so.
+        strategies: by name, for this number of ranks; ``"one"`` is one process.
+        directory: on storage that all ranks share.
+        found: names of existing checkpoints, from other numbers of ranks.
+        precision: the precision of the Trainers.
+        about: skip pairs in which neither name starts with this.
     """
     world = torch.distributed.get_world_size()
     options: dict[str, Any] = {"max_steps": 3, "max_epochs": 1, "global_batch_size": 12, "precision": precision}
@@ -273,13 +273,13 @@ def continues(
 
 
 def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A module's state as one process would have it, on every rank."""
+    """The complete state of a module, without shards; collective."""
     parts = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
     return {name: value.detach().clone() for name, value in parts.items()}
 
 
 def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Equal names, and values up to the order of sums in float64."""
+    """Assert equal names, and values that are equal up to the order of sums in float64."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     for name, value in expected.items():
         torch.testing.assert_close(
@@ -288,7 +288,7 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tol
 
 
 def _compare(strategy: _Make, precision: str, make: Callable[[], Any], counts: Iterable[int], **options: Any) -> None:
-    """Fits of so many samples, on these ranks and in this process alone."""
+    """Compare fits of ``counts`` samples on these ranks with fits in one process."""
     world = torch.distributed.get_world_size()
     options["precision"] = precision
     for count in counts:
@@ -314,7 +314,7 @@ def _clipping_by_value(strategy: _Make, precision: str) -> None:
 
 
 def _uneven_ranks(strategy: _Make, precision: str) -> None:
-    """Short last batches, ranks without a share of them, and ranks that never have one."""
+    """Short last batches, ranks without samples in them, and ranks that never have a sample."""
     _compare(strategy, precision, Classifier, [25, 19, 38], accumulate_grad_batches=2, gradient_clip_val=0.5)
     _compare(strategy, precision, Classifier, [1])
 
@@ -332,7 +332,7 @@ def _token_weights(strategy: _Make, precision: str) -> None:
 
 
 def _evaluation(strategy: _Make, precision: str) -> None:
-    """Values and predictions of each sample once, in order; between two epochs and by themselves."""
+    """Each sample counts once, and predictions are in order, during ``fit`` and alone."""
     world, tolerance = torch.distributed.get_world_size(), _TOLERANCES[precision]
     for count in (26, 19, 1):
         seen: list[list[Any]] = []
@@ -351,7 +351,7 @@ def _evaluation(strategy: _Make, precision: str) -> None:
             assert predictions is not None
             values += [torch.cat(list(one)) for one in predictions]
             seen.append(values)
-            if group is None:  # ranks that compute a batch together count as one
+            if group is None:  # ranks that share a batch count as one
                 group = trainer.strategy.data
                 size *= group.size
         (mine, counted, *found), (theirs, alone, *expected) = seen
@@ -359,7 +359,7 @@ def _evaluation(strategy: _Make, precision: str) -> None:
         assert all(abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs), (mine, theirs)
         assert group is not None
         total = group.all_reduce(torch.tensor(counted))
-        assert int(total) == alone, "a batch was counted that is no rank's"
+        assert int(total) == alone, "a padding batch was counted"
         assert_same(dict(enumerate(found)), dict(enumerate(expected)), tolerance)  # type: ignore[arg-type]
 
 
@@ -396,4 +396,4 @@ CHECKS: Final[dict[str, Callable[[_Make, str], None]]] = {
     "evaluation": _evaluation,
     "checkpoints": _checkpoints,
 }
-"""By name; each is called on every rank with what makes the strategy, and the precision."""
+"""The checks by name; each is called on every rank with the factory of the strategy, and the precision."""

@@ -1,4 +1,4 @@
-"""A function on several gloo ranks, quickly: the processes fork from a server that has torch loaded already."""
+"""`run_distributed`: a function on several gloo ranks, whose processes fork from a server that has torch loaded."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _PRELOAD: Final = [
     "trainer_kit.trainer",
 ]
 _PRELOAD_WHERE_USED: Final = ("pytest", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "torchmetrics")
-"""Loaded by the server where this process has loaded them: the functions that it runs may need them too."""
-# A signal that nobody sends for any other reason.
+"""The server loads these if this process has loaded them: the functions on the ranks may need them too."""
+# A signal with no other use.
 _DUMP: Final[int] = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-_TOLD: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def run_distributed(
@@ -52,24 +52,24 @@ def run_distributed(
 ) -> list[Any]:
     """Call ``fn(*args, **kwargs)`` on ``world_size`` gloo ranks of this machine, and wait for all of them.
 
-    Every rank is a fresh process with one thread for computing, the rank environment that torchrun would set, and this
-    process's environment, working directory and warning filters (so warnings that are errors here are errors there).
-    All ranks have ended when this returns.
+    Every rank is a new process with one compute thread, the environment variables of torchrun, and the environment,
+    working directory and warning filters of this process (warnings that are errors here are errors there). All ranks
+    have exited when this returns.
 
     Args:
-        fn: a function of the top level of a module.
+        fn: a function at the top level of a module.
         world_size: number of ranks.
-        args: for ``fn``; picklable.
-        timeout: seconds after which the run is given up; also that of the collectives.
-        process_group: whether the gloo process group is there when ``fn`` is called.
-        kwargs: for ``fn``; picklable.
+        args: picklable arguments of ``fn``.
+        timeout: seconds after which the run fails; also the timeout of the collectives.
+        process_group: initialise the gloo process group before ``fn`` is called.
+        kwargs: picklable arguments of ``fn``.
 
     Returns:
-        What each rank returned, in rank order.
+        The results in rank order.
 
     Raises:
         BaseException: of the rank that failed first, with that rank's traceback as a note.
-        RankError: when a rank died, or ranks were not done in time: then with the stacks of all of them.
+        RankError: a rank died, or ranks did not finish in time; then with the stacks of all unfinished ranks.
         LaunchError: when ``fn`` or an argument cannot be pickled.
 
     Example:
@@ -79,17 +79,17 @@ def run_distributed(
     """
     if world_size < 1:
         raise LaunchError("at least one rank is needed", found=f"world_size={world_size}")
-    # "fork" in the name of the server only: these processes start from a clean one, with no threads.
+    # forkserver: the ranks fork from a clean server process without threads.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_WHERE_USED if name in sys.modules)])
     with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
         call = _Call(
             directory=directory,
-            # As bytes, so that it is unpickled under this environment, directory and these filters.
+            # As bytes, so that a rank unpickles it after it has set the environment, directory and filters.
             call=_pickled(fn, args, kwargs),
             process_group=process_group,
             timeout=timeout,
-            environ={name: value for name, value in os.environ.items() if name not in _TOLD},
+            environ={name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES},
             working_directory=os.getcwd(),
             filters=[_filter(entry) for entry in warnings.filters],
         )
@@ -126,7 +126,7 @@ def _filter(entry: Any) -> tuple[Any, ...]:
 @final
 @dataclass
 class _Call:
-    """The call, in a rank's process."""
+    """The call in the process of a rank."""
 
     directory: str
     call: bytes
@@ -137,15 +137,15 @@ class _Call:
     filters: list[tuple[Any, ...]]
 
     def __call__(self, rank: int) -> Any:
-        own = {name: os.environ[name] for name in (*_TOLD, "GLOO_SOCKET_IFNAME") if name in os.environ}
+        own = {name: os.environ[name] for name in (*_RANK_VARIABLES, "GLOO_SOCKET_IFNAME") if name in os.environ}
         os.environ.clear()
         os.environ.update({**self.environ, **own})
         os.chdir(self.working_directory)
         import torch
 
-        gc.freeze()  # no collection in this rank looks at, and so copies, what the server has loaded
+        gc.freeze()  # keep the garbage collector from touching, and so copying, the pages of the server
         torch.set_num_threads(1)
-        # Workers of loaders start as in any process of the user's, not each from a server that imports everything anew.
+        # Loader workers start as in a normal process, not from the forkserver, which would import everything again.
         multiprocessing.set_start_method(None, force=True)
         with (
             open(Path(self.directory, f"stack-{rank}"), "w", encoding="utf-8") as stack,
@@ -153,7 +153,7 @@ class _Call:
         ):
             faulthandler.register(_DUMP, stack, all_threads=True)
             warnings.resetwarnings()
-            for entry in reversed(self.filters):  # each goes in front of those before it
+            for entry in reversed(self.filters):  # each filter is inserted before the previous one
                 warnings.filterwarnings(*entry)
             try:
                 if self.process_group:
@@ -180,13 +180,13 @@ class _Call:
 def _leave() -> None:
     import torch.distributed as dist
 
-    # While an exception is on its way the peers may wait in a collective: the end of the process tells them.
+    # During an exception the other ranks may wait in a collective: the exit of this process ends their wait.
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
 
 def _stacks(running: Mapping[int, int], directory: Path) -> str:
-    """Where each rank stands, as its own fault handler sees it."""
+    """The stacks of each running rank, dumped by its fault handler."""
     for pid in running.values():
         os.kill(pid, _DUMP)
     deadline = time.monotonic() + 2.0
@@ -197,11 +197,11 @@ def _stacks(running: Mapping[int, int], directory: Path) -> str:
 
     while time.monotonic() < deadline and not all(complete(path) for path in files.values()):
         time.sleep(0.05)
-    time.sleep(0.05)  # the last lines of a stack are on their way
-    told = [
+    time.sleep(0.05)  # let the last lines of a stack arrive
+    stacks = [
         f"rank {rank} (pid {running[rank]}):\n{path.read_text(encoding='utf-8').rstrip()}"
         if complete(path)
         else f"rank {rank} (pid {running[rank]}) does not answer"
         for rank, path in files.items()
     ]
-    return "\n".join(told)
+    return "\n".join(stacks)

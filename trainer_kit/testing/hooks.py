@@ -1,4 +1,4 @@
-"""`record_hooks`: which hooks of a run were called, in order."""
+"""`record_hooks`: the names of the hooks that a run calls, in order."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name in (
 
 
 def record_hooks(callbacks: list[Any]) -> list[str]:
-    """Add a callback that listens to every hook to ``callbacks``, and return the list of the names it hears.
+    """Add a callback to ``callbacks`` that records every hook; returns the list of recorded names.
 
-    It keeps its place among the others: add it last, and a name stands there once the callbacks before it were called.
+    The callback runs at its place in the list: if it is last, a name is recorded after the callbacks before it ran.
 
     Args:
-        callbacks: the list that the Trainer is given; one callback is appended.
+        callbacks: the list for the Trainer; one callback is appended.
 
     Returns:
-        A list that grows while the Trainer works; ``clear()`` it to start anew.
+        A list that grows while the Trainer runs; ``clear()`` empties it.
 
     Example:
         >>> import torch

@@ -25,7 +25,7 @@ __all__ = ["pytest_configure", "pytest_pyfunc_call"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the mark known."""
+    """Register the mark."""
     config.addinivalue_line("markers", "world_size(n, *, timeout=60, process_group=True): run the body on n gloo ranks")
 
 
@@ -49,7 +49,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             _run_body, mark.args[0], str(pyfuncitem.path), module.obj.__name__, name, arguments, **mark.kwargs
         )
     except BaseException as error:
-        raise error.with_traceback(None)  # noqa: B904 - the rank's own traceback is a note of this very error
+        raise error.with_traceback(None)  # noqa: B904 - the traceback of the rank is a note of this error
     for outcome in filter(None, outcomes):
         word, reason = outcome
         (pytest.skip if word == "skip" else pytest.xfail)(reason)
@@ -66,13 +66,13 @@ def _pickled(arguments: Mapping[str, Any]) -> dict[str, bytes]:
             raise LaunchError(
                 f"the fixture {name!r} cannot be sent to the ranks",
                 found=f"{type(error).__name__}: {error}",
-                fix="use it in a test without the mark, or make what it needs inside the body",
+                fix="use it in a test without the mark, or build its value inside the body",
             ) from None
     return packed
 
 
 def _run_body(path: str, module_name: str, name: str, arguments: Mapping[str, bytes]) -> tuple[str, str] | None:
-    """In a rank: the test's body. Arguments are unpickled last: they may be of the test's module."""
+    """Run the body of the test on a rank. Arguments are unpickled last: they may need the module of the test."""
     module = sys.modules.get(module_name) or _load(path, module_name)
     *owners, function = name.split(".")
     owner = reduce(getattr, owners, module)
@@ -89,7 +89,7 @@ def _run_body(path: str, module_name: str, name: str, arguments: Mapping[str, by
 
 
 def _load(path: str, name: str) -> ModuleType:
-    """The test's module, its asserts rewritten as pytest does, so that they show their values."""
+    """Import the module of the test with pytest's assertion rewriting, so that failures show values."""
     from _pytest.assertion.rewrite import rewrite_asserts
 
     source = Path(path).read_bytes()

@@ -1,4 +1,4 @@
-"""`TinyModule`: the smallest module that does everything a Trainer can ask for."""
+"""`TinyModule`: the smallest module with every step that a Trainer calls."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["TinyModule"]
 class TinyModule(TrainModule):
     """One linear layer with every step and no data: give it batches of shape (n, 32), as a list or from a loader.
 
-    The loss is the mean squared output, so it falls from any start. It is logged as ``train_loss``, ``val_loss`` and
-    ``test_loss``; ``predict_step`` is the inherited one and returns the output, shape (n, 2).
+    The loss is the mean squared output, so it decreases from any start. It is logged as ``train_loss``, ``val_loss``
+    and ``test_loss``; ``predict_step`` is the inherited one and returns the output, shape (n, 2).
 
     Args:
         lr: learning rate of plain SGD.

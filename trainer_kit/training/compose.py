@@ -371,7 +371,7 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
         across_epochs=settings.validate_epochs is None,
         validate_epochs=settings.validate_epochs or 1,
         validates=validation is not None,
-        log_every=settings.log_every,
+        log_every=settings.log_every or 2**62,  # 0: no flush
         agree_every=50 if world > 1 else 0,
     )
 

@@ -286,7 +286,7 @@ class Session:
 
     @property
     def log_every_n_steps(self) -> int:
-        """Steps between flushes of logged values."""
+        """Steps between flushes of logged values; 0 for none."""
         return self.settings.log_every
 
     @property

@@ -104,7 +104,7 @@ def make_settings(
         validate_every=1.0 if fast else every,
         validate_epochs=1 if fast else val_epochs,
         sanity_steps=0 if fast else 2 if num_sanity_val_steps is None else num_sanity_val_steps,
-        log_every=(50 if log_every is None else log_every) or 2**62,
+        log_every=50 if log_every is None else log_every,
         clip=_clip(clip_val, clip_algorithm),
         overfit=0 if fast else _fraction("overfit_batches", overfit_batches),
         fast=fast,
