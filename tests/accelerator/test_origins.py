@@ -87,7 +87,7 @@ def test_what_a_script_says_beside_an_engine_of_the_launcher_does_not_replace_it
         assert made._fsdp["cpu_offload"] is not bool(asked)
     for engine in ("DEEPSPEED", "MEGATRON_LM"):
         monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", engine)
-        with pytest.raises(ConfigurationError, match="an engine of its own cannot divide a mesh"):
+        with pytest.raises(ConfigurationError, match="only FSDP divides parameters on a mesh"):
             strategy(parallelism_config=tk.ParallelismConfig(tp_size=2, dp_shard_size=2))
 
 

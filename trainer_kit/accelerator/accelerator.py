@@ -351,7 +351,7 @@ class Accelerator:
             loss: a scalar: the mean over the batch; with ``weight`` a sum.
             weight: how many things ``loss`` sums over: ``backward(token_losses.sum(), weight=tokens)`` gives the exact
                 mean over all tokens of the window and of all processes.
-            options: of ``Tensor.backward``; an engine with a backward of its own takes ``retain_graph`` only.
+            options: of ``Tensor.backward``; an engine that runs backward itself takes ``retain_graph`` only.
         """
         prepared = self.prepared
         if prepared.checks.active:

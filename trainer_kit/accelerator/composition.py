@@ -133,7 +133,7 @@ def _mesh(config: ParallelismConfig | None, engine: Any, environment: Environmen
         return None
     if engine is not None and not isinstance(engine, FullyShardedDataParallelPlugin):
         raise ConfigurationError(
-            "an engine of its own cannot divide a mesh",
+            "only FSDP divides parameters on a mesh",
             found=f"parallelism_config={config.sizes} and {type(engine).__name__}",
             fix="leave one out; FSDP (dp_shard_size=) divides what the other axes leave",
         )

@@ -1,4 +1,4 @@
-"""What DeepSpeed itself wrote, for what an `Accelerator` has prepared."""
+"""Loading a checkpoint of DeepSpeed into the objects that an `Accelerator` has prepared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load_deepspeed(
     schedulers: Sequence[Any],
     say: Callable[[str], None],
 ) -> int:
-    """Weights, moments and the schedule; every process calls it, and reads what it takes.
+    """Load weights, moments and the schedule; every process calls it, and reads its own parts.
 
     Args:
         path: for errors.
@@ -64,18 +64,21 @@ def load_deepspeed(
             _restore(path, content, strategy, optimizer, groups, names, called, say)
         weights.update({name: value for name, value in content.weights.items() if name not in absent})
         for name, parameter in model.named_parameters(remove_duplicate=False) if content.placed else ():
-            weights[name] = weights[names[id(parameter)]]  # what is shared has one master
+            weights[name] = weights[names[id(parameter)]]  # a shared parameter has one master
 
     fail_together(world, fill)
     fail_together(world, lambda: strategy.load_module_state(model, weights, strict=True))
-    schedule = "its schedule, which advanced once a step, goes on"
+    schedule = "its schedule, which advanced once a step, continues"
     if content.schedule is None or not schedulers:
         schedule = "no schedule is saved or prepared: the learning rate is what it was then"
         if schedulers:
-            schedule = "no schedule is saved: load the state of yours by hand, or it begins anew"
+            schedule = "no schedule is saved: load the state of yours by hand, or it starts from its beginning"
     else:
         schedulers[0].load_state_dict(dict(content.schedule))
-    say(f"{path.name}, written by DeepSpeed: step {content.step}; {schedule}; random layers and loaders begin anew")
+    say(
+        f"{path.name}, written by DeepSpeed: step {content.step}; {schedule}; random layers and loaders start from the "
+        "beginning"
+    )
     return content.step
 
 
@@ -94,7 +97,7 @@ def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Seq
 
 
 def _place(path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]]) -> None:
-    """Without ZeRO the order of the parameters says whose is what."""
+    """Without ZeRO, match states to parameters by their order."""
     if not content.placed:
         return
     sizes, own = [len(group) for group in content.placed], [len(group) for group in called]
@@ -125,7 +128,7 @@ def _restore(
         raise CheckpointError(
             path, "optimizer", f"it has moments of Adam, and {type(optimizer).__name__} is prepared"
             if content.moments else "there are no moments in it",
-            fix="load weights alone: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) ahead of prepare",
+            fix="load weights alone: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) before prepare",
         )  # fmt: skip
     if missing:
         say(f"{path.name} has no moments of {missing[0]}{', …' if missing[1:] else ''}: they begin at zero")

@@ -1,4 +1,4 @@
-"""A process that waits long for the others in a call says so, and where everybody is."""
+"""Reports a collective call in which a process waits long for the others, and where each process is."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ADVICE: Final = "every process must make this call: is it under `if accelerator
 
 @final
 class HangWatchdog:
-    """Around every call that all processes make together; nothing is exchanged for it while nobody waits.
+    """The context of every call that all processes make together; it exchanges nothing while no process waits.
 
-    A thread looks at the main thread's stack now and then. After ``TRAINER_KIT_PATIENCE`` seconds (30) in one call it
+    A thread samples the main thread's stack. After ``TRAINER_KIT_PATIENCE`` seconds (30) in one call it
     asks the others, whose threads answer from wherever their process is.
 
     Args:
@@ -51,13 +51,13 @@ class HangWatchdog:
         self._patience = patience()
         self._every = min(5.0, self._patience / 4)
         self._seen: Any = None
-        self._since, self._asked_at, self._told = 0.0, float("inf"), False
+        self._since, self._asked_at, self._reported = 0.0, float("inf"), False
         self._number, self._answered = 0, 0  # of the question that this process asked, and of the last one answered
         store = dist.distributed_c10d._get_default_store()
-        if hasattr(store, "clone"):  # a connection of its own: the main thread's may be blocked; not in older torch
+        if hasattr(store, "clone"):  # another connection: the main thread's may be blocked; not in older torch
             over = threading.Event()
             arguments = (weakref.ref(self), store.clone(), over, self._every)
-            thread = threading.Thread(target=_look, args=arguments, name="waiting", daemon=True)
+            thread = threading.Thread(target=_look, args=arguments, name="hang watchdog", daemon=True)
             thread.start()
             atexit.register(_end, over, thread)
             weakref.finalize(self, over.set)
@@ -77,7 +77,7 @@ class HangWatchdog:
             add_note(error, f"in {self._call}, with {self.size} processes: {_ADVICE}")
 
     def spot(self) -> Any:
-        """Which call the main thread waits in; None where it does not."""
+        """The call that the main thread waits in, or None."""
         frame = sys._current_frames().get(self._main)
         if frame is None or not frame.f_code.co_filename.endswith("distributed_c10d.py"):
             return None
@@ -87,7 +87,7 @@ class HangWatchdog:
         return None if frame is None else (self.calls, id(inner), inner.f_lasti)
 
     def where(self) -> str:
-        """The line of the user's that the main thread is in, and what it does there."""
+        """The line of user code that the main thread is in, and the function that it calls there."""
         frame: FrameType | None = sys._current_frames().get(self._main)
         does = ""
         while frame is not None and frame.f_code.co_filename.startswith(_NOT_OURS):
@@ -98,11 +98,11 @@ class HangWatchdog:
         return f"at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" + (f" in {does}" if does else "")
 
     def look(self, store: Any) -> None:
-        """One look, by the thread."""
+        """Sample once; the thread calls it."""
         now, spot = time.monotonic(), self.spot()
         if spot is None or spot != self._seen:
-            self._seen, self._since, self._asked_at, self._told = spot, now, float("inf"), False
-        elif self._asked_at > now and not self._told and now - self._since >= self._patience:
+            self._seen, self._since, self._asked_at, self._reported = spot, now, float("inf"), False
+        elif self._asked_at > now and not self._reported and now - self._since >= self._patience:
             self._number = store.add(_ASKED, 1)
             self._asked_at = now
         number = store.add(_ASKED, 0)
@@ -110,7 +110,7 @@ class HangWatchdog:
             store.set(f"{_AT}/{question}/{self.rank}", self.where())
         self._answered = number
         if now - self._asked_at > 2 * self._every:
-            self._asked_at, self._told = float("inf"), True
+            self._asked_at, self._reported = float("inf"), True
             self._tell(store, self._number)
 
     def _tell(self, store: Any, number: int) -> None:
@@ -127,7 +127,7 @@ class HangWatchdog:
 
 
 def _raised_by_torch(traceback: TracebackType | None) -> bool:
-    """Whether an error began in a collective, not in code of the user's that is called around one."""
+    """Whether an error was raised in a collective, not in user code that is called around one."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_TORCH)

@@ -91,8 +91,8 @@ def _restarted(run: Callable[[], Any], restarts: int) -> Any:
             raise
         except Exception as error:
             reason = str(error).partition("\n")[0]
-            told = f"{type(error).__name__}: {reason}; starting all processes again (restart {restart} of {restarts})"
-            warnings.warn(told, stacklevel=3)
+            again = f"starting all processes again (restart {restart} of {restarts})"
+            warnings.warn(f"{type(error).__name__}: {reason}; {again}", stacklevel=3)
     return run()
 
 

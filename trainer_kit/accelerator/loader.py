@@ -1,17 +1,17 @@
-"""A loader as a loop of the user's own reads it: divided, on the device, and with a position that can be saved."""
+"""A loader as a raw loop reads it: divided, on the device, and with a position that can be saved."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import islice
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
+from torch import Tensor
 from torch.utils.data import default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
-from trainer_kit.accelerator.turns import Turn, evened
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -19,10 +19,16 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
 
-__all__ = ["PreparedLoader", "prepare_loader", "skip_first_batches"]
+__all__ = ["PreparedLoader", "Turn", "evened", "prepare_loader", "skip_first_batches"]
 
 _END: Any = object()
 _NOT_READ: Any = object()
+_PLAIN: Final = (str, bytes, int, float, type(None))
+_NESTED: Final = (Tensor, Mapping, list, tuple)
+_REFUSED: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)  # of batches that cannot be cut
+
+Turn = list[tuple[Any, int]]
+"""A batch for each process, with its number of samples."""
 
 
 @final
@@ -36,22 +42,22 @@ class PreparedLoader:
         make_feed: makes the feed of this process, filled up or not, for a seed.
         group: the processes among which data are divided.
         device: where batches go; None leaves them where they are.
-        window: of the accelerator: is told which loader is being read.
+        window: of the Accelerator; records which loader is read.
         seed: of the order, the same on every process.
         even: fill the last batch up from the start of the data, so that every process gets equally many.
-        dispatch: the processes to which the first of them hands what it alone reads; None: each of them reads.
+        dispatch: the processes to which the first of them sends what it alone reads; None: each of them reads.
         non_blocking: copies to an accelerator do not wait.
-        shard: what this process computes of a batch; None: all of it.
+        shard: selects the part of a batch that this process computes; None: all of it.
         end: called when the loop is done with a batch, where no window is under way.
 
     Attributes:
         iteration: epochs begun so far; it decides the order of the next one.
         size: samples of the current batch on this process.
-        weight: what the current batch weighs on this process.
-        total: what it weighs over all processes; None when only asking would tell.
-        nominal: what a whole batch weighs on a process, the same on every one.
+        weight: of the current batch on this process.
+        total: its weight over all processes; None: only an exchange would show it.
+        nominal: the weight of a whole batch on a process, the same on every one.
         asked: whether `ask_for_sizes` was called.
-        counts: samples of the current batch on each process that are not there twice; None when all of them are.
+        counts: samples of the current batch on each process that are not repeated; None: all of them.
         end_of_dataloader: whether the current batch is the last.
     """
 
@@ -81,9 +87,9 @@ class PreparedLoader:
         self.counts: list[int] | None = None
         self.asked = False
         self.end_of_dataloader = False
-        self._position: tuple[int, int] | None = None  # (epoch, batches handed out) of an iteration under way
+        self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of an iteration under way
         self._resume: tuple[int, int] | None = None
-        self._read = 0  # batches handed out in all epochs
+        self._read = 0  # batches yielded in all epochs
         # Each process knows the batches of all: the main process reads for all, or each reads the whole stream.
         self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
         self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
@@ -137,7 +143,7 @@ class PreparedLoader:
             begun, state = self._position is not None, self.state_dict()
             self.even = even
             self.feed = self._make_feed(even, self.seed)
-            if not begun:  # keep the positions of its own generators, and the batch that a loaded state continues with
+            if not begun:  # keep the positions of its generators, and the batch that a loaded state continues with
                 self._load_tracks([state["track"]] * self.group.size)
 
     def set_epoch(self, epoch: int) -> None:
@@ -149,10 +155,6 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         return self._iterate(None)
 
-    def skip(self, batches: int) -> _Skipped:
-        """A view whose iterations begin ``batches`` later; the batches before are not read."""
-        return _Skipped(self, batches)
-
     def begin(self, batches: int) -> Iterator[Any]:
         """The next epoch from batch ``batches`` on; after `load_states` that is the epoch that was broken off."""
         return self._iterate(batches)
@@ -160,7 +162,7 @@ class PreparedLoader:
     def _iterate(self, begin: int | None) -> Iterator[Any]:
         """One epoch. Leaving it early ends it.
 
-        What does not tell its length is read one batch ahead: only so the last batch is known as such.
+        A loader without a length is read one batch in advance, so that its last batch is known.
         """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
@@ -225,7 +227,7 @@ class PreparedLoader:
         if total is None or each is None:
             self._ask(missing, last)
         elif total < each * size:
-            if self.even:  # filled up: the samples that are not there twice come first, in the order of the processes
+            if self.even:  # filled up: the samples that are not repeated come first, in the order of the processes
                 self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
                 self.total = each * size
             else:
@@ -238,7 +240,7 @@ class PreparedLoader:
         self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
 
     def _ask(self, missing: bool, last: bool) -> None:
-        if not self.even:  # processes may have left: nobody is asked, and batches weigh the same
+        if not self.even:  # processes may have left: nothing is exchanged, and batches weigh the same
             self.weight, self.total = 1.0, float(self.group.size)
             self.nominal = 1.0
         elif last:
@@ -273,7 +275,7 @@ class PreparedLoader:
         return read() if self.dispatch is None else on_rank_zero(self.dispatch, read)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it is: epoch, batches handed out, the seed, and what the loader itself needs to go on."""
+        """The position: epoch, batches yielded, the seed, and the state of the loader itself."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
         each = self.group.size if self._shared else 1
@@ -283,10 +285,10 @@ class PreparedLoader:
         return {**place, "seed": self.seed, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """The next iteration goes on where `state_dict` was taken, in the same order.
+        """Continue the next iteration where `state_dict` was taken, in the same order.
 
         Args:
-            states: of every process then; there may be another number of them now, and batches of another size.
+            states: of every process of that time; their number and the batch size may differ now.
 
         Raises:
             CheckpointError: batches of another size do not end where it was taken.
@@ -301,7 +303,7 @@ class PreparedLoader:
         self._load_tracks([state["track"] for state in states])
 
     def _load_tracks(self, tracks: Sequence[Any]) -> None:
-        """What `state_dict` kept of each reader; the main process has read all of a stream, in either way."""
+        """Restore the readers; the main process has read all of a stream in both ways of reading."""
         rank, size = self.group.rank, self.group.size
         if not self._shared and self.feed.indexed:
             self.feed.track.load_state_dict(tracks, rank)
@@ -352,25 +354,6 @@ class PreparedLoader:
         return batches
 
 
-@final
-class _Skipped:
-    """A view of a prepared loader that begins later."""
-
-    def __init__(self, loader: PreparedLoader, batches: int) -> None:
-        self.loader, self.batches = loader, batches
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "batches"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
-
-    def __len__(self) -> int:
-        return max(0, len(self.loader) - self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.loader.begin(self.batches)
-
-
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """A loader whose iterations begin with batch ``num_batches``; of a prepared one nothing before it is read.
 
@@ -378,19 +361,20 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         >>> list(skip_first_batches([1, 2, 3], 2))
         [3]
     """
-    if isinstance(dataloader, PreparedLoader):
-        return dataloader.skip(num_batches)
     return _Later(dataloader, num_batches)
 
 
 @final
 class _Later:
-    """An unprepared loader that begins later."""
+    """A view of a loader that begins later."""
 
     def __init__(self, loader: Any, batches: int) -> None:
-        self.loader, self.batches = loader, batches
+        self.loader = loader
+        self.batches = batches
 
     def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.loader, PreparedLoader):
+            return self.loader.begin(self.batches)
         return islice(iter(self.loader), self.batches, None)
 
     def __len__(self) -> int:
@@ -420,10 +404,10 @@ def prepare_loader(
         group: the processes among which data are divided.
         world: all processes: those that read the same batches get them from the same reader.
         device: where batches go; None leaves them where they are.
-        window: is told which loader is being read.
+        window: records which loader is read.
         config: how it is divided.
         seed: of the order, the same on every process.
-        shard: what a process computes of a batch; None: all of it.
+        shard: selects the part of a batch that a process computes; None: all of it.
         end: called when the loop is done with a batch, where no window is under way.
 
     Raises:
@@ -463,3 +447,64 @@ def prepare_loader(
 def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:
     pad = even and size > 1
     return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
+
+
+def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
+    """The samples of a short turn in equal parts, filled up from its beginning.
+
+    The filling does not depend on where the reading began, so a resumed epoch ends as the whole one.
+    Batches that cannot be joined (padded to different lengths) are filled up one by one, each from its own samples.
+    Batches that cannot be cut stay as they are, and a process without one gets a copy of another's.
+
+    Args:
+        turn: at least one batch, at most one for each process.
+        processes: how many parts.
+        columns: a list in a batch has an entry for each field of a sample, as torch's own ``collate_fn`` makes it.
+
+    Returns:
+        The parts; and how many samples of each are not repeated.
+
+    Example:
+        >>> evened([(torch.tensor([1, 2]), 2), (torch.tensor([3]), 1)], 2, True)
+        ([(tensor([1, 2]), 2), (tensor([3, 1]), 2)], [2, 1])
+    """
+    batches, sizes = [batch for batch, _ in turn], [size for _, size in turn]
+    total = sum(sizes)
+    each = -(-total // processes)
+    rows = [row % total for row in range(each * processes)] if total else []
+    try:
+        made = [_taken(batches, sizes, rows[at : at + each], columns) for at in range(0, each * processes, each or 1)]
+        if len(made) == processes:
+            return [(part, each) for part in made], [min(each, max(0, total - r * each)) for r in range(processes)]
+    except _REFUSED:
+        pass
+    longest, parts = max(sizes), turn
+    try:
+        parts = [
+            (_taken([batch], [size], [row % size for row in range(longest)], columns), longest) for batch, size in turn
+        ]
+    except (*_REFUSED, ZeroDivisionError):
+        pass
+    return [parts[i % len(parts)] for i in range(processes)], sizes + [0] * (processes - len(sizes))
+
+
+def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool) -> Any:
+    """The samples ``rows`` of several batches together; raises for a value without an entry for each sample."""
+    one = parts[0]
+    if isinstance(one, Tensor) and all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
+        return torch.cat(list(parts))[list(rows)]
+    if isinstance(one, Mapping):
+        return type(one)({key: _taken([part[key] for part in parts], sizes, rows, columns) for key in one})  # type: ignore[call-arg]
+    if isinstance(one, (list, tuple)):
+        lengths = [len(part) for part in parts]
+        if lengths == list(sizes) and not any(isinstance(item, _NESTED) for part in parts for item in part):
+            items = [item for part in parts for item in part]
+            return type(one)([items[row] for row in rows])
+        if len(set(lengths)) > 1 or (lengths == list(sizes) and not columns):
+            raise TypeError("a list of samples, or of fields")
+        made = [_taken(column, sizes, rows, columns) for column in zip(*parts, strict=True)]
+        return type(one)(*made) if hasattr(one, "_fields") else type(one)(made)
+    scalar = isinstance(one, Tensor) and not one.ndim
+    if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):
+        return one  # it belongs to no sample
+    raise TypeError(f"a {type(one).__name__} that has no entry for each sample, or differs from batch to batch")

@@ -1,14 +1,15 @@
-"""Local SGD: processes step on their own, and average weights now and then."""
+"""Local SGD in a raw loop: processes step separately, and average weights every few steps."""
 
 from __future__ import annotations
 
 from types import TracebackType
 from typing import Any, final
 
-import torch
 from torch import nn
 
+from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.strategies.process_group import average
 
 __all__ = ["LocalSGD"]
 
@@ -29,10 +30,12 @@ class LocalSGD:
         ConfigurationError: fewer than one step, or processes that hold parts of the model.
     """
 
-    def __init__(self, accelerator: Any, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if local_sgd_steps < 1:
             raise ConfigurationError("local_sgd_steps is at least 1", found=f"local_sgd_steps={local_sgd_steps}")
-        self.accelerator, self.model, self.local_sgd_steps = accelerator, model, local_sgd_steps
+        self.accelerator = accelerator
+        self.model = model
+        self.local_sgd_steps = local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
         if self.enabled and accelerator.strategy.sharded:
             raise ConfigurationError(
@@ -58,7 +61,7 @@ class LocalSGD:
             self._alone.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Behind each ``optimizer.step()``: counts those that took place."""
+        """Call it after each ``optimizer.step()``: it counts those that took place."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1
@@ -66,6 +69,4 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        with torch.no_grad():
-            for parameter in self.accelerator.unwrap_model(self.model).parameters():
-                parameter.copy_(self.accelerator.world.all_reduce(parameter.detach().clone(), "mean"))
+        average(self.accelerator.unwrap_model(self.model).parameters(), self.accelerator.world)

@@ -20,7 +20,7 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
 
     def __init__(self, logger: logging.Logger) -> None:
         super().__init__(logger, {})
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """As ``logging.Logger.log``.
@@ -49,9 +49,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 dist.barrier()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """``warning``, which says the same thing once only."""
-        if (said := repr((args, kwargs))) not in self._said:
-            self._said.add(said)
+        """``warning``, once for the same arguments."""
+        if (key := repr((args, kwargs))) not in self._warned:
+            self._warned.add(key)
             self.warning(*args, **{"stacklevel": 3, **kwargs})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
@@ -67,7 +67,7 @@ def get_logger(name: str, log_level: str | None = None) -> RankLogger:
         log_level: ``"INFO"`` and so on; by default what ``ACCELERATE_LOG_LEVEL`` says.
 
     Example:
-        >>> get_logger(__name__).warning("said once", main_process_only=True)
+        >>> get_logger(__name__).warning("printed once", main_process_only=True)
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCELERATE_LOG_LEVEL")

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as a loop of the user's own calls them: they step where gradients are complete."""
+"""Optimizers and schedulers as a raw loop calls them: they step where gradients are complete."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class AcceleratedOptimizer(OptimizerProxy):
 
     Args:
         optimizer: the user's.
-        window: says when gradients are complete, and makes them right.
+        window: knows when gradients are complete, and corrects them.
         precision: steps it, or skips a step whose gradients overflowed.
         before_first_step: called once, when gradients are complete for the first time.
-        step: how the strategy steps it; None: as it does itself.
+        step: the strategy's step; None: the optimizer's own.
         after_step: called after each step; None: nothing is.
     """
 
@@ -43,15 +43,15 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._window, self._precision = window, precision
         self._before_first_step, self._own_step, self._after_step = before_first_step, step, after_step
         self._skipped = False
-        self._emptied = 0  # the micro-batch in which `zero_grad` was called ahead of its backward
+        self._emptied = 0  # the micro-batch in which `zero_grad` was called before its backward
 
     def rebind(self, step: Callable[..., Any] | None) -> None:
-        """From now on the strategy steps it this way."""
+        """Use another step of the strategy."""
         self._own_step = step
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last ``step`` was left out because gradients overflowed."""
+        """Whether the last ``step`` was skipped because gradients overflowed."""
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,10 +82,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         return found
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """The closure makes the gradients, maybe several times: they are made right behind each of them."""
+        """Step with a closure, which may run several times: gradients are corrected after each run."""
         window, optimizer, found = self._window, self.optimizer, None
 
-        def right() -> Any:
+        def corrected() -> Any:
             loss = closure()
             window.corrected.discard(optimizer)
             window.correct(optimizer)
@@ -93,7 +93,7 @@ class AcceleratedOptimizer(OptimizerProxy):
 
         def step() -> None:
             nonlocal found
-            found = (self._own_step or optimizer.step)(right)
+            found = (self._own_step or optimizer.step)(corrected)
 
         self._skipped = not self._precision.optimizer_step(optimizer, step)
         window.corrected.discard(optimizer)
@@ -120,7 +120,7 @@ class AcceleratedScheduler:
     Args:
         scheduler: the user's.
         optimizers: whose steps count; where one was skipped, the scheduler waits too.
-        window: says when optimizers step.
+        window: knows when optimizers step.
         with_optimizer: False: each call of ``step`` advances it once.
         times: how often an optimizer step advances it.
         adjust: count the calls inside a window, as schedulers that warn about a wrong order do.

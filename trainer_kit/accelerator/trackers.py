@@ -63,7 +63,7 @@ def on_main_process(function: _F) -> _F:
 
 
 class GeneralTracker:
-    """A tracker of the user's own: a subclass has a ``name``, a ``tracker``, and its own ``log``.
+    """A tracker of the user: a subclass has a ``name``, a ``tracker``, and its own ``log``.
 
     Attributes:
         name: the name for `Accelerator.get_tracker`.

@@ -35,17 +35,17 @@ _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
 }
-_NO_ENGINES: Final = ("parallelism_config", "torch_tp_plugin")  # that they do not go with it is said elsewhere
+_NO_ENGINES: Final = ("parallelism_config", "torch_tp_plugin")  # refused with DeepSpeed by their own checks
 _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
 
 
 @final
 class DummyOptim:
-    """Stands for the optimizer that DeepSpeed's JSON names, until `prepare` makes it.
+    """A placeholder for the optimizer that DeepSpeed's JSON names; `prepare` makes it.
 
     Args:
         params: parameters, or groups of them.
-        lr: what ``"auto"`` stands for there.
+        lr: the value of ``"auto"`` there.
         weight_decay: likewise.
         kwargs: further options likewise.
     """
@@ -56,7 +56,7 @@ class DummyOptim:
 
 @final
 class DummyScheduler:
-    """Stands for the scheduler that DeepSpeed's JSON names, until `prepare` makes it.
+    """A placeholder for the scheduler that DeepSpeed's JSON names; `prepare` makes it.
 
     Args:
         optimizer: whose learning rates it moves; a `DummyOptim` too.
@@ -112,17 +112,17 @@ def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 
         return given
     if sections is None or sections.scheduler is None or optimizer is None:
         raise _nothing_named("scheduler", "DummyScheduler")
-    said = {
+    arguments = {
         "total_num_steps": None if given.total_num_steps is None else math.ceil(given.total_num_steps / times),
         "warmup_num_steps": max(1, given.warmup_num_steps),
         **given.kwargs,
     }
-    return sections.make_scheduler(optimizer, strategy.device, **said)
+    return sections.make_scheduler(optimizer, strategy.device, **arguments)
 
 
 def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{stand_in} stands for the {what} of DeepSpeed's JSON, and there is none",
+        f"{stand_in} is a placeholder for the {what} of DeepSpeed's JSON, and there is none",
         fix=f"make the {what} in the script, or name it in the JSON",
     )
 
@@ -132,21 +132,21 @@ class DeepSpeedPlugin:
     """Of DeepSpeed, for ``Accelerator(deepspeed_plugin=...)``; what is not given is what the launcher says.
 
     Attributes:
-        hf_ds_config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` stands for what the other arguments, the
-            Accelerator and the loaders say.
+        hf_ds_config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` takes the values of the other
+            arguments, the Accelerator and the loaders.
         gradient_accumulation_steps: micro-batches of an optimizer step, in place of the Accelerator's.
         gradient_clipping: of every step, by norm; ``clip_grad_norm_`` says another value for its own.
         zero_stage: 0 to 3; the JSON's by default, or 2.
-        is_train_batch_min: of several loaders the smallest batch size is the one that DeepSpeed is told; else the
+        is_train_batch_min: of several loaders the smallest batch size is passed to DeepSpeed; else the
             largest.
         offload_optimizer_device: "none" or "cpu".
         offload_param_device: "none" or "cpu"; stage 3 only.
         offload_optimizer_nvme_path: refused with "nvme".
         offload_param_nvme_path: refused with "nvme".
         zero3_init_flag: models of transformers are divided as they are made.
-        zero3_save_16bit_model: accepted; whole weights are handed out in full precision, under every stage.
+        zero3_save_16bit_model: accepted; whole weights are returned in full precision, under every stage.
         transformer_moe_cls_names: classes of expert layers, with commas, each gathered as one.
-        deepspeed_config: the JSON with all of this in it; changes ahead of ``prepare`` are heard.
+        deepspeed_config: the JSON with all of this in it; changes before ``prepare`` take effect.
         selected: whether it is in use, of several.
 
     Raises:
@@ -188,7 +188,7 @@ class DeepSpeedPlugin:
             if found is not None and getattr(self, one.name) is None:
                 setattr(self, one.name, found.value)
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
-        told = {
+        given = {
             name: str(value)
             for name in ("zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device")
             if (value := getattr(self, name)) is not None and value != "auto"
@@ -199,17 +199,17 @@ class DeepSpeedPlugin:
                     "classes of expert layers are named in one text, with commas",
                     found=f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}",
                 )
-            told["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
-        said = from_launcher(told, read_config(config))
+            given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
+        known = from_launcher(given, read_config(config))
         self.deepspeed_config = with_arguments(
-            said["config"], said["stage"], said["offload_optimizer"], said["offload_parameters"]
+            known["config"], known["stage"], known["offload_optimizer"], known["offload_parameters"]
         )
         self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
         self._accumulate()
         self.zero3_init_flag = bool(is_true(self.zero3_init_flag))
         self._known_to_transformers: Any = None
         if self.is_zero3_init_enabled():
-            self._tell_transformers()
+            self._configure_transformers()
 
     def _accumulate(self) -> None:
         written = self.deepspeed_config.setdefault("gradient_accumulation_steps", "auto")
@@ -229,15 +229,15 @@ class DeepSpeedPlugin:
             )
         self.deepspeed_config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
 
-    def _tell_transformers(self) -> None:
+    def _configure_transformers(self) -> None:
         """Its ``from_pretrained`` divides weights as long as such an object lives."""
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
         except ImportError as error:
             raise ConfigurationError("zero3_init_flag is for models of transformers, which is not installed") from error
-        told = {key: value for key, value in self.deepspeed_config.items() if value != "auto"}
-        told.setdefault("train_micro_batch_size_per_gpu", 1)
-        self._known_to_transformers = integrations.HfDeepSpeedConfig(told)
+        explicit = {key: value for key, value in self.deepspeed_config.items() if value != "auto"}
+        explicit.setdefault("train_micro_batch_size_per_gpu", 1)
+        self._known_to_transformers = integrations.HfDeepSpeedConfig(explicit)
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are divided as they are made."""
@@ -261,7 +261,7 @@ class DeepSpeedPlugin:
         return bool(self.get_value(ds_key_long) == "auto")
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """Arguments of the Accelerator that stand in the JSON."""
+        """The arguments of the Accelerator that the JSON gives."""
         found: dict[str, Any] = {}
         if self.gradient_accumulation_steps != "auto":
             found["gradient_accumulation_steps"] = self.gradient_accumulation_steps
@@ -271,18 +271,18 @@ class DeepSpeedPlugin:
         return found
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Refused: which of several is used is said to the Accelerator.
+        """Refused: the Accelerator selects one of several plugins.
 
         Raises:
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "which of several DeepSpeed plugins is used is said to the Accelerator",
+            "the Accelerator selects one of several DeepSpeed plugins",
             fix="accelerator.state.select_deepspeed_plugin(name)",
         )
 
     def batch_size(self, sizes: Sequence[int]) -> int | None:
-        """Of those of the loaders, what DeepSpeed is told."""
+        """The batch size for DeepSpeed, of those of the loaders."""
         written = self.deepspeed_config.get("train_micro_batch_size_per_gpu", "auto")
         if not sizes or written in sizes:
             return written if isinstance(written, int) else None
@@ -306,8 +306,8 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     if one is not None and several is not None:
         raise ConfigurationError("DeepSpeed's plugins are given twice", found="deepspeed_plugin and deepspeed_plugins")
     chosen = several if one is None else one
-    told = variable("distributed_type")
-    if chosen is None and told is not None and told.value == "DEEPSPEED":
+    launched = variable("distributed_type")
+    if chosen is None and launched is not None and launched.value == "DEEPSPEED":
         others = any(value is not None for name, value in given.items() if name not in _NO_ENGINES)
         chosen = None if others else DeepSpeedPlugin()
     if chosen is None:

@@ -22,7 +22,7 @@ class FP8Recipe(KwargsHandler, ABC):
 
     @abstractmethod
     def make_precision(self) -> Precision:
-        """The precision that it stands for."""
+        """The precision of this recipe."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ class TERecipeKwargs(FP8Recipe):
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Recipe):
-    """fp8 by MS-AMP, which is refused: nobody maintains it, and it is in no package registry.
+    """fp8 by MS-AMP, which is refused: it is no longer maintained, and is in no package registry.
 
     Attributes:
         opt_level: ``"O1"`` or ``"O2"``.

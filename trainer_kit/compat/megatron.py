@@ -36,7 +36,7 @@ _ELSEWHERE: Final = {
          "custom_loss_function"), _LOOP),
     **dict.fromkeys(("tensorboard_dir", "set_all_logging_options"), 'Accelerator(log_with="tensorboard")'),
 }  # fmt: skip
-"""What Accelerate hands to Megatron-LM's own training script, and where it is said instead."""
+"""Options that Accelerate passes to Megatron-LM's own training script, and what to use instead."""
 
 
 @final
@@ -54,11 +54,11 @@ class MegatronLMPlugin:
         pp_degree: 1; `MeshStrategy` has pipelines.
         use_distributed_optimizer: a data rank has a part of the optimizer.
         num_micro_batches: 1; ``gradient_accumulation_steps`` and ``accumulate`` say it.
-        others: keys of ``megatron_lm_config`` and of Accelerate's plugin, which are refused by name with where they
-            are said here.
+        others: keys of ``megatron_lm_config`` and of Accelerate's plugin, which are refused by name with what to use
+            instead.
 
     Raises:
-        ConfigurationError: for what is said elsewhere, or is not here.
+        ConfigurationError: for an option that has another place, or none, here.
         TypeError: for a name that Accelerate's plugin does not have.
 
     Example:
@@ -95,7 +95,7 @@ class MegatronLMPlugin:
             "recompute_activations": recompute_activations,
             "use_distributed_optimizer": use_distributed_optimizer,
         }
-        told = {key: str(found.value) for key in KEYS if (found := variable(key)) is not None}
+        given = {key: str(found.value) for key in KEYS if (found := variable(key)) is not None}
         for name, value in {**own, **others}.items():
             key = f"megatron_lm_{name}"
             if key not in KEYS and name not in _ELSEWHERE:
@@ -108,8 +108,8 @@ class MegatronLMPlugin:
                     found=f"{name}={value!r}",
                     fix=_ELSEWHERE[name],
                 )
-            told[key] = str(value)
-        self.options = from_launcher(told)
+            given[key] = str(value)
+        self.options = from_launcher(given)
 
     def make_strategy(self, process_group_backend: str | None = None, **options: Any) -> Strategy:
         """The strategy that this asks for; ``options`` are further arguments of it."""

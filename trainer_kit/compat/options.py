@@ -102,7 +102,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` in MiB.
 
     Attributes:
-        dim: accepted; each process has a batch of its own, so none is scattered.
+        dim: accepted; each process has another batch, so none is scattered.
         check_reduction: accepted; torch does nothing with it either.
         comm_hook: a `DDPCommunicationHookType`, or its word.
         comm_wrapper: likewise: "fp16" or "bf16" casts the gradients before ``comm_hook`` sees them.
@@ -381,8 +381,8 @@ class FullyShardedDataParallelPlugin:
         """What this says, as arguments of `FSDPStrategy`."""
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
-        told = {name: str(chosen.value) for name in KEYS if (chosen := variable(name)) is not None} if launched else {}
-        found: dict[str, Any] = from_launcher(told)
+        given = {name: str(chosen.value) for name in KEYS if (chosen := variable(name)) is not None} if launched else {}
+        found: dict[str, Any] = from_launcher(given)
         if self.cpu_offload is not None:
             found["cpu_offload"] = bool(self.cpu_offload)
         word = self.sharding_strategy

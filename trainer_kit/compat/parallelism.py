@@ -43,12 +43,14 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        told = self.cp_comm_strategy or _told("cp_comm_strategy") or "allgather"
-        if told not in ("allgather", "alltoall"):
+        chosen = self.cp_comm_strategy or _launched("cp_comm_strategy") or "allgather"
+        if chosen not in ("allgather", "alltoall"):
             raise ConfigurationError(
-                "unknown way to exchange sequences", found=f"cp_comm_strategy={told!r}", fix='"allgather" or "alltoall"'
+                "unknown way to exchange sequences",
+                found=f"cp_comm_strategy={chosen!r}",
+                fix='"allgather" or "alltoall"',
             )
-        self.cp_comm_strategy = told
+        self.cp_comm_strategy = chosen
 
 
 @dataclass
@@ -98,7 +100,7 @@ class ParallelismConfig:
             raise ConfigurationError(
                 "sequences are not divided by DeepSpeed", found=f"sp_size={self.sp_size}", fix="use cp_size"
             )
-        self.cp_backend = self.cp_backend or _told("cp_backend") or "torch"
+        self.cp_backend = self.cp_backend or _launched("cp_backend") or "torch"
         if self.cp_backend != "torch":
             raise ConfigurationError("unknown cp_backend", found=repr(self.cp_backend), fix='cp_backend="torch"')
         if self.tp_size != 1 and self.tp_handler is None:
@@ -225,13 +227,13 @@ class TorchTensorParallelPlugin:
         return ParallelismConfig(-1, 1, self.tp_size, 1, plan=self.plan)
 
 
-def _told(name: str) -> str | None:
+def _launched(name: str) -> str | None:
     found = variable(f"parallelism_config_{name}")
     return None if found is None else str(found.value)
 
 
 def _size(name: str, given: int | None) -> int:
-    text: Any = given if given is not None else _told(name) or 1
+    text: Any = given if given is not None else _launched(name) or 1
     try:
         size = int(text) if isinstance(text, (Integral, str)) else 0
     except ValueError:

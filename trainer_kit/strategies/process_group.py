@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.protocols import Group
 from trainer_kit.launch.startup_timeout import meet_without_agent, named_while_connecting, wait_for_all
 
 __all__ = [
@@ -283,7 +284,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     average(gradients, group)
 
 
-def average(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+def average(tensors: Iterable[Tensor], group: Group) -> None:
     """Average whole tensors over the ranks, in place, in one exchange for each dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
