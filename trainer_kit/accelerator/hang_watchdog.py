@@ -45,14 +45,20 @@ class HangWatchdog:
     """
 
     def __init__(self, rank: int, size: int, say: Callable[[str], None]) -> None:
-        self.rank, self.size, self._say = rank, size, say
-        self.calls, self._call = 0, ""
+        self.rank = rank
+        self.size = size
+        self.calls = 0
+        self._say = say
+        self._call = ""
         self._main = threading.get_ident()
         self._patience = patience()
         self._every = min(5.0, self._patience / 4)
         self._seen: Any = None
-        self._since, self._asked_at, self._reported = 0.0, float("inf"), False
-        self._number, self._answered = 0, 0  # of the question that this process asked, and of the last one answered
+        self._since = 0.0
+        self._asked_at = float("inf")
+        self._reported = False
+        self._number = 0  # of the question that this process asked
+        self._answered = 0  # the number of the last question that it answered
         store = dist.distributed_c10d._get_default_store()
         if hasattr(store, "clone"):  # another connection: the main thread's may be blocked; not in older torch
             over = threading.Event()
@@ -101,7 +107,10 @@ class HangWatchdog:
         """Sample once; the thread calls it."""
         now, spot = time.monotonic(), self.spot()
         if spot is None or spot != self._seen:
-            self._seen, self._since, self._asked_at, self._reported = spot, now, float("inf"), False
+            self._seen = spot
+            self._since = now
+            self._asked_at = float("inf")
+            self._reported = False
         elif self._asked_at > now and not self._reported and now - self._since >= self._patience:
             self._number = store.add(_ASKED, 1)
             self._asked_at = now
@@ -110,10 +119,11 @@ class HangWatchdog:
             store.set(f"{_AT}/{question}/{self.rank}", self.where())
         self._answered = number
         if now - self._asked_at > 2 * self._every:
-            self._asked_at, self._reported = float("inf"), True
-            self._tell(store, self._number)
+            self._asked_at = float("inf")
+            self._reported = True
+            self._report(store, self._number)
 
-    def _tell(self, store: Any, number: int) -> None:
+    def _report(self, store: Any, number: int) -> None:
         at = []
         for rank in range(self.size):
             key = f"{_AT}/{number}/{rank}"

@@ -76,10 +76,18 @@ class PreparedLoader:
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
-        self.dataloader, self.group, self.device, self.window = loader, group, device, window
-        self.seed, self.even, self.dispatch, self.non_blocking = seed, even, dispatch, non_blocking
-        self._shard, self._end = shard, end
-        self._make_feed, self.feed = make_feed, make_feed(even, seed)
+        self.dataloader = loader
+        self.group = group
+        self.device = device
+        self.window = window
+        self.seed = seed
+        self.even = even
+        self.dispatch = dispatch
+        self.non_blocking = non_blocking
+        self.feed = make_feed(even, seed)
+        self._shard = shard
+        self._end = end
+        self._make_feed = make_feed
         self.iteration = 0
         self.size = 1
         self.weight = self.nominal = 1.0

@@ -40,8 +40,11 @@ class AcceleratedOptimizer(OptimizerProxy):
         after_step: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(optimizer)
-        self._window, self._precision = window, precision
-        self._before_first_step, self._own_step, self._after_step = before_first_step, step, after_step
+        self._window = window
+        self._precision = precision
+        self._before_first_step = before_first_step
+        self._own_step = step
+        self._after_step = after_step
         self._skipped = False
         self._emptied = 0  # the micro-batch in which `zero_grad` was called before its backward
 
@@ -140,8 +143,12 @@ class AcceleratedScheduler:
         times: int = 1,
         adjust: bool = False,
     ) -> None:
-        self.scheduler, self.optimizers, self._window = scheduler, list(optimizers), window
-        self._with_optimizer, self.times, self._adjust = with_optimizer, times, adjust
+        self.scheduler = scheduler
+        self.optimizers = list(optimizers)
+        self.times = times
+        self._window = window
+        self._with_optimizer = with_optimizer
+        self._adjust = adjust
         self.before_first_step: Callable[[], None] | None = None
 
     def describe(self) -> str:
