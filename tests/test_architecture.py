@@ -245,6 +245,20 @@ def test_lazy_targets_stand_in_composition_roots() -> None:
     report(violations)
 
 
+def test_only_the_faces_know_names_of_other_libraries() -> None:
+    """Option records and former names are translated where a user's arguments arrive; no room below sees them."""
+    faces = {"compat", "trainer", "accelerator", "commands", "__init__"}
+    report(
+        [
+            f"{where(path, node)}: {room(source)} imports {target}"
+            for source, path in modules().items()
+            if room(source) not in faces
+            for target, node in imports(path)
+            if room(target) == "compat"
+        ]
+    )
+
+
 def test_no_import_cycle() -> None:
     """A module can be imported first, in any order, and be understood without the modules that use it."""
     graph = {name: {target for target, _ in imports(path)} - {name} for name, path in modules().items()}

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from trainer_kit import callbacks
-from trainer_kit.compat.fp8 import launched_recipe
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.environment import Environment, count_devices, pick_device
@@ -275,8 +274,7 @@ def _make_precision(precision: Any, device_type: str) -> Precision:
     elif str(precision).lower() not in WORDS and precision in PRECISIONS.names():
         made = PRECISIONS.get(str(precision))()
     else:
-        recipe = launched_recipe() if str(precision).lower() == "fp8" else None
-        made = make_precision(precision, device_type) if recipe is None else recipe.make_precision()
+        made = make_precision(precision, device_type)
     return made
 
 

@@ -14,6 +14,7 @@ from trainer_kit.build import (
     sharded_alternative,
     with_launchers,
 )
+from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.display import Text
@@ -207,7 +208,7 @@ class Trainer(Session):
             settings=settings,
             environment=environment,
             strategy=chosen,
-            precision=choose_precision(precision, plugins, chosen),
+            precision=choose_precision(launched_precision(precision), plugins, chosen),
             loggers=[] if quiet else choose_loggers(logger, root),
             root=root,
             seed=seed,

@@ -14,7 +14,14 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision.precision import Precision
 
-__all__ = ["AORecipeKwargs", "FP8Recipe", "MSAMPRecipeKwargs", "TERecipeKwargs", "launched_recipe"]
+__all__ = [
+    "AORecipeKwargs",
+    "FP8Recipe",
+    "MSAMPRecipeKwargs",
+    "TERecipeKwargs",
+    "launched_precision",
+    "launched_recipe",
+]
 
 
 class FP8Recipe(KwargsHandler, ABC):
@@ -157,3 +164,9 @@ def launched_recipe() -> FP8Recipe | None:
     kind = _BACKENDS[given.pop("backend", "AO")]
     known = {field.name for field in fields(kind)}
     return kind(**{name: value for name, value in given.items() if name in known})
+
+
+def launched_precision(precision: Any) -> Any:
+    """The precision of the launcher's recipe for the word ``"fp8"``; anything else, and fp8 without one, as it is."""
+    recipe = launched_recipe() if isinstance(precision, str) and precision.lower() == "fp8" else None
+    return precision if recipe is None else recipe.make_precision()
