@@ -52,6 +52,7 @@ from trainer_kit.compat.options import (
     micro_batches,
 )
 from trainer_kit.compat.parallelism import ParallelismConfig
+from trainer_kit.compat.refusals import refused
 from trainer_kit.core.configuration_sources import describe_origins
 from trainer_kit.core.display import Text
 from trainer_kit.core.environment import Environment
@@ -368,9 +369,7 @@ class Accelerator:
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError(
-            "LOMO optimizers are not supported", fix="accelerator.backward(loss), optimizer.step()"
-        )
+        raise refused("lomo_backward")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Remove fp16's scale from gradients, and weigh them for their window; by default of all optimizers."""

@@ -28,6 +28,7 @@ from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, newest_verified
 from trainer_kit.checkpoint.weights import export
 from trainer_kit.compat.options import ProjectConfiguration
+from trainer_kit.compat.refusals import refused
 from trainer_kit.core.collective_errors import fail_together, on_every_rank, on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import absolute
@@ -183,7 +184,7 @@ class Checkpoints:
             CheckpointError: a value that cannot be saved, by key, or a storage that fails.
         """
         if not safe_serialization:
-            raise ConfigurationError("states are saved without pickle", found="safe_serialization=False")
+            raise refused("safe_serialization", "safe_serialization=False")
         if not self._accumulation.sync:
             self._processes.print(
                 "save_state inside an accumulation window: the gradients so far are not saved; "

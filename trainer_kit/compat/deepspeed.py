@@ -16,6 +16,7 @@ from typing import Any, Final, final
 from torch.optim import Optimizer
 
 from trainer_kit.compat.options import micro_batches
+from trainer_kit.compat.refusals import refused
 from trainer_kit.core.configuration_sources import is_true, variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
@@ -77,7 +78,7 @@ class DummyScheduler:
         **kwargs: Any,
     ) -> None:
         if lr_scheduler_callable is not None:
-            raise ConfigurationError("a scheduler that is made by a function is prepared as it is", fix="call it")
+            raise refused("lr_scheduler_callable")
         self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
         self.kwargs = kwargs
 
@@ -182,7 +183,7 @@ class DeepSpeedPlugin:
         from trainer_kit.strategies.deepspeed.config import from_launcher, read_config, with_arguments
 
         if self.enable_msamp:
-            raise ConfigurationError("MS-AMP is not supported", fix='mixed_precision="fp8" without DeepSpeed, or bf16')
+            raise refused("enable_msamp")
         for one in fields(self):
             found = variable(_VARIABLES.get(one.name, one.name)) if one.init else None
             if found is not None and getattr(self, one.name) is None:
@@ -276,10 +277,7 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError(
-            "the Accelerator selects one of several DeepSpeed plugins",
-            fix="accelerator.state.select_deepspeed_plugin(name)",
-        )
+        raise refused("select")
 
     def batch_size(self, sizes: Sequence[int]) -> int | None:
         """The batch size for DeepSpeed, of those of the loaders."""

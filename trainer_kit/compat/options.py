@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final
 
 from torch.profiler import ProfilerActivity, schedule
 
+from trainer_kit.compat.refusals import refused
 from trainer_kit.core.arguments import as_list, check_fields, check_timeout, positive
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
@@ -143,11 +144,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """How gradients are exchanged, as arguments of `DDPStrategy`."""
         kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
         if DDPCommunicationHookType.BATCHED_POWER_SGD in kinds:
-            raise ConfigurationError(
-                "torch's batched PowerSGD fails in its first compressed step: it orthogonalizes what it does not batch",
-                found="batched_power_sgd",
-                fix='comm_hook="power_sgd"',
-            )
+            raise refused("batched_power_sgd", "batched_power_sgd")
         hook, wrapper = map(_HOOKS.get, kinds)
         found = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper, "ddp_comm_state": self.comm_state_option or None}
         check_comm_hook(*(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")))
@@ -197,11 +194,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         if self.timeout is not None:
             check_timeout(self.timeout, "InitProcessGroupKwargs")
         if self.init_method not in (None, "env://"):
-            raise ConfigurationError(
-                "processes meet where their launcher says",
-                found=f"init_method={self.init_method!r}",
-                fix="leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
-            )
+            raise refused("init_method", f"init_method={self.init_method!r}")
 
 
 @dataclass

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 from trainer_kit.compat.options import FullyShardedDataParallelPlugin
+from trainer_kit.compat.refusals import refused
 from trainer_kit.core.arguments import check_fields
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError
@@ -97,12 +98,10 @@ class ParallelismConfig:
             setattr(self, f"{axis}_size", _size(f"{axis}_size", getattr(self, f"{axis}_size")))
         check_fields(self)
         if self.sp_size != 1:
-            raise ConfigurationError(
-                "sequences are not divided by DeepSpeed", found=f"sp_size={self.sp_size}", fix="use cp_size"
-            )
+            raise refused("sp_size", f"sp_size={self.sp_size}")
         self.cp_backend = self.cp_backend or _launched("cp_backend") or "torch"
         if self.cp_backend != "torch":
-            raise ConfigurationError("unknown cp_backend", found=repr(self.cp_backend), fix='cp_backend="torch"')
+            raise refused("cp_backend", repr(self.cp_backend))
         if self.tp_size != 1 and self.tp_handler is None:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_size != 1 and self.cp_handler is None:
@@ -218,9 +217,7 @@ class TorchTensorParallelPlugin:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.torch_device_mesh is not None:
-            raise ConfigurationError(
-                "a mesh is made by the Accelerator", found="torch_device_mesh=...", fix="say tp_size alone"
-            )
+            raise refused("torch_device_mesh", "torch_device_mesh=...")
 
     def as_config(self) -> ParallelismConfig:
         """The same, as Accelerate says it by now."""

@@ -1,0 +1,49 @@
+"""Options of Hugging Face Accelerate that are refused, with what to use instead."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["refused"]
+
+_REFUSED: Final[dict[str, tuple[str, str | None]]] = {
+    "batched_power_sgd": (
+        "torch's batched PowerSGD fails in its first compressed step: it orthogonalizes what it does not batch",
+        'comm_hook="power_sgd"',
+    ),
+    "cp_backend": ("unknown cp_backend", 'cp_backend="torch"'),
+    "enable_msamp": ("MS-AMP is not supported", 'mixed_precision="fp8" without DeepSpeed, or bf16'),
+    "init_method": (
+        "processes meet where their launcher says",
+        "leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
+    ),
+    "lomo_backward": ("LOMO optimizers are not supported", "accelerator.backward(loss), optimizer.step()"),
+    "lr_scheduler_callable": ("a scheduler that is made by a function is prepared as it is", "call it"),
+    "safe_serialization": ("states are saved without pickle", None),
+    "select": (
+        "the Accelerator selects one of several DeepSpeed plugins",
+        "accelerator.state.select_deepspeed_plugin(name)",
+    ),
+    "sp_size": ("sequences are not divided by DeepSpeed", "use cp_size"),
+    "torch_device_mesh": ("a mesh is made by the Accelerator", "say tp_size alone"),
+}
+"""By name of the argument, value or method: the problem and the fix."""
+
+
+def refused(name: str, found: str | None = None) -> ConfigurationError:
+    """The error for an option that is refused.
+
+    Args:
+        name: in the table above.
+        found: the value that the user gave.
+
+    Example:
+        >>> print(refused("sp_size", "sp_size=2"))
+        sequences are not divided by DeepSpeed
+          found: sp_size=2
+          fix:   use cp_size
+    """
+    problem, fix = _REFUSED[name]
+    return ConfigurationError(problem, found=found, fix=fix)
