@@ -388,7 +388,7 @@ def test_a_function_at_an_unknown_event_or_interval_is_refused():
 
 def test_functions_cannot_be_registered_while_a_verb_runs():
     def register(trainer):
-        with pytest.raises(ConfigurationError, match="while a verb runs"):
+        with pytest.raises(ConfigurationError, match="while an entry point runs"):
             trainer.on("train_end")(lambda trainer, module: None)
 
     assert fit(acting("on_train_start", register), max_steps=1).global_step == 1
