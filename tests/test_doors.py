@@ -23,18 +23,18 @@ SCRIPT = textwrap.dedent(
     import callbacks.early_stopping as early_stopping
     from callbacks import EarlyStopping, ModelCheckpoint
     from strategies import SingleDeviceStrategy
-    from strategies.transforms.compile import Compile
+    from strategies.transforms.blocks import Compile
 
     import torch
     import trainer_kit as tk
-    import trainer_kit.strategies.transforms.compile
+    import trainer_kit.strategies.transforms.blocks
     from trainer_kit.testing import TinyModule
 
     assert callbacks is tk.callbacks and strategies is tk.strategies
     assert ModelCheckpoint is tk.callbacks.ModelCheckpoint
     assert early_stopping.EarlyStopping is EarlyStopping is tk.callbacks.EarlyStopping
     assert early_stopping.__spec__.name == early_stopping.__name__ == "trainer_kit.callbacks.early_stopping"
-    assert Compile is trainer_kit.strategies.transforms.compile.Compile
+    assert Compile is trainer_kit.strategies.transforms.blocks.Compile
     copies = [name for name, module in sys.modules.items()
               if name.split(".")[0] in ("callbacks", "strategies") and module.__name__ == name]
     assert not copies, copies

@@ -201,11 +201,13 @@ def launched_on_xla() -> bool:
 
 def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
     """The strategy of the engine that the launcher names, with the options that it gives."""
-    from trainer_kit.strategies import fsdp_config, mesh_config
+    from trainer_kit.strategies import launcher_options
 
     made: Strategy | None = None
-    fsdp = fsdp_config.from_launcher(_launcher_options(fsdp_config.KEYS)) if engine == "FSDP" else None
-    mesh = mesh_config.from_launcher(_launcher_options(mesh_config.KEYS), fsdp)
+    fsdp = (
+        launcher_options.fsdp_from_launcher(_launcher_options(launcher_options.FSDP_KEYS)) if engine == "FSDP" else None
+    )
+    mesh = launcher_options.mesh_from_launcher(_launcher_options(launcher_options.MESH_KEYS), fsdp)
     if engine == "DEEPSPEED":
         from trainer_kit.strategies.deepspeed import config as deepspeed_config
 

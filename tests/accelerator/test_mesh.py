@@ -17,7 +17,7 @@ from tests.parity.language import assert_alike, make_language, make_texts, whole
 from tests.parity.plain import case
 from trainer_kit.checkpoint import read_weights
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.strategies.transforms import manual_pipeline as called
+from trainer_kit.strategies.transforms import pipeline
 
 pytestmark = pytest.mark.slow
 OTHER_NORMS = (1, 3.5, "inf")
@@ -224,18 +224,20 @@ def test_stages(tmp_path: Path) -> None:
 
 def what_is_dropped_is_dropped_again(accelerator: tk.Accelerator) -> None:
     """A call is computed twice, on the same numbers; the next one draws others."""
-    forget, forgotten = called.Calls.forget, []
+    forget, forgotten = pipeline.Calls.forget, []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(called.Calls, "forget", lambda calls: forgotten.append(forget(calls)))
+        patch.setattr(pipeline.Calls, "forget", lambda calls: forgotten.append(forget(calls)))
         net, optimizer, _ = prepared(accelerator, texts(4, False), dropout=0.5)
         accelerator.strategy.prepare_optimizer(optimizer.optimizer)  # as for a model that comes later
     optimizer.zero_grad()
     assert len(forgotten) == 1
     ((tokens, _),) = make_texts([2])
     seen: list[Tensor] = []
-    run = called._Call._loss
+    run = pipeline._Call._loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(called._Call, "_loss", lambda call, output: (seen.append(output.detach()), run(call, output))[1])
+        patch.setattr(
+            pipeline._Call, "_loss", lambda call, output: (seen.append(output.detach()), run(call, output))[1]
+        )
         outputs = [net(tokens) for _ in range(2)]
         accelerator.backward(torch.stack(outputs).square().mean())
         optimizer.step()

@@ -21,8 +21,7 @@ from tests.parity.test_tensor_parallel import compare
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
-from trainer_kit.strategies.transforms.context import ContextParallel
-from trainer_kit.strategies.transforms.ring import has_ring, ring_attention
+from trainer_kit.strategies.transforms.context import ContextParallel, has_ring, ring_attention
 
 pytestmark = pytest.mark.slow
 PLAN = ParallelPlan(context=ContextPlan())

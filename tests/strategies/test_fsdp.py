@@ -22,11 +22,11 @@ from trainer_kit.build import choose_strategy
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.strategies import FSDPStrategy
-from trainer_kit.strategies.fsdp_config import from_launcher
 from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow, total_norm
+from trainer_kit.strategies.launcher_options import fsdp_from_launcher
+from trainer_kit.strategies.rank_sync import InitialWeights
 from trainer_kit.strategies.single import Alone
-from trainer_kit.strategies.transforms.units import units
-from trainer_kit.strategies.weight_broadcast import InitialWeights
+from trainer_kit.strategies.transforms.blocks import units
 from trainer_kit.testing import conformance, run_distributed
 from trainer_kit.testing.conformance import assert_same, whole
 
@@ -258,7 +258,7 @@ def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     strategy, processes, start = choose_strategy("auto", "cpu", 2, 1, Environment.detect())
     assert isinstance(strategy, FSDPStrategy)
     assert (strategy.hybrid, strategy.cpu_offload, processes, start) == (True, True, 2, "agent")
-    assert from_launcher(told) == {
+    assert fsdp_from_launcher(told) == {
         "sharding_strategy": "HYBRID_SHARD_ZERO2",
         "cpu_offload": True,
         "auto_wrap_policy": 2000,
@@ -266,13 +266,13 @@ def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0].name == "ddp"
     assert choose_strategy("auto", "cpu", 1, 1, Environment.detect())[0].name == "single_device"
-    assert from_launcher({"fsdp_reshard_after_forward": "false", "fsdp_ignored_modules": "head.*"}) == {
+    assert fsdp_from_launcher({"fsdp_reshard_after_forward": "false", "fsdp_ignored_modules": "head.*"}) == {
         "reshard_after_forward": False,
         "ignored_modules": "head.*",
     }
-    assert units(Deep(), from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"]) == {}
+    assert units(Deep(), fsdp_from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"]) == {}
     with pytest.raises(StrategyError, match="not offloaded"):
-        from_launcher({"fsdp_activation_checkpointing_offload": "true"})
+        fsdp_from_launcher({"fsdp_activation_checkpointing_offload": "true"})
 
 
 @pytest.mark.slow

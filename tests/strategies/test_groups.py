@@ -20,8 +20,8 @@ from trainer_kit.strategies.process_group import (
     broadcast_buffers,
     join_world,
 )
+from trainer_kit.strategies.rank_sync import InitialWeights
 from trainer_kit.strategies.single import Alone
-from trainer_kit.strategies.weight_broadcast import InitialWeights
 from trainer_kit.testing import run_distributed
 
 CPU = torch.device("cpu")

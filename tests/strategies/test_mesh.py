@@ -16,9 +16,9 @@ from tests.parity.language import Speaker, make_language
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
 from trainer_kit.strategies import MeshStrategy
-from trainer_kit.strategies.axes import check_options
-from trainer_kit.strategies.rng_sync import digest
-from trainer_kit.strategies.stepping import step_by_kind
+from trainer_kit.strategies.mesh_layout import check_options
+from trainer_kit.strategies.rank_sync import digest
+from trainer_kit.strategies.state import step_by_kind
 from trainer_kit.strategies.transforms.context import ContextParallel
 from trainer_kit.strategies.transforms.tensor import TensorParallel
 

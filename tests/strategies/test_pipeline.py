@@ -14,8 +14,7 @@ from tests.strategies.pipelines import Words, Writer, stages, texts
 from tests.training.test_closures import SAM
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.parallel import PipelinePlan
-from trainer_kit.strategies.transforms.split import Turn, make_stages
-from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model
+from trainer_kit.strategies.transforms.pipeline_stages import Turn, lay_out, make_stages, pipelined_model
 
 CPU = torch.device("cpu")
 

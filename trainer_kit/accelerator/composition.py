@@ -32,8 +32,8 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.precision.native import make_scaler
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.axes import places
-from trainer_kit.strategies.mesh_config import KEYS
+from trainer_kit.strategies.launcher_options import MESH_KEYS
+from trainer_kit.strategies.mesh_layout import places
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -145,7 +145,7 @@ def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
     """The sizes of a mesh that are not 1, with their origins."""
     config = options.get(ParallelismConfig)
     found: dict[str, Chosen] = {}
-    for key in (*KEYS, "parallelism_config_pp_size"):
+    for key in (*MESH_KEYS, "parallelism_config_pp_size"):
         chosen = variable(key)
         size = getattr(config, key.removeprefix("parallelism_config_"), None)
         if size is not None and (chosen is None or str(chosen.value) != str(size)):

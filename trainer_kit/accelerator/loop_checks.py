@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.dry_run import tensors_of
+from trainer_kit.strategies.transforms.pipeline import tensors_of
 
 __all__ = ["LoopChecks"]
 

@@ -33,7 +33,7 @@ from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.compile import Compile
+from trainer_kit.strategies.transforms.blocks import Compile
 
 __all__ = ["Prepared"]
 

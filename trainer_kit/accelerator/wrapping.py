@@ -13,7 +13,7 @@ from trainer_kit.accelerator.collectives import each_tensor
 from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.engine_module import EngineModule
+from trainer_kit.strategies.strategy import EngineModule
 
 __all__ = [
     "apply_precision",

@@ -17,7 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
-from trainer_kit.strategies.transforms.split import StandIn
+from trainer_kit.strategies.transforms.pipeline_stages import StandIn
 
 __all__ = ["ModelSummary", "ModelSummaryTable", "SummaryRow", "summarize"]
 

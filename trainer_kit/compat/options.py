@@ -17,8 +17,8 @@ from trainer_kit.core.arguments import as_list, check_fields, check_timeout, pos
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.strategies.comm_hooks import check_comm_hook
-from trainer_kit.strategies.fsdp_config import KEYS, from_launcher
+from trainer_kit.strategies.ddp import check_comm_hook
+from trainer_kit.strategies.launcher_options import FSDP_KEYS, fsdp_from_launcher
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
@@ -374,8 +374,12 @@ class FullyShardedDataParallelPlugin:
         """What this says, as arguments of `FSDPStrategy`."""
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
-        given = {name: str(chosen.value) for name in KEYS if (chosen := variable(name)) is not None} if launched else {}
-        found: dict[str, Any] = from_launcher(given)
+        given = (
+            {name: str(chosen.value) for name in FSDP_KEYS if (chosen := variable(name)) is not None}
+            if launched
+            else {}
+        )
+        found: dict[str, Any] = fsdp_from_launcher(given)
         if self.cpu_offload is not None:
             found["cpu_offload"] = bool(self.cpu_offload)
         word = self.sharding_strategy

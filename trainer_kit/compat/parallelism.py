@@ -14,7 +14,7 @@ from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.strategies.axes import AXES
+from trainer_kit.strategies.mesh_layout import AXES
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [

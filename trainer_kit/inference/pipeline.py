@@ -16,9 +16,9 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.process_group import join_world
+from trainer_kit.strategies.rank_sync import InitialWeights
 from trainer_kit.strategies.transforms.pipeline import Pipeline
-from trainer_kit.strategies.transforms.stages import lay_out
-from trainer_kit.strategies.weight_broadcast import InitialWeights
+from trainer_kit.strategies.transforms.pipeline_stages import lay_out
 
 __all__ = ["prepare_pippy"]
 

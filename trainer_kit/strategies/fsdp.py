@@ -19,7 +19,6 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.exchanging_backward import ExchangingBackward
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -28,21 +27,21 @@ from trainer_kit.strategies.process_group import (
     join_world,
     once_a_world,
 )
+from trainer_kit.strategies.rank_sync import InitialWeights, built_once
 from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
     load_optimizer_state,
     optimizer_parts,
     parameters_of,
+    step_by_kind,
 )
-from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
+from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy, keep_activations, outer_modules
 from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
-from trainer_kit.strategies.transforms.units import Policy, outer_modules
-from trainer_kit.strategies.weight_broadcast import InitialWeights, built_once
 
-__all__ = ["FSDPStrategy"]
+__all__ = ["ExchangingBackward", "FSDPStrategy"]
+
 
 _RESHARDS: Final[Mapping[str, bool | None]] = {
     "FULL_SHARD": None,
@@ -372,3 +371,34 @@ def _apart(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy
     if policy.param_dtype is None and len(trained) < 2:
         return []
     return precision.kept_modules(module)
+
+
+@final
+class ExchangingBackward:
+    """A backward that exchanges gradients, and may be told to leave those of other parameters alone.
+
+    Args:
+        parameters: all that it might reach, as the module has them.
+        run: the user's own; None: autograd's.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], run: Callable[..., None] | None) -> None:
+        self.parameters, self.run = parameters, run or _autograd
+
+    def __call__(self, loss: Tensor, *arguments: Any, inputs: Any = None, **options: Any) -> None:
+        """Run it; ``inputs``: the parameters whose gradients it adds to."""
+        if inputs is None:
+            self.run(loss, *arguments, **options)
+            return
+        # autograd knows the gathered parameters only, so it cannot be told to reach those of which this rank has parts.
+        reached = {id(parameter) for parameter in inputs}
+        others = [(p, p.grad) for p in self.parameters if id(p) not in reached]
+        for parameter, _ in others:
+            parameter.grad = None
+        self.run(loss, *arguments, **options)
+        for parameter, gradient in others:
+            parameter.grad = gradient
+
+
+def _autograd(loss: Tensor, **options: Any) -> None:
+    loss.backward(**options)  # type: ignore[no-untyped-call]

@@ -2,56 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs
+from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.around_steps import AroundSteps
-from trainer_kit.strategies.axes import check_options, check_sizes, places, refuse_by_hand
 from trainer_kit.strategies.fsdp import FSDPStrategy
-from trainer_kit.strategies.gradients import clip_sharded_gradients, local
-from trainer_kit.strategies.holding import mesh_in_words
-from trainer_kit.strategies.mesh_costs import mesh_costs
-from trainer_kit.strategies.mesh_groups import mesh_groups
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
-from trainer_kit.strategies.rng_sync import agree_on_noise, drawing_alike
+from trainer_kit.strategies.gradients import clip_sharded_gradients, local, spread_overflow
+from trainer_kit.strategies.mesh_layout import (
+    axes_in_words,
+    check_options,
+    check_sizes,
+    mesh_groups,
+    mesh_in_words,
+    parameters_held,
+    places,
+    refuse_by_hand,
+)
+from trainer_kit.strategies.process_group import ProcessGroup, average_gradients, borrowed_buffers, join_world
+from trainer_kit.strategies.rank_sync import InitialWeights, agree_on_noise, built_once, drawing_alike
 from trainer_kit.strategies.single import SingleDeviceStrategy
-from trainer_kit.strategies.staged import Staged
 from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
     load_optimizer_state,
     optimizer_parts,
     parameters_of,
+    step_by_kind,
 )
-from trainer_kit.strategies.stepping import step_by_kind
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.activation_checkpointing import ActivationCheckpointing, keep_activations
+from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy, keep_activations
+from trainer_kit.strategies.transforms.context import ContextParallel, context_parallel, with_positions
+from trainer_kit.strategies.transforms.fully_shard import abandon, sharded_units
 from trainer_kit.strategies.transforms.pipeline import Pipeline
-from trainer_kit.strategies.transforms.schedules import bubble, check_schedule
+from trainer_kit.strategies.transforms.pipeline_schedules import bubble, check_schedule
+from trainer_kit.strategies.transforms.pipeline_stages import StandIn
 from trainer_kit.strategies.transforms.tensor import (
     TensorParallel,
     check_whole_parameters,
     complete_gradients,
     return_copies,
+    whole_outputs,
 )
-from trainer_kit.strategies.transforms.units import Policy
-from trainer_kit.strategies.weight_broadcast import InitialWeights, built_once
 
-__all__ = ["MeshStrategy"]
+__all__ = ["AroundSteps", "MeshStrategy", "Staged", "mesh_costs"]
 
 
 @final
@@ -160,7 +170,7 @@ class MeshStrategy(Strategy):
             self.why_not_again = "each rank of a pipeline has other parameters"
 
     def places(self, processes: int) -> dict[str, int]:
-        """The size of each axis, with -1 filled in; see `trainer_kit.strategies.axes.places`."""
+        """The size of each axis, with -1 filled in; see `trainer_kit.strategies.mesh_layout.places`."""
         return places(self.sizes, processes)
 
     @property
@@ -376,3 +386,234 @@ class MeshStrategy(Strategy):
         """One line for ``explain()``."""
         staged = self.schedule, 0 if self.pipeline is None else self.pipeline.elsewhere
         return mesh_in_words(self.mesh, self.sizes, self.device, self._modules, *staged)
+
+
+@final
+class Staged:
+    """The stages of a pipeline, each divided over the data axes by FSDP2.
+
+    Args:
+        pipeline: the stages of this rank.
+        group: of the ranks that have the same stages.
+        sharding: how each is divided; None where this rank is alone with its stages.
+    """
+
+    def __init__(self, pipeline: Pipeline, group: ProcessGroup, sharding: FSDPStrategy | None) -> None:
+        self.pipeline, self.group, self.sharding = pipeline, group, sharding
+        self._units: list[FSDPModule] = []
+        self._scales = False
+
+    def stop(self) -> None:
+        """The module stays divided."""
+
+    def place_module(self, module: nn.Module, precision: Precision) -> None:
+        """Divide each stage."""
+        if self.sharding is None:
+            return
+        for stage in self.pipeline.stages:
+            # Weights get their gradients apart from activations in some schedules, and are looked for where they were.
+            keeps = False if self.pipeline.splits_backward else None
+            shard = self.sharding.sharding(stage, precision, whole=[stage.loose], reshard_after_forward=keeps)
+            shard.apply(stage, self.sharding.mesh)
+        self._units = [unit for stage in self.pipeline.stages for unit in sharded_units(stage)]
+
+    def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
+        """The same; backward is the schedule's."""
+        if manual:
+            raise _not_here("manual optimization", "set automatic_optimization = True, or train without pp=")
+        self.place_module(module, precision)
+        self._take_scale(module, precision)
+
+    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
+        """The same; it is called as it was before."""
+        self.place_module(module, precision)
+        self._take_scale(module, precision)
+        self.pipeline.take_calls()
+        return module
+
+    def _take_scale(self, module: nn.Module, precision: Precision) -> None:
+        self._scales = precision.scales
+        if self._scales:
+            rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
+            if not all(row[0] for row in rows):
+                raise StrategyError(
+                    "each rank of a pipeline needs something to train where gradients are scaled",
+                    found=f"nothing on ranks {', '.join(str(rank) for rank, row in enumerate(rows) if not row[0])}",
+                    fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
+                )
+
+    def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
+        """Up to the model on every rank, and through it on the last."""
+        if several:
+            raise _not_here("several named losses", "use one optimizer, or a mesh without pp=")
+        return self.pipeline.bind(method)
+
+    def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Through all stages; weights are divided again after each call, as hooks and checkpoints look for them."""
+        call, units = self.pipeline.bind_evaluation(method), self._units
+
+        def evaluate(*arguments: Any) -> Any:
+            output = call(*arguments)
+            for unit in units:
+                unit.reshard()
+            return output
+
+        return evaluate
+
+    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
+        """The schedule's own."""
+        if backward is not None:
+            raise _not_here("a backward of the module's own", "leave it out, or use a mesh without pp=")
+        return None
+
+    def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """The optimizer's own step."""
+        return optimizer.step
+
+    def forward_backward(self, micro: MicroSteps) -> None:
+        """A window is a schedule; what no stage's modules hold is averaged behind it."""
+        with self._giving_up():
+            self.pipeline.forward_backward(micro)
+        self._average()
+
+    def complete(self) -> None:
+        """The same for the calls of a loop of the user's own."""
+        with self._giving_up():
+            found = self.pipeline.complete()
+        if found:
+            self._average()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            for unit in self._units:
+                abandon(unit)
+            raise
+
+    def _average(self) -> None:
+        loose = self.pipeline.loose
+        if self.sharding is not None and loose:
+            average_gradients(loose, self.group)
+        if self._scales:  # what a stage alone does not see, it would step
+            gradients = [p.grad for stage in self.pipeline.stages for p in stage.parameters() if p.grad is not None]
+            spread_overflow(gradients, self.pipeline.group)
+
+    def arm(self, loss: Tensor) -> None:
+        """There is no manual optimization here."""
+
+
+def _not_here(what: str, fix: str) -> StrategyError:
+    return StrategyError(f"{what} has no place in a pipeline", found="MeshStrategy(pp=...)", fix=fix)
+
+
+@final
+class AroundSteps:
+    """Nothing, until `take` finds something in a plan."""
+
+    def __init__(self) -> None:
+        self._context: ContextParallel | None = None
+        self._placed: Callable[[Any], Any] | None = None
+        self._splits_loss = False
+
+    def take(self, module: nn.Module, plan: ParallelPlan, mesh: DeviceMesh) -> None:
+        """What the plan of a module asks for.
+
+        Args:
+            module: whose steps they are.
+            plan: how it may be split.
+            mesh: with the axes ``cp`` and ``tp``.
+        """
+        self._splits_loss = mesh["tp"].size() > 1 and plan.loss_parallel
+        if plan.context is not None and plan.context.positions is not None:
+            self._placed = partial(with_positions, plan.context)
+        if mesh["cp"].size() > 1:
+            self._context = context_parallel(module, plan)
+            self._context.apply(module, mesh["cp"])
+
+    @property
+    def shard_batch(self) -> Callable[[Any], Any] | None:
+        """A part of each sequence; positions, where the plan asks for them."""
+        return self._placed if self._context is None else self._context.shard_batch
+
+    def method(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A step; a loss that is divided becomes one number."""
+        return whole_outputs(method) if self._splits_loss else method
+
+    def evaluation(self, call: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+        """A step of an evaluation, which nothing else is around. ``whole``: batches are not divided."""
+        if self._context is None and not self._splits_loss:
+            return call
+        place = self._placed if whole else None
+
+        def evaluate(batch: Any, *others: Any) -> Any:
+            with self.computing(divided=not whole):
+                return call(batch if place is None else place(batch), *others)
+
+        return evaluate
+
+    @contextmanager
+    def computing(self, divided: bool = True, first: bool = False) -> Iterator[None]:
+        """Around a window.
+
+        Args:
+            divided: its batches are.
+            first: look whether all attention is seen.
+        """
+        with ExitStack() as stack:
+            if self._splits_loss:
+                stack.enter_context(loss_parallel())
+            if self._context is not None and divided:
+                stack.enter_context(self._context.attending(checked=first))
+            yield
+
+
+def mesh_costs(
+    sizes: Mapping[str, int],
+    mesh: DeviceMesh | None,
+    options: Mapping[str, Any],
+    module: nn.Module,
+    precision: Precision,
+    elsewhere: int = 0,
+) -> Costs:
+    """The data axes' costs, of what the other axes leave.
+
+    Args:
+        sizes: of all axes.
+        mesh: of the data axes; None: the processes are not there yet.
+        options: of `FSDPStrategy` for them.
+        module: which the other axes divide when a verb begins; how far is known then.
+        precision: the run's.
+        elsewhere: parameters that only other ranks' stages have.
+    """
+    copies, shards = sizes["dp_replicate"], sizes["dp_shard"] * sizes["cp"]
+    shape = mesh or ((copies, shards) if copies > 1 else (shards,))
+    along_data = FSDPStrategy(device_mesh=shape, **options).costs(module, precision, copies * shards)
+    held, sent = _model_axes(sizes)
+    layout = "; ".join([axes_in_words(sizes), *held, *([along_data.layout] if copies * shards > 1 else [])])
+    divided = any(hasattr(p, "placements") for p in module.parameters())
+    divided = divided or any(isinstance(part, StandIn) for part in module.modules())
+    if sizes["tp"] * sizes["pp"] > 1 and not divided:
+        layout += "; how much is known when a verb has divided the module"
+        return replace(along_data, layout=layout, parameters=None, gradients=None, exchanges=sent)
+    if divided:
+        layout += f"; {parameters_held([module], elsewhere)}"
+    return replace(along_data, layout=layout, exchanges=[*sent, *along_data.exchanges])
+
+
+def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[Exchange]]:
+    """Who holds what, and what is sent, along the axes that divide a model or a sequence."""
+    held, sent = [], []
+    if sizes["pp"] > 1:
+        held.append(f"each of {sizes['pp']} pipeline ranks holds its stages")
+        sent.append(Exchange(what="activations to the next stage, their gradients back", sent=None, each_batch=True))
+    if sizes["tp"] > 1:
+        held.append(f"each of {sizes['tp']} tensor ranks a part of every layer in the plan")
+        what = f"activations of divided layers: all-reduce over {sizes['tp']} tensor ranks, forward and backward"
+        sent.append(Exchange(what=what, sent=None, each_batch=True))
+    if sizes["cp"] > 1:
+        held.append(f"each of {sizes['cp']} context ranks computes a part of every sequence")
+        what = f"keys and values, or heads: among {sizes['cp']} context ranks, forward and backward"
+        sent.append(Exchange(what=what, sent=None, each_batch=True))
+    return held, sent

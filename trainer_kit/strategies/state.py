@@ -1,11 +1,14 @@
-"""The state of modules and optimizers, for every strategy that leaves them as torch has them."""
+"""The state of modules and optimizers, whole or divided over ranks."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -14,6 +17,7 @@ from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divid
 
 __all__ = [
     "Moved",
+    "Piece",
     "load_module_parts",
     "load_optimizer_state",
     "optimizer_parts",
@@ -21,6 +25,9 @@ __all__ = [
     "parameters_of",
     "part_of",
     "refuse_whole",
+    "step_by_kind",
+    "unkept",
+    "whole_of",
 ]
 
 
@@ -162,3 +169,106 @@ def optimizer_parts(state: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[nn.
         }
         for parameter, own in state.items()
     }
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """Where this rank has its piece of a parameter.
+
+    Attributes:
+        master: what the optimizer steps.
+        start: the first element in it.
+        first: the first element in the parameter.
+        count: how many; 0 where other ranks have all of it.
+        divided: whether other ranks have other pieces.
+    """
+
+    master: Tensor
+    start: int
+    first: int
+    count: int
+    divided: bool = True
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The same elements of the master, or of a moment of it; a view."""
+        return tensor.detach().view(-1).narrow(0, self.start, self.count)
+
+    def in_whole(self, tensor: Tensor) -> Tensor:
+        """The same elements of the whole parameter, or of a whole moment of it; a view where it is contiguous."""
+        return tensor.detach().reshape(-1).narrow(0, self.first, self.count)
+
+
+def whole_of(
+    piece: Piece, shape: torch.Size, tensor: Tensor, keep: bool, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """The pieces of all ranks as one tensor, on the CPU; zeros that take no memory where it is not kept.
+
+    Args:
+        piece: this rank's.
+        shape: of the whole parameter.
+        tensor: the master, or a moment of it.
+        keep: whether this rank wants the values; every rank calls it.
+        group: those that have the pieces; all ranks by default.
+    """
+    if not piece.divided:
+        return piece.of(tensor).view(shape).clone() if keep else unkept(shape, tensor.dtype)
+    whole = torch.zeros(shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor))
+    piece.in_whole(whole).copy_(piece.of(tensor))
+    # As integers, of which all but one are zero: every bit arrives, the sign of a zero too.
+    dist.all_reduce(whole.view(torch.int32 if whole.element_size() == 4 else torch.int16), group=group)
+    if not keep:
+        return unkept(shape, tensor.dtype)
+    return whole.view(shape).cpu()  # sync point: a checkpoint
+
+
+def unkept(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """A tensor that takes the memory of one element: who looks at a state on any rank finds its shapes."""
+    return torch.zeros((), dtype=dtype).expand(shape)
+
+
+def _exchange_device(tensor: Tensor) -> torch.device:
+    """Where collectives run: an offloaded master is on the host."""
+    if tensor.device.type == "cpu" and "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return tensor.device
+
+
+def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
+    """The step, for each kind of parameter by itself where all at once would be refused.
+
+    An optimizer with ``foreach`` or ``fused`` handles many parameters in one call, which torch has for those of one
+    mesh only. Such optimizers treat each parameter by itself, so that several calls of them are one.
+
+    Args:
+        optimizer: with its parameters as they are by now.
+        step: how it is stepped.
+    """
+    # None stands for torch's choice, which is foreach on an accelerator.
+    if all(group.get(way, False) is False for group in optimizer.param_groups for way in ("foreach", "fused")):
+        return step
+    if len(_kinds(optimizer)) < 2:
+        return step
+
+    def each(*arguments: Any, **options: Any) -> Any:
+        whole = [group["params"] for group in optimizer.param_groups]
+        result = None
+        try:
+            for kind in _kinds(optimizer).values():  # anew: groups may be added
+                for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                    group["params"] = [p for p in parameters if p in kind]
+                result = step(*arguments, **options)
+        finally:
+            for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+                group["params"] = parameters
+        return result
+
+    return each
+
+
+def _kinds(optimizer: Optimizer) -> dict[Any, set[nn.Parameter]]:
+    kinds: dict[Any, set[nn.Parameter]] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            kinds.setdefault(getattr(parameter, "device_mesh", None), set()).add(parameter)
+    return kinds

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Strategy"]
+__all__ = ["EngineModule", "Strategy"]
 
 
 class Strategy(ABC):
@@ -306,3 +306,24 @@ class Strategy(ABC):
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, every data rank has the buffers of data rank 0; afterwards its own again."""
         return nullcontext()
+
+
+@final
+class EngineModule(nn.Module):
+    """The user's module, whose call goes through an engine; everything else is the module's own.
+
+    Args:
+        module: the user's.
+        run: takes what the module is called with.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.__dict__["forward"] = run
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)

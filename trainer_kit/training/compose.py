@@ -37,7 +37,7 @@ from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit
 from trainer_kit.step.saver import Saver
 from trainer_kit.step.schedule import Schedule
-from trainer_kit.strategies.transforms.compile import Compile
+from trainer_kit.strategies.transforms.blocks import Compile
 from trainer_kit.training.loaders import (
     NAMES,
     agreed_limits,

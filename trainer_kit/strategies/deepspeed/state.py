@@ -20,7 +20,7 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.protocols import Group
 from trainer_kit.strategies.costs import ring
-from trainer_kit.strategies.flat_shards import Piece, unkept, whole_of
+from trainer_kit.strategies.state import Piece, unkept, whole_of
 
 __all__ = ["deepspeed_costs", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states"]
 

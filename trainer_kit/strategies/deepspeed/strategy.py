@@ -45,11 +45,9 @@ from trainer_kit.strategies.deepspeed.state import (
     module_state,
     optimizer_states,
 )
-from trainer_kit.strategies.engine_module import EngineModule
-from trainer_kit.strategies.flat_shards import Piece
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
-from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, refuse_whole
-from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.state import Piece, load_optimizer_state, optimizer_state, refuse_whole
+from trainer_kit.strategies.strategy import EngineModule, Strategy
 
 __all__ = ["DeepSpeedStrategy"]
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.protocols import Group
 from trainer_kit.strategies.costs import ring
-from trainer_kit.strategies.flat_shards import Piece, whole_of
 from trainer_kit.strategies.gradients import local
-from trainer_kit.strategies.state import part_of
+from trainer_kit.strategies.state import Piece, part_of, whole_of
 
 __all__ = ["TensorParts", "find_pieces", "load_state", "megatron_costs", "optimizer_states"]
 

@@ -19,7 +19,6 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.flat_shards import Piece, whole_of
 from trainer_kit.strategies.gradients import clip_parts, local
 from trainer_kit.strategies.megatron.config import check_model, megatron_model
 from trainer_kit.strategies.megatron.engine import (
@@ -33,7 +32,7 @@ from trainer_kit.strategies.megatron.engine import (
 )
 from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, load_state, megatron_costs, optimizer_states
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
-from trainer_kit.strategies.state import load_optimizer_state, optimizer_state, part_of
+from trainer_kit.strategies.state import Piece, load_optimizer_state, optimizer_state, part_of, whole_of
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronStrategy"]

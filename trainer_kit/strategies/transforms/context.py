@@ -1,10 +1,10 @@
-"""Sequences in parts: each rank of the context axis computes with its tokens, and attention brings them together."""
+"""Context parallel: each rank computes with a part of every sequence, and attention covers the whole sequence."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, final
 
 import torch
@@ -20,9 +20,17 @@ from torch.overrides import TorchFunctionMode
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
-from trainer_kit.strategies.transforms.ring import RingAttention, has_ring, ring_attention
 
-__all__ = ["ContextParallel", "context_parallel", "dividing", "with_positions"]
+__all__ = [
+    "ContextParallel",
+    "RingAttention",
+    "context_parallel",
+    "dividing",
+    "has_ring",
+    "ring_attention",
+    "with_positions",
+]
+
 
 _TORCHS: Final[Callable[..., Tensor]] = F.scaled_dot_product_attention
 _ALL_GATHER: Final[Callable[..., Tensor]] = getattr(  # torch 2.13 renamed it
@@ -36,7 +44,7 @@ _CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 class ContextParallel:
     """Attention over the whole sequence behind torch's ``scaled_dot_product_attention``.
 
-    On devices that have it this is torch's own, see `trainer_kit.strategies.transforms.ring`, where it takes what is
+    On devices that have it this is torch's own, see `trainer_kit.strategies.transforms.context`, where it takes what is
     asked for. Elsewhere, and for causal attention, of which a ring gives the last rank most to do: where the axis
     divides the heads, ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al., 2023); else each gathers all
     keys and values. Everything else of a model sees its part of the tokens.
@@ -321,3 +329,42 @@ def context_parallel(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
     return ContextParallel(
         plan.context, hasattr(module, "loss_weight") and is_overridden("loss_weight", module, TrainModule)
     )
+
+
+RingAttention = Callable[[DeviceMesh], AbstractContextManager[Callable[..., Tensor]]]
+
+_DEVICES: Final = ("cuda",)
+"""Those whose kernels return what parts of an attention are merged with; others are refused by torch."""
+
+
+def has_ring(device_type: str) -> bool:
+    """Whether torch has it for devices of this type.
+
+    Example:
+        >>> has_ring("cuda"), has_ring("cpu")
+        (True, False)
+    """
+    return device_type in _DEVICES
+
+
+@contextmanager
+def ring_attention(mesh: DeviceMesh) -> Iterator[Callable[..., Tensor]]:
+    """Inside, also in backward, what is yielded computes attention over the whole sequence, from a part on each rank.
+
+    ``torch.distributed.tensor.experimental.context_parallel`` (Liu et al., Ring Attention, ICLR 2024; Llama 3's form,
+    which gathers keys and values, is its default). Parts are contiguous; it takes no mask and no dropout.
+
+    Args:
+        mesh: one axis.
+    """
+    from torch.distributed.tensor.experimental import _attention, context_parallel
+
+    options = _attention._cp_options
+    before = options.enable_load_balance
+    options.enable_load_balance = False  # it reorders tokens, and positions and targets would have to follow
+    nothing = torch.empty(mesh.size(), device=mesh.device_type)  # it divides what it is given, and wants something
+    try:
+        with context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}):
+            yield F.scaled_dot_product_attention
+    finally:
+        options.enable_load_balance = before

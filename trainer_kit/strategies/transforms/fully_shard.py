@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies.costs import held_in_parts, own_part, ring
-from trainer_kit.strategies.transforms.units import Policy, units
+from trainer_kit.strategies.transforms.blocks import Policy, units
 
 __all__ = ["FullyShard", "abandon", "sharded_costs", "sharded_units"]
 

@@ -1,18 +1,20 @@
-"""Pipeline parallel: each rank holds some stages of the model, and a window's micro-batches flow through them.
-
-Nothing of the user's is written for it: his step runs up to the model on every rank, and through it on the last.
-"""
+"""Pipeline parallel: each rank holds some stages of the model, and the micro-batches of a window flow through them."""
 
 from __future__ import annotations
 
+import copy
+import random
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -20,17 +22,21 @@ from torch.utils._pytree import tree_leaves
 from trainer_kit.core.errors import DataError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.core.seed import preserved_rng
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.state import load_module_parts
-from trainer_kit.strategies.transforms.activation_exchange import Relay
-from trainer_kit.strategies.transforms.dry_run import copied, drawing, shapes_of, untouched
-from trainer_kit.strategies.transforms.manual_pipeline import Calls
-from trainer_kit.strategies.transforms.schedules import Schedules, check_schedule
-from trainer_kit.strategies.transforms.split import Stage, StandIn, Turn, make_stages
-from trainer_kit.strategies.transforms.stages import lay_out, pipelined_model
-from trainer_kit.strategies.transforms.ties import Ties
+from trainer_kit.strategies.transforms.pipeline_schedules import Relay, Schedules, check_schedule
+from trainer_kit.strategies.transforms.pipeline_stages import (
+    Stage,
+    StandIn,
+    Ties,
+    Turn,
+    lay_out,
+    make_stages,
+    pipelined_model,
+)
 
-__all__ = ["Pipeline"]
+__all__ = ["Calls", "Pipeline", "copied", "drawing", "shapes_of", "tensors_of", "untouched"]
 
 
 class _Taken(BaseException):
@@ -396,3 +402,181 @@ def _nothing_of(output: Any) -> Tensor:
     """A loss that depends on the output, and changes nothing."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
+
+
+@final
+@dataclass
+class _Call:
+    """One call: what it was given, what it drew, and the gradients that have arrived at its output."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    noise: Any
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        given = [tensor for tensor in tensors_of((self.args, self.kwargs)) if not tensor.is_inference()]
+        self._given = [(tensor, tensor._version) for tensor in given]
+
+    def turn(self) -> Turn:
+        """What a schedule computes once more."""
+        for tensor, version in self._given:
+            if tensor._version != version:
+                raise StrategyError(
+                    "what a pipelined model was called with was written into before the window ended",
+                    found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",
+                    fix="make a new one (x = x * 10): the call is computed once more at the end of the window",
+                )
+        return Turn(self.args, self.kwargs, self._loss, self.noise)
+
+    def _loss(self, output: Any) -> Tensor:
+        """Something whose gradients at the output are those that have arrived."""
+        found = [
+            (tensor * self.gradients[index]).sum()
+            for index, tensor in enumerate(_floats(output))
+            if index in self.gradients and tensor.requires_grad
+        ]
+        return torch.stack(found).sum()
+
+
+@final
+class Calls:
+    """A call passes through all stages without gradients, and every rank gets its output, as a leaf of its graph.
+
+    Gradients that arrive there are kept. When a window ends, its calls go through a schedule, where each is computed
+    once more and its gradients go on from there: from the same numbers, for each call draws from a seed of its own.
+
+    Args:
+        relay: passes activations on.
+        schedules: of the stages.
+        world: all processes.
+        device: where this rank computes.
+    """
+
+    def __init__(self, relay: Relay, schedules: Schedules, world: Group, device: torch.device) -> None:
+        self.relay, self.schedules, self.world, self.device = relay, schedules, world, device
+        self._number = 0
+        self._pending: dict[int, _Call] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the last stage, on every rank."""
+        if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            raise StrategyError(
+                "gradients do not leave a pipeline through the inputs of its model",
+                found="an input that requires gradients",
+                fix="make what computes it a part of the model, or detach() it",
+            )
+        # Stages drop different activations, each the same ones whenever it computes this call.
+        seed = int(torch.randint(2**31, (), device="cpu")) + dist.get_rank(self.relay.group)
+        call = _Call(args, kwargs, partial(drawing, seed, self.device))
+        self._number += 1
+        number, count = self._number, iter(range(1 << 30))
+
+        def arrived(index: int, leaf: Tensor) -> None:
+            assert leaf.grad is not None
+            call.gradients[index] = leaf.grad
+            self._pending[number] = call
+
+        def handed(tensor: Tensor) -> Tensor:
+            if not tensor.is_floating_point():
+                return tensor
+            leaf = tensor.detach().requires_grad_()
+            leaf.register_post_accumulate_grad_hook(partial(arrived, next(count)))  # type: ignore[no-untyped-call]
+            return leaf.clone()  # which the loop may write into
+
+        output = self.relay.output(shapes_of((args, kwargs)), Turn(args, kwargs, noise=call.noise))
+        return apply_to_collection(output, Tensor, handed)
+
+    def forget(self) -> None:
+        """Drop the gradients that have arrived."""
+        self._pending.clear()
+
+    def run(self) -> bool:
+        """Bring the gradients that have arrived to the parameters; whether there were any."""
+        calls = [self._pending[number] for number in sorted(self._pending)]
+        self._pending = {}
+        if not calls:
+            return False
+        keys = [shapes_of((call.args, call.kwargs)) for call in calls]
+        # All data ranks take part in one schedule's exchanges, so they run the same ones.
+        rows = self.world.agree([index == 0 or keys[index] != keys[index - 1] for index in range(len(keys))])
+        starts = [index for index in range(len(keys)) if any(row[index] for row in rows)]
+        every = [call.turn() for call in calls]
+        with torch.enable_grad():
+            for start, end in zip(starts, [*starts[1:], len(calls)], strict=True):
+                self.schedules.run(keys[start], self.relay.known[keys[start]], every[start:end])
+        return True
+
+
+def _floats(output: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(output, Tensor, lambda tensor: found.append(tensor) if tensor.is_floating_point() else None)
+    return found
+
+
+def copied(batch: Any) -> Any:
+    """Other containers with the same tensors in them: what is popped from one is still in the other.
+
+    Args:
+        batch: dicts, lists and tuples, in any order; anything else is not copied.
+
+    Example:
+        >>> batch = {"tokens": [1, 2], "labels": [3]}
+        >>> copied(batch).pop("labels"), list(batch)
+        ([3], ['tokens', 'labels'])
+    """
+    if isinstance(batch, tuple):
+        parts = [copied(part) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if isinstance(batch, MutableMapping):
+        made = copy.copy(batch)
+        for key, value in batch.items():
+            made[key] = copied(value)
+        return made
+    if isinstance(batch, list):
+        same = copy.copy(batch)
+        same[:] = [copied(part) for part in batch]
+        return same
+    return batch
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """The tensors of a batch, in its order."""
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, list, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(part)
+
+
+@contextmanager
+def untouched(batch: Any) -> Iterator[None]:
+    """Inside, nothing is written into the tensors of a batch.
+
+    Raises:
+        StrategyError: something was: it would be written once more in the second run.
+    """
+    before = [(tensor, tensor._version) for tensor in tensors_of(batch) if not tensor.is_inference()]
+    yield
+    for tensor, version in before:
+        if tensor._version != version:
+            raise StrategyError(
+                "training_step writes into its batch ahead of the pipelined model, and that part runs twice",
+                found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",
+                fix="make a new one (y = y * 10), or do it behind the model's call or in on_after_batch_transfer",
+            )
+
+
+def shapes_of(batch: Any) -> tuple[Any, ...]:
+    """What decides about the shapes of everything that is computed from a batch."""
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
+
+
+@contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """Every global generator starts from ``seed``; outside they are where they were."""
+    with preserved_rng(device):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.manual_seed(seed)
+        yield

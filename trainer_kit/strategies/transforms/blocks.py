@@ -1,18 +1,21 @@
-"""Which parts of a module are sharded, recomputed or compiled each by itself."""
+"""Transforms of single blocks: which modules a policy selects, activation checkpointing, regional compilation."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, final
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
 
-__all__ = ["Policy", "outer_modules", "units"]
+__all__ = ["ActivationCheckpointing", "Compile", "Policy", "keep_activations", "outer_modules", "units"]
+
 
 Policy = int | str | type | Collection[str | type] | Callable[..., bool] | None
 """A number of parameters, classes or their names, a callable, or None; see `units`."""
@@ -121,3 +124,106 @@ def outer_modules(module: nn.Module) -> list[nn.Module]:
                     fix="use automatic optimization, or DDPStrategy",
                 )
     return found
+
+
+@final
+class ActivationCheckpointing:
+    """Less memory for more computing (Chen et al., 2016): torch's ``checkpoint`` around the forward of some parts.
+
+    No part is wrapped, so names of parameters stay what they are. Random layers draw the same again.
+
+    Args:
+        policy: which parts, see `units`.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> ActivationCheckpointing().apply(net)
+        >>> net(torch.ones(1, 2)).sum().backward()
+        >>> list(net.state_dict())
+        ['0.weight', '0.bias', '1.weight', '1.bias']
+    """
+
+    def __init__(self, policy: Policy = None) -> None:
+        self.policy = policy
+
+    def apply(self, module: nn.Module, mesh: Any = None) -> None:
+        """Change the parts in place; done twice, it is there once."""
+        for part in units(module, self.policy).values():
+            if not isinstance(part.__dict__.get("forward"), _Recomputed):
+                # On the instance: the class, and other models of it, are left alone.
+                part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__)
+
+
+def keep_activations(module: Any) -> None:
+    """Take it off again, wherever in the module it is."""
+    for part in module.modules():
+        recomputed = part.__dict__.get("forward")
+        if isinstance(recomputed, _Recomputed):
+            del part.__dict__["forward"]
+            if recomputed.own:
+                part.__dict__["forward"] = recomputed.forward
+
+
+@final
+class _Recomputed:
+    """A forward whose activations are not kept."""
+
+    def __init__(self, forward: Callable[..., Any], own: bool) -> None:
+        self.forward, self.own = forward, own
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
+
+
+@final
+class Compile:
+    """``torch.compile`` of each block instead of the whole step (regional compilation).
+
+    Blocks of one class share their code, so the compiler runs once for all of them: a deep model starts about as many
+    times sooner as it has blocks. Names of parameters stay what they are. It comes before data sharding: what gathers a
+    block's parameters runs around its graph.
+    Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
+
+    Args:
+        policy: which parts, see `units`.
+        options: of ``torch.compile``.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        >>> Compile(options={"backend": "eager"}).apply(net)
+        >>> with torch.no_grad():
+        ...     net(torch.ones(1, 2)).shape, list(net.state_dict())
+        (torch.Size([1, 2]), ['0.weight', '0.bias', '1.weight', '1.bias'])
+    """
+
+    def __init__(self, policy: Policy = None, options: Mapping[str, Any] | None = None) -> None:
+        self.policy, self.options = policy, dict(options or {})
+
+    def apply(self, module: nn.Module, mesh: Any = None) -> None:
+        """Change the parts in place; done twice, it is there once.
+
+        Raises:
+            StrategyError: there are no such parts.
+        """
+        parts = units(module, self.policy).values()
+        if not parts:
+            raise StrategyError(
+                "there are no blocks to compile each by itself",
+                found=f"no list or sequence in {type(module).__name__} repeats a class that has parameters",
+                fix="compile the whole: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
+            )
+        for part in parts:
+            if part._compiled_call_impl is None:
+                part._compiled_call_impl = torch.compile(_through(part), **self.options)
+
+
+def _through(part: nn.Module) -> Callable[..., Any]:
+    """Its call in a frame of ours: ``part.compile()`` leaves out classes of torch's own, whose code it skips."""
+    call: Callable[..., Any] = part._call_impl
+
+    def block(*arguments: Any, **options: Any) -> Any:
+        return call(*arguments, **options)
+
+    return block

@@ -1,4 +1,4 @@
-"""The keys of ``fsdp_config`` in a configuration file of Accelerate's, as arguments of `FSDPStrategy`."""
+"""Options of Accelerate's configuration file, as arguments of `FSDPStrategy` and `MeshStrategy`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trainer_kit.core.configuration_sources import is_true
-from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.errors import ConfigurationError, StrategyError
 
-__all__ = ["KEYS", "from_launcher"]
+__all__ = ["FSDP_KEYS", "MESH_KEYS", "fsdp_from_launcher", "mesh_from_launcher"]
 
-KEYS: Final = (
+
+FSDP_KEYS: Final = (
     "fsdp_sharding_strategy",
     "fsdp_reshard_after_forward",
     "fsdp_offload_params",
@@ -24,7 +25,7 @@ KEYS: Final = (
 """Those that say something. FSDP2 does by itself, or has no longer, what the others ask for."""
 
 
-def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
+def fsdp_from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of the strategy.
 
     Args:
@@ -34,9 +35,9 @@ def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
         StrategyError: for what FSDP2 has not.
 
     Example:
-        >>> from_launcher({"fsdp_reshard_after_forward": "SHARD_GRAD_OP", "fsdp_offload_params": "1"})
+        >>> fsdp_from_launcher({"fsdp_reshard_after_forward": "SHARD_GRAD_OP", "fsdp_offload_params": "1"})
         {'cpu_offload': True, 'sharding_strategy': 'SHARD_GRAD_OP'}
-        >>> from_launcher({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        >>> fsdp_from_launcher({"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         ...                "fsdp_transformer_layer_cls_to_wrap": "Block, Head"})
         {'auto_wrap_policy': ['Block', 'Head']}
     """
@@ -66,3 +67,38 @@ def from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
     elif names:
         found["auto_wrap_policy"] = names
     return found
+
+
+_LAUNCHER_AXES: Final = ("dp_replicate", "dp_shard", "cp", "tp")
+MESH_KEYS: Final = tuple(f"parallelism_config_{axis}_size" for axis in _LAUNCHER_AXES)
+"""Those that say something. How sequences are exchanged is decided by the number of heads."""
+
+
+def mesh_from_launcher(told: Mapping[str, str], fsdp: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Arguments of the strategy; none where a mesh would do nothing that DDP or FSDP does not do alone.
+
+    Args:
+        told: the texts of what the launcher was given, by key.
+        fsdp: arguments of `FSDPStrategy`, where the launcher asks for it.
+
+    Raises:
+        ConfigurationError: a size that is no number.
+
+    Example:
+        >>> mesh_from_launcher({"parallelism_config_tp_size": "2"}, None)
+        {'dp_replicate': 1, 'dp_shard': 1, 'cp': 1, 'tp': 2}
+        >>> mesh_from_launcher({"parallelism_config_dp_replicate_size": "2", "parallelism_config_tp_size": "1"}, None)
+        {}
+    """
+    try:
+        sizes = {axis: int(told.get(key, 1)) for axis, key in zip(_LAUNCHER_AXES, MESH_KEYS, strict=True)}
+    except ValueError:
+        raise ConfigurationError("sizes of parallelism_config are whole numbers", found=str(dict(told))) from None
+    active = [axis for axis, size in sizes.items() if size != 1]
+    if not active or (active == ["dp_replicate"] and fsdp is None):
+        return {}
+    more = dict(fsdp or {})
+    found: dict[str, Any] = dict(sizes)
+    if "activation_checkpointing_policy" in more:
+        found["activation_checkpointing_policy"] = more.pop("activation_checkpointing_policy")
+    return {**found, "fsdp": more} if more and active != ["tp"] else found

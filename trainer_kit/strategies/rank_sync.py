@@ -1,9 +1,9 @@
-"""The weights that training starts from: rank 0's, on every rank, wherever they are and however they are divided."""
+"""What ranks share before they train: initial weights, and the state of random generators."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["InitialWeights", "built_once"]
+__all__ = ["InitialWeights", "agree_on_noise", "built_once", "digest", "drawing_alike"]
 
 
 @contextmanager
@@ -136,3 +137,42 @@ def _kept_tied(module: nn.Module) -> Iterator[None]:
         for other, its_key in others:
             if other._parameters[its_key] is not None:
                 other._parameters[its_key] = part._parameters[key]
+
+
+def agree_on_noise(groups: Iterable[Group], device: torch.device) -> None:
+    """Every rank of a group goes on with the generators of its first one; one number is exchanged where they agree."""
+    for group in groups:
+        state = rng_state(device)
+        if len({row[0] for row in group.agree([digest(state)])}) > 1:
+            restore_rng(group.broadcast(state), device)
+
+
+def drawing_alike(call: Callable[..., Any], groups: Sequence[Group], device: torch.device) -> Callable[..., Any]:
+    """A step ahead of which ranks agree, for hooks and loaders may have drawn on one of them alone."""
+
+    def step(*arguments: Any) -> Any:
+        agree_on_noise(groups, device)
+        return call(*arguments)
+
+    return step
+
+
+def digest(state: dict[str, Any]) -> int:
+    """A number for `rng_state`, the same in every process, that a float64 can hold.
+
+    Example:
+        >>> digest(rng_state()) == digest(rng_state())
+        True
+    """
+    _, keys, *rest = state["numpy"]
+    version, words, gauss = state["python"]
+    # Of numbers alone: before Python 3.12 the hash of None is its place in memory.
+    numbers = (version, words, -1 if gauss is None else gauss, *rest)
+    found = zlib.crc32(keys.tobytes(), hash(numbers) & 0xFFFFFFFF)
+    for name in ("torch", "device"):
+        one = state.get(name)
+        if isinstance(one, Tensor):
+            found = zlib.crc32(one.numpy().tobytes(), found)  # no sync point: generators' states are on the host
+        elif one is not None:
+            found = zlib.crc32(repr(one).encode(), found)
+    return found

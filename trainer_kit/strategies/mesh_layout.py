@@ -1,0 +1,251 @@
+"""The axes of a mesh, their sizes, and the process groups over them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout, once_a_world
+
+__all__ = [
+    "AXES",
+    "MeshGroups",
+    "axes_in_words",
+    "check_options",
+    "check_sizes",
+    "data_mesh",
+    "mesh_groups",
+    "mesh_in_words",
+    "parameters_held",
+    "places",
+    "refuse_by_hand",
+    "same_batches",
+]
+
+
+AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
+
+
+def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
+    """The size of each axis, with -1 filled in.
+
+    Args:
+        sizes: by axis, as the user gave them.
+        processes: how many there are.
+
+    Raises:
+        StrategyError: another number of places.
+
+    Example:
+        >>> places({"dp_shard": -1, "tp": 2}, 8)
+        {'dp_shard': 4, 'tp': 2}
+    """
+    count = math.prod(size for size in sizes.values() if size != -1)
+    free = -1 in sizes.values()
+    if processes % count if free else processes != count:
+        told = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+        launched = "1 process was launched" if processes == 1 else f"{processes} processes were launched"
+        raise StrategyError(
+            f"the mesh has {count} places{' or a multiple' if free else ''} but {launched}",
+            found=f"{told or '1 in every axis'} in MeshStrategy(...)",
+            fix=f"launch {count * max(1, round(processes / count)) if free else count} processes"
+            + ("" if free else ", or leave one axis at -1"),
+        )
+    return {axis: processes // count if size == -1 else size for axis, size in sizes.items()}
+
+
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Refuse sizes that no number of processes could fill.
+
+    Raises:
+        StrategyError: an axis without a place, or two that take what the others leave.
+    """
+    for axis, size in sizes.items():
+        if size < 1 and size != -1:
+            raise StrategyError("an axis of a mesh has at least one place", found=f"{axis}={size}")
+    if list(sizes.values()).count(-1) > 1:
+        found = ", ".join(axis for axis, size in sizes.items() if size == -1)
+        raise StrategyError("one axis at most takes what the others leave", found=f"-1 for {found}")
+
+
+def axes_in_words(sizes: Mapping[str, int]) -> str:
+    """The axes that have more than one place.
+
+    Example:
+        >>> axes_in_words({"dp_shard": 2, "cp": 1, "tp": 2})
+        'dp_shard=2 × tp=2'
+    """
+    return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
+
+
+def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
+    """Options of `FSDPStrategy` that a mesh of these sizes has no use for, or would train wrongly with.
+
+    Args:
+        sizes: of each axis.
+        fsdp: the options.
+
+    Raises:
+        StrategyError: there are some.
+    """
+    if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
+        raise StrategyError(
+            "fsdp= is for the data and context axes, and there is one rank along them",
+            found=f"fsdp with {', '.join(fsdp)}, {axes_in_words(sizes)}",
+            fix="leave fsdp= out, or launch more processes",
+        )
+    for option, axes, fix in (
+        ("ignored_modules", ("tp", "pp"), "leave it out, or use tp=1 and pp=1: nothing averages these gradients"),
+        ("activation_checkpointing_policy", ("pp",), "give activation_checkpointing_policy to MeshStrategy itself"),
+    ):
+        if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
+            found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
+            raise StrategyError(f"{option} has no place in this mesh", found=found, fix=fix)
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """What gradients are averaged over: copies, and those who divide parameters among them, context ranks too."""
+    replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
+    if mesh["cp"].size() > 1:
+        shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
+    return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
+
+
+def refuse_by_hand(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None:
+    """What a loop of the user's own cannot have, for it is done around a whole step.
+
+    Args:
+        mesh: with its axes.
+        loss_parallel: whether the plan divides losses.
+        several: whether there is a model already.
+
+    Raises:
+        StrategyError: it is asked for.
+    """
+    pp, cp = mesh["pp"].size(), mesh["cp"].size()
+    if loss_parallel or (pp > 1 and (cp > 1 or several)):
+        raise StrategyError(
+            "a loop of your own has no whole steps, around which this would be done",
+            found=f"pp={pp}, cp={cp}, loss_parallel={loss_parallel}, {'several models' if several else 'one model'}",
+            fix="use loss_parallel=False, and pp > 1 without cp and for one model; or a Trainer",
+        )
+
+
+@final
+class MeshGroups:
+    """One mesh of all processes, and its groups. Every process makes it at the same time.
+
+    Args:
+        device: where this rank computes.
+        sizes: of each axis.
+
+    Attributes:
+        mesh: with the axes `AXES`.
+        data_mesh: what gradients are averaged over: copies, and those who divide parameters among them, context ranks
+            too.
+        data: among whom a global batch is divided.
+        losses: those, and the context ranks.
+        reports: those, and the stages of a pipeline.
+        same: for each axis whose ranks get the same batches.
+        stages: the ranks of one pipeline.
+    """
+
+    def __init__(self, device: torch.device, sizes: Mapping[str, int]) -> None:
+        self._device = device
+        self.mesh: DeviceMesh = inherit_timeout(
+            init_device_mesh(device.type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
+        )
+        context = ["cp"] if sizes["cp"] > 1 else []
+        self.data = self._over("dp_replicate", "dp_shard")
+        self.losses = self._over("dp_replicate", "dp_shard", *context) if context else self.data
+        self.data_mesh = data_mesh(self.mesh)
+        self.same = {axis: self._along(axis) for axis in ("tp", "cp", "pp") if sizes[axis] > 1}
+        self.reports, self.stages = self.losses, self._along("pp")
+        if sizes["pp"] > 1:
+            self.reports = self._over("pp", "dp_replicate", "dp_shard", *context)
+
+    def _along(self, axis: str) -> ProcessGroup:
+        return ProcessGroup(self._device, self.mesh[axis].get_group())
+
+    def _over(self, *axes: str) -> ProcessGroup:
+        flat = inherit_timeout(self.mesh[axes]._flatten("_".join(axes) + "_flat"))
+        return ProcessGroup(self._device, flat.get_group())
+
+
+def mesh_groups(device: torch.device, sizes: Mapping[str, int]) -> MeshGroups:
+    """The same ones for every strategy of the same sizes: a group is threads and sockets until its process ends.
+
+    Args:
+        device: where this rank computes.
+        sizes: of each axis.
+    """
+    return once_a_world((str(device), *sizes.items()), lambda: MeshGroups(device, sizes))
+
+
+_SHOWN = 4
+
+
+def mesh_in_words(
+    mesh: DeviceMesh | None,
+    sizes: Mapping[str, int],
+    device: torch.device,
+    modules: Sequence[nn.Module],
+    schedule: str,
+    elsewhere: int,
+) -> str:
+    """One line about a mesh.
+
+    Args:
+        mesh: None: it is not there yet.
+        sizes: of its axes, as they were asked for.
+        device: where its ranks compute.
+        modules: that it divides.
+        schedule: of its pipeline.
+        elsewhere: parameters that only other ranks' stages have.
+    """
+    if mesh is not None:
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    staged = f" ({schedule})" if sizes["pp"] != 1 else ""
+    told = [f"mesh {axes_in_words(sizes)} on {device.type}{staged}"]
+    told += [same_batches(mesh)] if mesh is not None else []
+    told += [parameters_held(modules, elsewhere)] if modules else []
+    return "; ".join(filter(None, told))
+
+
+def same_batches(mesh: DeviceMesh) -> str:
+    """Which ranks get the same batches, where any do.
+
+    Args:
+        mesh: with the axes ``dp_replicate`` and ``dp_shard``.
+    """
+    names = mesh.mesh_dim_names or ()
+    data = [names.index("dp_replicate"), names.index("dp_shard")]
+    others = [axis for axis in range(mesh.ndim) if axis not in data]
+    places = mesh.mesh.permute(*data, *others).reshape(mesh.shape[data[0]] * mesh.shape[data[1]], -1)
+    if places.shape[1] == 1:
+        return ""
+    shown = [" ".join(map(str, ranks)) for ranks in places[:_SHOWN].tolist()]  # no sync point: on the host
+    more = ", …" if len(places) > _SHOWN else ""
+    return f"the same batches on ranks {', '.join(shown)}{more}"
+
+
+def parameters_held(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
+    """How much of the parameters this rank holds.
+
+    Args:
+        modules: as they are here.
+        elsewhere: parameters that only other ranks' stages have.
+    """
+    whole, held = elsewhere, 0
+    for parameter in (parameter for module in modules for parameter in module.parameters()):
+        whole += parameter.numel()
+        held += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+    return f"this rank holds {held:,} of {whole:,} parameters"

@@ -1,0 +1,625 @@
+"""The stages of a pipeline: which modules each has, and how a rank computes its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from trainer_kit.core.errors import StrategyError, did_you_mean
+from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.strategies.gradients import local
+
+__all__ = ["Layout", "Stage", "StandIn", "Ties", "Turn", "lay_out", "make_stages", "pipelined_model", "whole_names"]
+
+
+@final
+@dataclass(frozen=True)
+class Layout:
+    """The stages of a model.
+
+    Attributes:
+        blocks: of each stage, by name in the model, in order.
+        owners: the stage of every module and parameter that belongs to one; the rest runs on each.
+        shared: of each parameter that several stages have, all its names, with the stage of each.
+        repeated: the names of each that one stage has under several.
+    """
+
+    blocks: Sequence[Sequence[str]]
+    owners: Mapping[str, int]
+    shared: Sequence[Sequence[tuple[str, int]]]
+    repeated: Sequence[Sequence[str]]
+
+
+def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Module]:
+    """The submodule that becomes stages, with its name in the module ("" for the module itself)."""
+    if plan.model is not None:
+        try:
+            return plan.model, module.get_submodule(plan.model)
+        except AttributeError:
+            raise StrategyError(
+                f"PipelinePlan(model={plan.model!r}): {type(module).__name__} has no such submodule",
+                fix=did_you_mean(plan.model, [name for name, _ in module.named_children()]),
+            ) from None
+    found = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    if len(found) == 1 and not any(True for _ in module.parameters(recurse=False)):
+        return found[0]
+    raise StrategyError(
+        "which submodule becomes the stages of the pipeline?",
+        found=f"{type(module).__name__} has parameters in {', '.join(name for name, _ in found) or 'itself'}",
+        fix="put all layers into one submodule, or say which in configure_parallel: ParallelPlan(pipeline=PipelinePlan("
+        'model="net")), where "" is the module itself',
+    )
+
+
+def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
+    """Divide a model into stages.
+
+    Args:
+        model: the whole.
+        plan: how it may be split.
+        stages: how many.
+
+    Raises:
+        StrategyError: the model has too few blocks, or the plan names what is not there.
+
+    Example:
+        >>> lay_out(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), PipelinePlan(), 2).blocks
+        [['0', '1'], ['2', '3']]
+    """
+    container, points = _container(model, plan, stages)
+    prefix = f"{container}." if container else ""
+    names = [prefix + name for name, _ in model.get_submodule(container).named_children()]
+    outside = _outside(model, container, plan)
+    sizes = [_size(model.get_submodule(name)) for name in names]
+    ends = {at: sum(_size(_at(model, name)) for name, where in outside.items() if where == at) for at in (0, -1)}
+    sizes[0] += ends[0]
+    sizes[-1] += ends[-1]
+    starts = points if points is not None else _even(sizes, stages)
+    blocks = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
+    owners = {name: at % stages for name, at in outside.items()}
+    owners.update({name: index for index, part in enumerate(blocks) for name in part})
+    return Layout(blocks, owners, *_ties(model, owners))
+
+
+def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, list[int] | None]:
+    """The name of what holds the blocks, and at which of them stages begin, where the plan says so."""
+    if isinstance(plan.split_points, str):
+        if plan.split_points != "auto":
+            raise StrategyError('split_points is "auto" or names of blocks', found=repr(plan.split_points))
+        holders = [
+            (name, part)
+            for name, part in model.named_modules()
+            if isinstance(part, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(part) >= stages
+        ]
+        if not holders:
+            raise StrategyError(
+                f"{type(model).__name__} cannot be split into {stages} stages",
+                found="no ModuleList or Sequential with as many blocks",
+                fix="use fewer stages (pp=), or keep the blocks in one nn.ModuleList",
+            )
+        # Of those that hold as much, the outermost, which comes first.
+        return max(holders, key=lambda entry: _size(entry[1]))[0], None
+    points = list(plan.split_points)
+    holders_of = {name.rpartition(".")[0] for name in points}
+    if len(holders_of) != 1 or len(points) != stages - 1:
+        raise StrategyError(
+            f"split_points names {len(points)} blocks of {len(holders_of)} lists of blocks",
+            found=", ".join(points) or "none",
+            fix=f"name the {stages - 1} blocks of one list at which the second and later of {stages} stages begin",
+        )
+    container = holders_of.pop()
+    prefix = f"{container}." if container else ""
+    try:
+        names = [prefix + name for name, _ in model.get_submodule(container).named_children()]
+    except AttributeError:
+        names = []
+    for point in points:
+        if point not in names:
+            raise StrategyError(f"split_points: no block {point!r}", fix=did_you_mean(point, names))
+    starts = [0, *(names.index(point) for point in points)]
+    if sorted(set(starts)) != starts:
+        raise StrategyError("split_points names its blocks out of order", found=", ".join(points))
+    return container, starts
+
+
+def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, int]:
+    """What is around the blocks: 0 for what runs ahead of them, -1 for what runs behind them.
+
+    Modules are called in the order in which they are defined, unless the plan says otherwise. What has nothing to
+    train or to save runs on every stage.
+    """
+    found: dict[str, int] = {}
+    path = container.split(".") if container else []
+    for depth, towards in enumerate(path):
+        prefix = "".join(f"{name}." for name in path[:depth])
+        home = model.get_submodule(".".join(path[:depth]))
+        at = 0
+        for key, child in home.named_children():
+            if key == towards:
+                at = -1
+            elif child.state_dict() or any(True for _ in child.parameters()):
+                found[prefix + key] = at
+        found.update((prefix + key, 0) for key, _ in home.named_parameters(recurse=False))
+    prefix = f"{container}." if container else ""
+    found.update((prefix + key, 0) for key, _ in model.get_submodule(container).named_parameters(recurse=False))
+    for name in (*plan.first, *plan.last, *plan.everywhere):
+        if name not in found:
+            raise StrategyError(f"PipelinePlan names {name!r}", fix=did_you_mean(name, list(found)))
+        if name in plan.everywhere:
+            if any(p.requires_grad for p in _at(model, name).parameters()):
+                raise StrategyError(
+                    f"PipelinePlan(everywhere=): {name!r} has parameters to train", fix="name it in first= or last="
+                )
+            del found[name]
+        else:
+            found[name] = 0 if name in plan.first else -1
+    return found
+
+
+def _at(model: nn.Module, name: str) -> Any:
+    parent, _, key = name.rpartition(".")
+    home = model.get_submodule(parent)
+    return home._parameters[key] if key in home._parameters else home.get_submodule(key)
+
+
+def _size(part: Any) -> int:
+    if isinstance(part, nn.Parameter):
+        return part.numel()
+    return sum(parameter.numel() for parameter in part.parameters())
+
+
+def _even(sizes: Sequence[int], stages: int) -> list[int]:
+    """Where stages begin so that the largest is as small as can be; each has a block at least."""
+    total = [0]
+    for size in sizes:
+        total.append(total[-1] + size)
+    # best[n][e]: (the largest of n stages over the first e blocks, where each begins)
+    best: list[tuple[int, list[int]]] = [(total[end], [0]) for end in range(len(sizes) + 1)]
+    for count in range(2, stages + 1):
+        best = [
+            min(
+                ((max(best[at][0], total[end] - total[at]), [*best[at][1], at]) for at in range(count - 1, end)),
+                default=(total[-1] + 1, []),
+            )
+            for end in range(len(sizes) + 1)
+        ]
+    return best[-1][1]
+
+
+def _ties(model: nn.Module, owners: Mapping[str, int]) -> tuple[list[list[tuple[str, int]]], list[list[str]]]:
+    found: dict[int, dict[str, int]] = {}
+    for name, stage in owners.items():
+        part = _at(model, name)
+        inner = [("", part)] if isinstance(part, nn.Parameter) else part.named_parameters(remove_duplicate=False)
+        for key, parameter in inner:
+            found.setdefault(id(parameter), {})[f"{name}.{key}" if key else name] = stage
+    order = {name: at for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    shared = (places for places in found.values() if len(set(places.values())) > 1)
+    repeated = (places for places in found.values() if len(set(places.values())) < len(places))
+    return [sorted(places.items(), key=lambda place: order[place[0]]) for places in shared], [*map(list, repeated)]
+
+
+class _Meaningless(Tensor):
+    """A value of the right shape. Whatever torch computes from it is one again."""
+
+
+class _Left(BaseException):
+    """The forward ends here: the stage is over. No ``except Exception`` of the model's stops it."""
+
+
+@final
+class StandIn(nn.Module):
+    """Stands in for a module of another stage: its attributes, the shapes of its outputs, and no parameter."""
+
+    def __init__(self, original: nn.Module, name: str, device: torch.device) -> None:
+        super().__init__()
+        held = [*original.parameters(), *original.buffers()]
+        memo = {id(tensor): _without_storage(tensor) for tensor in held}
+        # Past nn.Module's own, which would make its parameters this module's.
+        self.__dict__.update(twin=copy.deepcopy(original, memo), name=name, device=device, known={})
+        self.arrived: Sequence[Tensor] | None = None
+        self.is_entry = self.is_exit = False
+
+    def __getattr__(self, name: str) -> Any:
+        if "twin" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self.__dict__["twin"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_exit:
+            raise _Left
+        leaves, spec = self._outputs(args, kwargs)
+        if not self.is_entry:
+            made = [
+                torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device).as_subclass(_Meaningless)
+                if isinstance(leaf, Tensor)
+                else leaf
+                for leaf in leaves
+            ]
+            return tree_unflatten(made, spec)
+        if self.arrived is None:
+            raise StrategyError(
+                f"{self.name} is called more than once in a forward",
+                fix="a pipeline takes a model whose blocks run one after the other, each of them once",
+            )
+        arrived, self.arrived = iter(self.arrived), None
+        return tree_unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+
+    def _outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
+        """What the original returns for inputs of these shapes, without storage."""
+        key = tuple(
+            (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _plain(leaf)
+            for leaf in tree_leaves((args, kwargs))
+        )
+        if key not in self.known:
+            with torch.no_grad():
+                args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+                self.known[key] = tree_flatten(self.twin(*args, **kwargs))
+        leaves, spec = self.known[key]
+        return list(leaves), spec
+
+
+def whole_names(module: nn.Module) -> list[str]:
+    """The names of all submodules, with those that only other stages hold."""
+    found = []
+    for name, part in module.named_modules():
+        if isinstance(part, StandIn):
+            found += [f"{name}.{inner}" if inner else name for inner, _ in part.twin.named_modules()]
+        elif name:
+            found.append(name)
+    return found
+
+
+def _without_storage(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor.detach().as_subclass(Tensor), device="meta")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, type(None))) else type(value)
+
+
+@final
+@dataclass(frozen=True)
+class Turn:
+    """One micro-batch: the arguments of the model, on the last stage what is made of its output, and what it draws."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    finish: Callable[[Any], Any] | None = None
+    noise: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass
+class _Slot:
+    """A place in the model that a stage of this rank fills, and what stands there while another one runs."""
+
+    stage: int
+    parent: nn.Module
+    key: str
+    real: Any
+    stand_in: Any
+
+    def put(self, real: bool) -> None:
+        if isinstance(self.real, nn.Parameter):
+            if real:
+                self.parent.__dict__.pop(self.key, None)
+                self.parent._parameters[self.key] = self.real
+            else:
+                self.parent._parameters.pop(self.key, None)
+                self.parent.__dict__[self.key] = self.stand_in
+        else:
+            self.parent._modules[self.key] = self.real if real else self.stand_in
+
+
+@final
+@dataclass(frozen=True)
+class _Borders:
+    """Where a stage lies in the model; kept apart from it, so that none of these modules is a child of the stage.
+
+    Attributes:
+        forward: the model's own.
+        slots: of this rank's other stages.
+        entry: stands where what the stage before has sent comes in; None on the first.
+        exit: stands behind the stage; None on the last.
+        end: the stage's last block.
+    """
+
+    forward: Callable[..., Any]
+    slots: Sequence[_Slot]
+    entry: StandIn | None
+    exit: StandIn | None
+    end: nn.Module
+
+
+@final
+class Stage(nn.Module):
+    """The modules that one stage holds, and the model's forward from its first to its last.
+
+    Args:
+        index: of the stage.
+        last: whether it is the last one.
+        held: the modules, by name.
+        loose: where it has parameters that are directly the model's.
+        borders: where it lies in the model.
+
+    Attributes:
+        turns: the micro-batches, in the order in which they come.
+        context: what the forward runs in.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        last: bool,
+        held: Mapping[str, nn.Module],
+        loose: Sequence[_Slot],
+        borders: _Borders,
+    ) -> None:
+        super().__init__()
+        self.index, self.last, self.borders = index, last, borders
+        self.held = nn.ModuleList(held.values())
+        self._loose = list(loose)
+        self.find_loose()
+        self._output: Any = None
+        self._hooked = False
+        self.names = list(held)
+        self.turns: Iterator[Turn] = iter(())
+        self.context: AbstractContextManager[Any] | None = None
+        self.running = False
+
+    def find_loose(self) -> None:
+        """Look again for parameters that are directly the model's: others may have taken their places."""
+        for slot in self._loose:
+            slot.real = slot.parent._parameters[slot.key]
+        self.loose = nn.ParameterList([slot.real for slot in self._loose])
+
+    def forward(self, *arrived: Tensor) -> Any:
+        """The outputs of its last block, flat; on the last stage what is made of the model's output.
+
+        Args:
+            arrived: what the stage before returned.
+        """
+        if not self._hooked:
+            self._hook()
+        turn = next(self.turns)
+        with self._alone(arrived), turn.noise(), self.context or nullcontext():
+            try:
+                output = self.borders.forward(*turn.args, **turn.kwargs)
+            except _Left:
+                output = None
+        if self.last:
+            _check(output, "what the model returns")
+            return output if turn.finish is None else turn.finish(output)
+        left, self._output = self._output, None
+        if left is None:
+            raise StrategyError(
+                f"stage {self.index} of the pipeline did not reach its end",
+                found="the forward was over ahead of its last block",
+                fix="a pipeline takes a model whose blocks run one after the other, each of them once",
+            )
+        _check(left, f"the output of stage {self.index}")
+        return tuple(leaf for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
+
+    def _hook(self) -> None:
+        """Behind the hooks of everything that was made of these modules since: what they return is what leaves."""
+        self._hooked = True
+        for name, module in zip(self.names, self.held, strict=True):
+            module.register_forward_pre_hook(_checker(name), with_kwargs=True, prepend=True)
+
+        def keep(module: nn.Module, args: Any, output: Any) -> None:
+            if self.running:
+                self._output = output
+
+        self.borders.end.register_forward_hook(keep)
+
+    @contextmanager
+    def _alone(self, arrived: Sequence[Tensor]) -> Iterator[None]:
+        """Every other stage's places are taken by stand-ins, the entry has what arrived."""
+        borders = self.borders
+        for slot in borders.slots:
+            slot.put(real=False)
+        if borders.entry is not None:
+            borders.entry.is_entry, borders.entry.arrived = True, arrived
+        if borders.exit is not None:
+            borders.exit.is_exit = True
+        self.running = True
+        try:
+            yield
+        finally:
+            self.running = False
+            if borders.entry is not None:
+                borders.entry.is_entry, borders.entry.arrived = False, None
+            if borders.exit is not None:
+                borders.exit.is_exit = False
+            for slot in borders.slots:
+                slot.put(real=True)
+
+
+def _checker(name: str) -> Callable[..., None]:
+    def check(module: nn.Module, args: Any, kwargs: Any) -> None:
+        _check((args, kwargs), f"the input of {name}")
+
+    return check
+
+
+def _check(values: Any, what: str) -> None:
+    if any(isinstance(leaf, _Meaningless) for leaf in tree_leaves(values)):
+        raise StrategyError(
+            f"{what} depends on what another stage of the pipeline computed",
+            found="more than what one block hands to the next crosses the border between two stages",
+            fix="hand it on through the blocks; or name the module it comes from in PipelinePlan(first=, last= or "
+            "everywhere=), where the order in which the model defines its modules is not that in which it calls them",
+        )
+
+
+def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device) -> list[Stage]:
+    """Leave of a model, in place, what some stages of it hold.
+
+    Args:
+        model: the whole.
+        layout: which of its modules belong to which stage.
+        own: the stages of this rank.
+        device: where it computes.
+    """
+    slots: list[_Slot] = []
+    stand_ins: dict[str, StandIn] = {}
+    for name, stage in layout.owners.items():
+        parent, _, key = name.rpartition(".")
+        home = model.get_submodule(parent)
+        real = home._parameters.get(key) if key in home._parameters else home._modules[key]
+        stand_in: Any
+        if isinstance(real, nn.Parameter):
+            stand_in = torch.zeros_like(real, device=device).detach().as_subclass(_Meaningless)
+        else:
+            assert real is not None
+            stand_in = stand_ins[name] = StandIn(real, name, device)
+        slots.append(_Slot(stage, home, key, real, stand_in))
+    for slot in slots:
+        if slot.stage not in own:
+            slot.put(real=False)
+            slot.real = None
+    forward, made = model.forward, []
+    mine = list(zip(layout.owners, slots, strict=True))
+    last = len(layout.blocks) - 1
+    for index in own:
+        held = {name: slot.real for name, slot in mine if slot.stage == index}
+        borders = _Borders(
+            forward,
+            [slot for slot in slots if slot.stage in own and slot.stage != index],
+            None if index == 0 else stand_ins[layout.blocks[index - 1][-1]],
+            None if index == last else stand_ins[layout.blocks[index + 1][0]],
+            held[layout.blocks[index][-1]],
+        )
+        modules = {name: real for name, real in held.items() if isinstance(real, nn.Module)}
+        loose = [slot for _, slot in mine if slot.stage == index and isinstance(slot.real, nn.Parameter)]
+        made.append(Stage(index, index == last, modules, loose, borders))
+    return made
+
+
+@final
+class Ties:
+    """The copies on this rank, and the way of their gradients to the others.
+
+    Args:
+        shared: of each parameter, the names that it has in the module, with the stage of each.
+        ranks: in the group, of every stage.
+        group: of the ranks that share one model.
+
+    Attributes:
+        names: of copies here, by name, the first of all its names: what checkpoints call it.
+        repeated: copies here of which an earlier stage has another: gradients are counted once.
+    """
+
+    def __init__(
+        self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        self._shared, self._ranks, self._group = shared, ranks, group
+        self._me = dist.get_rank(group)
+        self._copies: list[list[nn.Parameter]] = []
+        self.names: dict[str, str] = {}
+        self.repeated: set[nn.Parameter] = set()
+
+    def find(self, module: nn.Module) -> None:
+        """Look up the copies of a module that is divided by now.
+
+        Raises:
+            StrategyError: on every rank, for copies that are divided in different ways.
+        """
+        self._copies, self.names, self.repeated = [], {}, set()
+        for places in self._shared:
+            own = [name for name, stage in places if self._ranks[stage] == self._me]
+            copies = list({id(p): p for p in map(module.get_parameter, own)}.values())
+            first = self._ranks[places[0][1]] == self._me
+            self._copies.append(copies)
+            self.names.update({name: places[0][0] for name in own if name != places[0][0]})
+            self.repeated.update(copies[1:] if first else copies)
+        told = [[_layout(copy) for copy in copies] for copies in self._copies]
+        for places, layouts in self._compared(told):
+            raise StrategyError(
+                "stages that share a parameter divide it in different ways",
+                found=f"{' and '.join(name for name, _ in places)}: {', '.join(layouts)}",
+                fix="'embedding_rowwise' and 'colwise_rep' split an embedding and a head alike",
+            )
+
+    def check_groups(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that would train the copies in different ways.
+
+        Raises:
+            StrategyError: on every rank.
+        """
+        if not self._shared:
+            return
+        options = {
+            id(p): repr({k: v for k, v in group.items() if k != "params"})
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        told = [[options.get(id(copy), "not trained") for copy in copies] for copies in self._copies]
+        for places, found in self._compared(told):
+            raise StrategyError(
+                f"{' and '.join(name for name, _ in places)} are one parameter, and would be trained in two ways",
+                found="; ".join(found),
+                fix="put both names into groups with the same options: each stage knows it by one of them",
+            )
+
+    def _compared(self, told: list[list[str]]) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
+        """Parameters of which copies differ in what their ranks have told, with what they did."""
+        if not self._shared:
+            return []
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, told, group=self._group)
+        by_parameter = [sorted({one for copies in theirs for one in copies}) for theirs in zip(*everyone, strict=True)]
+        return [(places, found) for places, found in zip(self._shared, by_parameter, strict=True) if len(found) > 1]
+
+    def add_gradients(self) -> None:
+        """Give every copy the sum of what all stages have found."""
+        for places, copies in zip(self._shared, self._copies, strict=True):
+            if not copies or not copies[0].requires_grad:
+                continue
+            for parameter in copies:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+            parts = [local(parameter.grad) for parameter in copies if parameter.grad is not None]
+            mine = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            whole = self._summed(mine, sorted({self._ranks[stage] for _, stage in places}))
+            for part in parts:
+                part.copy_(whole)
+
+    def _summed(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
+        """Over these ranks of the group; added in their order, so that all have the same bits."""
+        if len(ranks) == 1:
+            return mine
+        mine = mine.contiguous()
+        parts = {rank: mine if rank == self._me else torch.empty_like(mine) for rank in ranks}
+        ways = []
+        for rank in ranks:
+            if rank != self._me:
+                peer = dist.get_global_rank(self._group, rank)
+                ways += [
+                    dist.P2POp(dist.isend, mine, peer, self._group),
+                    dist.P2POp(dist.irecv, parts[rank], peer, self._group),
+                ]
+        for work in dist.batch_isend_irecv(ways):
+            work.wait()
+        whole = parts[ranks[0]].clone()
+        for rank in ranks[1:]:
+            whole += parts[rank]
+        return whole
+
+
+def _layout(parameter: nn.Parameter) -> str:
+    return f"{getattr(parameter, 'placements', 'whole')} {list(local(parameter).shape)}"
