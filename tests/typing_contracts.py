@@ -34,6 +34,12 @@ if TYPE_CHECKING:
     )
     from trainer_kit.strategies.process_group import ProcessGroup
     from trainer_kit.strategies.single import Alone
+    from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile
+    from trainer_kit.strategies.transforms.context import ContextParallel
+    from trainer_kit.strategies.transforms.fully_shard import FullyShard
+    from trainer_kit.strategies.transforms.pipeline import PipelineParallel
+    from trainer_kit.strategies.transforms.tensor import TensorParallel
+    from trainer_kit.strategies.transforms.transform import Transform
     from trainer_kit.strategies.xla.group import XLAGroup
     from trainer_kit.trainer import Trainer
 
@@ -47,6 +53,16 @@ if TYPE_CHECKING:
         xla: XLAStrategy,
     ) -> list[Strategy]:
         return [single, ddp, fsdp, mesh, deepspeed, megatron, xla]
+
+    def transforms(
+        pipeline: PipelineParallel,
+        tensor: TensorParallel,
+        context: ContextParallel,
+        recomputed: ActivationCheckpointing,
+        compiled: Compile,
+        sharded: FullyShard,
+    ) -> list[Transform]:
+        return [pipeline, tensor, context, recomputed, compiled, sharded]
 
     def precisions(
         true: TruePrecision,

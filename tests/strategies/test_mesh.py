@@ -19,6 +19,7 @@ from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.mesh_layout import check_options
 from trainer_kit.strategies.rank_sync import digest
 from trainer_kit.strategies.state import step_by_kind
+from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing
 from trainer_kit.strategies.transforms.context import ContextParallel
 from trainer_kit.strategies.transforms.tensor import TensorParallel
 
@@ -205,3 +206,19 @@ def test_processes_that_draw_alike_find_it_out_by_one_number() -> None:
     }
     assert digest(state) == 3815203509, "another number in another process: whole states would be sent in every step"
     assert len({digest({**state, "python": (3, (1, 2, 3), gauss)}) for gauss in (None, 0.0, 0.5)}) == 3
+
+
+def test_a_transform_changes_nothing_but_what_it_overrides() -> None:
+    """The defaults of the contract: `ActivationCheckpointing` divides no batch and wraps no step."""
+    transform, net = ActivationCheckpointing(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    transform.apply(net)
+    assert "forward" in net[0].__dict__
+    batch = [torch.ones(2)]
+    assert transform.shard_batch(batch) is batch
+    assert not transform.divides_batch
+    assert transform.bind(net.forward) == net.forward
+    assert transform.bind_evaluation(net.forward, False) == net.forward
+    with transform.computing(first=True):
+        pass
+    transform.undo(net)
+    assert "forward" not in net[0].__dict__

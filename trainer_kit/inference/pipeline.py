@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
+from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.process_group import join_world
 from trainer_kit.strategies.rank_sync import InitialWeights
@@ -78,7 +78,7 @@ def prepare_pippy(
     pipeline = Pipeline(dist.group.WORLD, world, device, "GPipe")
     pipeline.has(model)  # refuses what another one has split
     weights = InitialWeights(model, world)
-    pipeline.apply(model, ParallelPlan(pipeline=plan), make_precision("32-true", device.type))
+    pipeline.divide(model, plan, make_precision("32-true", device.type))
     weights.hand_out(model, device, device)
     pipeline.find_parameters(model)
     model.__dict__["hf_split_points"] = [names[0] for names in blocks[1:]]

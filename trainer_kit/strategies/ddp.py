@@ -115,7 +115,7 @@ class DDPStrategy(Strategy):
             self._replicas = Replicas(self.local_sgd, self.world)
 
     def stop(self) -> None:
-        """Let go of the wrapper and its hooks on the parameters; the process group stays until the process ends."""
+        """Release the wrapper and its hooks on the parameters; the process group stays until the process ends."""
         self._ddp = None
         self._step, self._frozen = _Step(nn.Module()), []
 
@@ -151,10 +151,10 @@ class DDPStrategy(Strategy):
             self._lay_out(module)
 
     def _lay_out(self, module: nn.Module) -> None:
-        """Let DDP lay out its buckets anew now, which it does once, by what it sees in its first backward.
+        """Let DDP rebuild its buckets now, by a backward of zeros in the order in which parameters are registered.
 
-        It would be the first step's of every start: a resumed run would add in another order than one that nobody
-        disturbed. What it sees is a backward of zeros, in the order in which parameters are registered.
+        DDP rebuilds them once, after its first backward. If that were the first step's backward, the first step after a
+        resume would add gradients in another order than the uninterrupted run.
         """
         assert self._ddp is not None
         with self._step.adding_nothing():
@@ -221,7 +221,7 @@ class DDPStrategy(Strategy):
         local = self._replicas is not None and self._replicas.begin(micro.started)
         if local:
             last = -1
-            if self._ddp is not None:  # else the first forward gives everyone rank 0's buffers, where there is a batch
+            if self._ddp is not None:  # else the first forward of a rank with a batch broadcasts rank 0's buffers
                 self._ddp.require_forward_param_sync = False
         for index in range(micro.count):
             micro.begin(index)
@@ -273,7 +273,7 @@ class DDPStrategy(Strategy):
 
     @property
     def own_buffers(self) -> bool:
-        """The wrapper's forward gives every rank those of rank 0; not where it is told not to, or is not called."""
+        """False where the wrapper's forward broadcasts rank 0's buffers: it must be called, and configured to do so."""
         follow = self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None
         return not follow or self._replicas is not None
 
@@ -292,7 +292,7 @@ class DDPStrategy(Strategy):
         return nullcontext() if self._replicas is None else self._replicas.own()
 
     def finish(self, module: nn.Module) -> None:
-        """Training is over: weights that are each rank's own become one."""
+        """Average weights that differ from rank to rank."""
         if self._replicas is not None:
             self._replicas.unite(module)
 
@@ -331,11 +331,11 @@ class _Step(nn.Module):
 
     Args:
         module: the user's.
-        partial: whether steps may leave parameters out. A rank without data must then not make all of them look used,
-            for momentum would move them: it uses a parameter of its own.
+        partial: whether steps may leave parameters out. A rank without data then uses an extra parameter only: if all
+            parameters counted as used, momentum would move them.
 
     Attributes:
-        reached: what a rank without data gives zeros to; all parameters where it is empty.
+        reached: the parameters that get zeros on a rank without data; empty: all.
     """
 
     def __init__(self, module: nn.Module, partial: bool = False) -> None:
@@ -354,7 +354,7 @@ class _Step(nn.Module):
 
 
 class _AddingNothing:
-    """The forward is, for a moment, one that gives every parameter that others reach a gradient of zeros."""
+    """Inside, the forward gives zero gradients to every parameter that other ranks use."""
 
     def __init__(self, step: _Step) -> None:
         self.step = step
@@ -373,7 +373,7 @@ _HOOKS: Final = ("fp16", "bf16", "powersgd")
 
 
 def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
-    """Refuse what cannot exchange gradients.
+    """Refuse arguments that cannot exchange gradients.
 
     Raises:
         StrategyError: an unknown name, a wrapper without a hook, or arguments for a hook that takes none.

@@ -115,7 +115,7 @@ class FSDPStrategy(Strategy):
         self._hooks: list[Any] = []
         self._moved = Moved()
         self.weights: InitialWeights | None = None
-        """Whose they are that a module starts from, where it was divided along other axes ahead of this one."""
+        """The initial weights, where `MeshStrategy` has divided the module along other axes first."""
         self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
 
     @property
@@ -157,7 +157,7 @@ class FSDPStrategy(Strategy):
         return (ranks // inside, inside)
 
     def stop(self) -> None:
-        """Let go of the module; it stays divided, and keeps its activations again."""
+        """Release the module; it stays divided, and keeps its activations again."""
         for hook in self._hooks:
             hook.remove()
         for unit in self._units:
@@ -169,7 +169,7 @@ class FSDPStrategy(Strategy):
         return built_once(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Divide; evaluation alone has no room for whole weights either."""
+        """Divide the module; a rank has no memory for whole weights in evaluation either."""
         self.stop()
         self._divide(
             module, precision, [module] if getattr(module, "automatic_optimization", True) else outer_modules(module)
@@ -188,7 +188,7 @@ class FSDPStrategy(Strategy):
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Divide; it is called as it was before."""
         self._divide(module, precision, [module])
-        if self._reshards is None:  # nobody says when an optimizer steps what was only read, and stayed gathered
+        if self._reshards is None:  # the optimizer of a raw loop may step at any time, so nothing stays gathered
             root: Any = module
             root.set_reshard_after_forward(True, recurse=False)
         return module
@@ -201,7 +201,7 @@ class FSDPStrategy(Strategy):
         shard.apply(module, self.mesh, roots)
         weights.hand_out(module, self.device, self.parameters_on)
         self._root = module if list(roots) == [module] else None
-        # A loop of the user's own may divide several, and its optimizers step any of them.
+        # A raw loop may have several modules, and its optimizers step any of them.
         self._units += [unit for root in roots for unit in sharded_units(root)]
         self._parameters += module.parameters()
         self._moved.note(before, module)
@@ -239,7 +239,7 @@ class FSDPStrategy(Strategy):
             mp_policy=policy,
             cpu_offload=self.cpu_offload,
             ignored=self._ignored or whole,
-            apart=_apart(module, precision, policy),
+            separate=_separate_units(module, precision, policy),
         )
 
     def _average(self, parameter: Tensor) -> None:
@@ -256,7 +256,7 @@ class FSDPStrategy(Strategy):
         return method if self._root is None else _through(self._root, method)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """The same; weights are divided again after each call, as hooks and checkpoints look for them."""
+        """The same; weights are divided again after each call, as hooks and checkpoints expect them."""
         call = method if self._root is None else _through(self._root, method)
         units = self._units
 
@@ -269,7 +269,7 @@ class FSDPStrategy(Strategy):
         return evaluate
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The user's own, or autograd's; one that is to reach some parameters only leaves the others' gradients."""
+        """The module's override, or autograd's; with ``inputs`` it keeps the gradients of other parameters."""
         return ExchangingBackward(self._parameters, backward) if self._every_backward else backward
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -350,7 +350,7 @@ class FSDPStrategy(Strategy):
 
 
 def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method between the root's hooks; nothing of it stays on the module."""
+    """Return the method between the root's hooks; the module keeps no trace of it."""
     root.__dict__["_step"] = method
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")
@@ -365,8 +365,8 @@ def _nothing_returned(rank: int) -> StrategyError:
     )
 
 
-def _apart(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
-    """What cannot be gathered with the rest: torch casts a unit to one dtype, and reduces gradients of one."""
+def _separate_units(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+    """Return the modules that need units of their own: torch casts and reduces a unit in one dtype."""
     trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     if policy.param_dtype is None and len(trained) < 2:
         return []
@@ -375,11 +375,11 @@ def _apart(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy
 
 @final
 class ExchangingBackward:
-    """A backward that exchanges gradients, and may be told to leave those of other parameters alone.
+    """A backward that exchanges gradients, and can leave those of some parameters unchanged.
 
     Args:
-        parameters: all that it might reach, as the module has them.
-        run: the user's own; None: autograd's.
+        parameters: all parameters of the module.
+        run: the module's override of backward; None: autograd's.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], run: Callable[..., None] | None) -> None:
@@ -390,7 +390,7 @@ class ExchangingBackward:
         if inputs is None:
             self.run(loss, *arguments, **options)
             return
-        # autograd knows the gathered parameters only, so it cannot be told to reach those of which this rank has parts.
+        # ``inputs=`` of autograd cannot name the parts: its graph has the gathered parameters.
         reached = {id(parameter) for parameter in inputs}
         others = [(p, p.grad) for p in self.parameters if id(p) not in reached]
         for parameter, _ in others:

@@ -25,11 +25,11 @@ FSDP_KEYS: Final = (
 """Those that say something. FSDP2 does by itself, or has no longer, what the others ask for."""
 
 
-def fsdp_from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
+def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
     """Arguments of the strategy.
 
     Args:
-        told: the texts of what the launcher was given, by key.
+        given: the values that the launcher has, by key.
 
     Raises:
         StrategyError: for what FSDP2 has not.
@@ -42,28 +42,28 @@ def fsdp_from_launcher(told: Mapping[str, str]) -> dict[str, Any]:
         {'auto_wrap_policy': ['Block', 'Head']}
     """
     found: dict[str, Any] = {}
-    if is_true(told.get("fsdp_offload_params")):
+    if is_true(given.get("fsdp_offload_params")):
         found["cpu_offload"] = True
-    if "fsdp_sharding_strategy" in told:
-        found["sharding_strategy"] = told["fsdp_sharding_strategy"]
-    reshards = told.get("fsdp_reshard_after_forward", "")
+    if "fsdp_sharding_strategy" in given:
+        found["sharding_strategy"] = given["fsdp_sharding_strategy"]
+    reshards = given.get("fsdp_reshard_after_forward", "")
     if reshards.upper().endswith(("SHARD", "_OP", "ZERO2")):  # in version 1 this was the strategy
         found["sharding_strategy"] = reshards
     elif reshards:
         found["reshard_after_forward"] = is_true(reshards)
-    if is_true(told.get("fsdp_activation_checkpointing_offload")):
+    if is_true(given.get("fsdp_activation_checkpointing_offload")):
         fix = "leave it out: activations are computed again (fsdp_activation_checkpointing)"
         raise StrategyError("activations are not offloaded", found="fsdp_activation_checkpointing_offload", fix=fix)
-    if is_true(told.get("fsdp_activation_checkpointing")):
+    if is_true(given.get("fsdp_activation_checkpointing")):
         found["activation_checkpointing_policy"] = True
-    if "fsdp_ignored_modules" in told:
-        found["ignored_modules"] = told["fsdp_ignored_modules"]
-    names = [name.strip() for name in told.get("fsdp_transformer_layer_cls_to_wrap", "").split(",") if name.strip()]
-    policy = told.get("fsdp_auto_wrap_policy", "").upper()
+    if "fsdp_ignored_modules" in given:
+        found["ignored_modules"] = given["fsdp_ignored_modules"]
+    names = [name.strip() for name in given.get("fsdp_transformer_layer_cls_to_wrap", "").split(",") if name.strip()]
+    policy = given.get("fsdp_auto_wrap_policy", "").upper()
     if policy == "NO_WRAP":
         found["auto_wrap_policy"] = []
     elif policy == "SIZE_BASED_WRAP":
-        found["auto_wrap_policy"] = int(told.get("fsdp_min_num_params", "100000000"))
+        found["auto_wrap_policy"] = int(given.get("fsdp_min_num_params", "100000000"))
     elif names:
         found["auto_wrap_policy"] = names
     return found
@@ -74,11 +74,11 @@ MESH_KEYS: Final = tuple(f"parallelism_config_{axis}_size" for axis in _LAUNCHER
 """Those that say something. How sequences are exchanged is decided by the number of heads."""
 
 
-def mesh_from_launcher(told: Mapping[str, str], fsdp: Mapping[str, Any] | None) -> dict[str, Any]:
+def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None) -> dict[str, Any]:
     """Arguments of the strategy; none where a mesh would do nothing that DDP or FSDP does not do alone.
 
     Args:
-        told: the texts of what the launcher was given, by key.
+        given: the values that the launcher has, by key.
         fsdp: arguments of `FSDPStrategy`, where the launcher asks for it.
 
     Raises:
@@ -91,9 +91,9 @@ def mesh_from_launcher(told: Mapping[str, str], fsdp: Mapping[str, Any] | None) 
         {}
     """
     try:
-        sizes = {axis: int(told.get(key, 1)) for axis, key in zip(_LAUNCHER_AXES, MESH_KEYS, strict=True)}
+        sizes = {axis: int(given.get(key, 1)) for axis, key in zip(_LAUNCHER_AXES, MESH_KEYS, strict=True)}
     except ValueError:
-        raise ConfigurationError("sizes of parallelism_config are whole numbers", found=str(dict(told))) from None
+        raise ConfigurationError("sizes of parallelism_config are whole numbers", found=str(dict(given))) from None
     active = [axis for axis, size in sizes.items() if size != 1]
     if not active or (active == ["dp_replicate"] and fsdp is None):
         return {}

@@ -1,4 +1,4 @@
-"""Local SGD: ranks step by themselves and average weights now and then, in place of every gradient."""
+"""Local SGD: each rank steps on its own gradients, and the ranks average weights every few steps."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PostLocalSGD:
 
 @final
 class Replicas:
-    """The weights of ranks that may differ: when they are made one, and what stands for them meanwhile.
+    """The weights of ranks that may differ: when they are averaged, and what a checkpoint has meanwhile.
 
     Args:
         options: when.
@@ -58,17 +58,17 @@ class Replicas:
 
     Attributes:
         local: whether the window under way exchanges no gradients.
-        apart: whether weights differ from rank to rank now.
+        diverged: whether weights differ from rank to rank now.
     """
 
     def __init__(self, options: PostLocalSGD, world: ProcessGroup) -> None:
         self.options, self.world = options, world
         self.local = False
-        self.apart = True  # of a resumed run, until its first step says more
+        self.diverged = True  # of a resumed run, until its first step says more
         self._due = self._own = False
 
     def begin(self, completed: int) -> bool:
-        """A window begins after so many steps; returns whether it is a local one."""
+        """Begin a window after so many steps; return whether it exchanges no gradients."""
         after = completed + 1 - self.options.warmup_steps
         self.local = after > 0
         self._due = self.local and after % self.options.period == 0
@@ -80,7 +80,7 @@ class Replicas:
 
         def step(*args: Any, **options: Any) -> Any:
             result = own(*args, **options)
-            self.apart = self.local and not self._due
+            self.diverged = self.local and not self._due
             if self._due:
                 average((p for group in optimizer.param_groups for p in group["params"]), self.world)
             return result
@@ -88,16 +88,16 @@ class Replicas:
         return step
 
     def unite(self, module: nn.Module) -> None:
-        """Make weights one, where they are not."""
-        if self.apart:
+        """Average the weights, where they differ."""
+        if self.diverged:
             average(module.parameters(), self.world)
-            self.apart = False
+            self.diverged = False
 
     @contextmanager
     def united(self, module: nn.Module) -> Iterator[None]:
-        """Inside, every rank has the average; afterwards its own again."""
-        apart = self.apart
-        own = [(p, p.detach().clone()) for p in module.parameters()] if apart else []
+        """Inside, every rank has the average; afterwards its own weights again."""
+        diverged = self.diverged
+        own = [(p, p.detach().clone()) for p in module.parameters()] if diverged else []
         self.unite(module)
         try:
             yield
@@ -105,11 +105,11 @@ class Replicas:
             with torch.no_grad():
                 for parameter, value in own:
                     parameter.copy_(value)
-            self.apart = apart
+            self.diverged = diverged
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        """Inside, states are those of this rank; outside what stands for all of them."""
+        """Inside, states are those of this rank; outside, the average of all ranks."""
         self._own = True
         try:
             yield
@@ -119,7 +119,7 @@ class Replicas:
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """With averaged weights; every rank must call it."""
         state = dict(module.state_dict())
-        if self._own or not self.apart:
+        if self._own or not self.diverged:
             return state
         weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         return {**state, **self._averaged({"": {name: state[name] for name in state if name in weights}})[""]}
@@ -143,13 +143,13 @@ class Replicas:
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Copies of what can be averaged."""
+    """Copies of the tensors that can be averaged."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return {name: value.detach().clone() for name, value in tensors.items() if value.is_floating_point()}
 
 
 def fill_absent(parameters: Iterable[nn.Parameter]) -> None:
-    """Gradients of zeros for a rank that had no data, so that its optimizer steps as those of the others do."""
+    """Give a rank without data gradients of zeros, so that its optimizer steps as the others do."""
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)

@@ -25,13 +25,13 @@ __all__ = [
     "mesh_in_words",
     "parameters_held",
     "places",
-    "refuse_by_hand",
+    "refuse_in_raw_loop",
     "same_batches",
 ]
 
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost: neighbours in the last axis exchange most, and are neighbours on a machine."""
+"""From the outermost to the innermost. Ranks of the last axis exchange most, and lie on one machine."""
 
 
 def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
@@ -42,7 +42,7 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
         processes: how many there are.
 
     Raises:
-        StrategyError: another number of places.
+        StrategyError: the mesh has another number of places.
 
     Example:
         >>> places({"dp_shard": -1, "tp": 2}, 8)
@@ -51,11 +51,11 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
     count = math.prod(size for size in sizes.values() if size != -1)
     free = -1 in sizes.values()
     if processes % count if free else processes != count:
-        told = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+        given = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
         launched = "1 process was launched" if processes == 1 else f"{processes} processes were launched"
         raise StrategyError(
             f"the mesh has {count} places{' or a multiple' if free else ''} but {launched}",
-            found=f"{told or '1 in every axis'} in MeshStrategy(...)",
+            found=f"{given or '1 in every axis'} in MeshStrategy(...)",
             fix=f"launch {count * max(1, round(processes / count)) if free else count} processes"
             + ("" if free else ", or leave one axis at -1"),
         )
@@ -63,7 +63,7 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Refuse sizes that no number of processes could fill.
+    """Refuse sizes that no number of processes fits.
 
     Raises:
         StrategyError: an axis without a place, or two that take what the others leave.
@@ -87,14 +87,14 @@ def axes_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
-    """Options of `FSDPStrategy` that a mesh of these sizes has no use for, or would train wrongly with.
+    """Refuse options of `FSDPStrategy` that do nothing in a mesh of these sizes, or make training wrong.
 
     Args:
         sizes: of each axis.
         fsdp: the options.
 
     Raises:
-        StrategyError: there are some.
+        StrategyError: such an option is given.
     """
     if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
         raise StrategyError(
@@ -112,15 +112,15 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What gradients are averaged over: copies, and those who divide parameters among them, context ranks too."""
+    """Return the mesh over which gradients are averaged: replicas, and shards, which include the context ranks."""
     replicas, shards = mesh["dp_replicate"], mesh["dp_shard"]
     if mesh["cp"].size() > 1:
         shards = inherit_timeout(mesh["dp_shard", "cp"]._flatten("dp_shard_cp"))
     return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
 
 
-def refuse_by_hand(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None:
-    """What a loop of the user's own cannot have, for it is done around a whole step.
+def refuse_in_raw_loop(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None:
+    """Refuse for a raw loop what needs code around a whole step.
 
     Args:
         mesh: with its axes.
@@ -128,7 +128,7 @@ def refuse_by_hand(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None
         several: whether there is a model already.
 
     Raises:
-        StrategyError: it is asked for.
+        StrategyError: the mesh or the plan needs it.
     """
     pp, cp = mesh["pp"].size(), mesh["cp"].size()
     if loss_parallel or (pp > 1 and (cp > 1 or several)):
@@ -141,7 +141,7 @@ def refuse_by_hand(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None
 
 @final
 class MeshGroups:
-    """One mesh of all processes, and its groups. Every process makes it at the same time.
+    """One mesh of all processes, and its groups; a collective call.
 
     Args:
         device: where this rank computes.
@@ -149,11 +149,10 @@ class MeshGroups:
 
     Attributes:
         mesh: with the axes `AXES`.
-        data_mesh: what gradients are averaged over: copies, and those who divide parameters among them, context ranks
-            too.
-        data: among whom a global batch is divided.
-        losses: those, and the context ranks.
-        reports: those, and the stages of a pipeline.
+        data_mesh: the ranks over which gradients are averaged, see `data_mesh`.
+        data: the ranks among which a global batch is divided.
+        losses: the data ranks and the context ranks.
+        reports: the loss ranks and the stages of a pipeline.
         same: for each axis whose ranks get the same batches.
         stages: the ranks of one pipeline.
     """
@@ -181,7 +180,7 @@ class MeshGroups:
 
 
 def mesh_groups(device: torch.device, sizes: Mapping[str, int]) -> MeshGroups:
-    """The same ones for every strategy of the same sizes: a group is threads and sockets until its process ends.
+    """Return the one `MeshGroups` of these sizes: groups keep threads and sockets until the process ends.
 
     Args:
         device: where this rank computes.
@@ -214,10 +213,12 @@ def mesh_in_words(
     if mesh is not None:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     staged = f" ({schedule})" if sizes["pp"] != 1 else ""
-    told = [f"mesh {axes_in_words(sizes)} on {device.type}{staged}"]
-    told += [same_batches(mesh)] if mesh is not None else []
-    told += [parameters_held(modules, elsewhere)] if modules else []
-    return "; ".join(filter(None, told))
+    facts = [f"mesh {axes_in_words(sizes)} on {device.type}{staged}"]
+    if mesh is not None:
+        facts.append(same_batches(mesh))
+    if modules:
+        facts.append(parameters_held(modules, elsewhere))
+    return "; ".join(filter(None, facts))
 
 
 def same_batches(mesh: DeviceMesh) -> str:

@@ -40,11 +40,11 @@ __all__ = [
 
 
 _FOR_WRITERS: Final = timedelta(days=1)
-"""How long ranks wait for the slowest storage: training waits, too, but only where it needs the next checkpoint."""
+"""How long ranks wait for the slowest storage; training waits only where it needs the next checkpoint."""
 _KEPT: dict[Any, Any] = {}
 """What `once_a_world` has made, by key."""
 _WORLD: Final = "world"
-"""The key under which is the one that everything else there is of."""
+"""The key of the world that all other entries belong to."""
 _T = TypeVar("_T")
 
 
@@ -60,10 +60,10 @@ def join_world(
         device: where this rank computes.
         backend: torch's name; by default what torch takes for this device. The CPU has gloo beside it.
         timeout: how long a collective may take.
-        alone: whether a process that nobody launched makes a group of its own.
+        alone: whether a process without a launcher makes a group of one rank.
     """
     _mind_the_exit()
-    make_current(device)  # ahead of everything that would use another one
+    make_current(device)  # first: everything after it uses the current device
     if not dist.is_initialized():
         if backend is None and device.type == "cpu":
             backend = "gloo"
@@ -91,18 +91,18 @@ def join_world(
                 found=str(error).splitlines()[0],
                 fix="start the script with torchrun, or give Trainer(devices=n) and let it start the ranks",
             ) from error
-        # Who creates the group destroys it, at process exit: a later Trainer in this rank reuses it.
+        # The process destroys the group when it exits: a later Trainer in this rank reuses it.
         atexit.register(_leave_world)
     return ProcessGroup(device, timeout=timeout)
 
 
 def _leave_world() -> None:
     # A reducer that outlives its group aborts the process on its way out ("terminate called without an active
-    # exception", exit code 134): what only a cycle keeps alive has to go first.
+    # exception", exit code 134): collect reference cycles first.
     gc.collect()
     if not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ:  # our agent's ranks end without C++'s exit
         return
-    # A loop of the user's own may hold a wrapped model to the end. Groups of gloo alone need no farewell.
+    # A raw loop may hold a wrapped model to the end. Groups that have gloo only need no teardown.
     if any(backend != "gloo" for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))):
         dist.destroy_process_group()
 
@@ -115,9 +115,9 @@ def _mind_the_exit() -> None:
 def _let_gloo_finish() -> None:
     """Return when no thread of gloo is busy, or after a second.
 
-    A collective that a backward has begun keeps something of that backward's until gloo's thread lets go of it, which
-    may be after its end was told, and for which the thread needs the interpreter. Where that is being shut down by then
-    it ends the thread, and with it the process ("terminate called without an active exception"): CPython up to 3.13.
+    gloo's thread releases what a backward gave to a collective, maybe after the collective has ended, and needs the
+    interpreter for it. An interpreter that is shutting down ends the thread, and with it the process ("terminate called
+    without an active exception"): CPython up to 3.13.
     """
     threads = Path("/proc/self/task")
     if not threads.is_dir():
@@ -125,7 +125,7 @@ def _let_gloo_finish() -> None:
     states = [thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in (thread / "comm").read_text()]
     asleep, end = 0, time.monotonic() + 1
     while states and asleep < 3 and time.monotonic() < end:
-        time.sleep(0.001)  # without the interpreter's lock: who waits for that is asleep, too
+        time.sleep(0.001)  # releases the interpreter's lock: a thread that waits for it sleeps, too
         asleep = asleep + 1 if all(") S " in state.read_text() for state in states) else 0
 
 
@@ -147,7 +147,7 @@ class ProcessGroup:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._cpu = group
         if "gloo" not in str(dist.get_backend_config(group)):
-            # Of all processes one is enough; of parts nobody here knows whether the others' are known, too.
+            # One side group serves the whole world. For other groups, this rank cannot know whether all ranks have one.
             made = partial(_beside, group, timeout)
             self._cpu = once_a_world(("beside", timeout), made) if group is None else made()
 
@@ -218,9 +218,9 @@ class ProcessGroup:
 
 
 def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
-    """What ``make`` returned when it was first asked for in this world of processes, on all of them at the same time.
+    """Return what ``make`` returned at the first call with this key in this world; a collective call.
 
-    Process groups are threads and sockets: one for each fit would be some for each.
+    Process groups keep threads and sockets, so a new fit reuses those of an earlier fit.
 
     Args:
         key: says what it is.
@@ -237,7 +237,7 @@ def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
 
 
 def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A gloo group of the same processes. All processes make all of them, in the same order."""
+    """Make a gloo group of the same processes; all processes make all such groups, in the same order."""
     mine = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
     everyone: list[Any] = [mine]
     if group is not None:
@@ -250,7 +250,7 @@ def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.
 
 
 def inherit_timeout(mesh: DeviceMesh) -> DeviceMesh:
-    """A collective along any of its axes may take as long as one of the world; torch gives them half an hour."""
+    """Give the collectives of all axes the timeout of the world; torch gives them half an hour."""
     timeout = _timeout()
     for group in mesh.get_all_groups():
         if timeout is not None and group is not dist.group.WORLD:
@@ -259,11 +259,11 @@ def inherit_timeout(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _timeout() -> timedelta | None:
-    """Of the world, where its backend tells."""
+    """Return the timeout of the world, where its backend has one."""
     world = dist.distributed_c10d._get_default_group()
     backends = [world._get_backend(device) for device in world._device_types]
-    told: list[timedelta] = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
-    return told[0] if told else None
+    found: list[timedelta] = [backend.options._timeout for backend in backends if hasattr(backend, "options")]
+    return found[0] if found else None
 
 
 def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -> None:
@@ -308,7 +308,7 @@ def broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
 
 @contextmanager
 def borrowed_buffers(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Inside, every rank has the buffers of rank 0; afterwards its own again, unless they were written to inside."""
+    """Inside, every rank has rank 0's buffers; afterwards its own again, except those that were written inside."""
     own = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     broadcast_buffers(module, group)
     lent = [

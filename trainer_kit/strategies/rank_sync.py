@@ -15,28 +15,28 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["InitialWeights", "agree_on_noise", "built_once", "digest", "drawing_alike"]
+__all__ = ["InitialWeights", "agree_on_rng", "built_once", "digest", "with_equal_rng"]
 
 
 @contextmanager
 def built_once(group: Group) -> Iterator[None]:
-    """Inside, rank 0 builds modules in host memory, the others without storage; all draw the same random numbers."""
+    """Inside, rank 0 builds modules in host memory, the others on the meta device; random streams stay equal."""
     before = torch.get_rng_state()
     with torch.device("cpu" if group.rank == 0 else "meta"):
         yield
     began, ended = group.broadcast((before, torch.get_rng_state()))
-    if torch.equal(before, began):  # the others drew nothing; what they draw next would differ
+    if torch.equal(before, began):  # the others drew nothing: their next numbers would differ
         torch.set_rng_state(ended)
 
 
 @final
 class InitialWeights:
-    """What a module holds ahead of being divided, and its way to everybody after that.
+    """The weights of a module before it is divided, and their broadcast after that.
 
     Args:
-        module: as the user built it; on ranks other than the first its tensors may be without storage.
+        module: as the user built it; on ranks other than the first its tensors may be on the meta device.
         group: every rank of it makes the same calls.
-        given: an earlier one has handed out all there is.
+        given: an earlier fit has placed all weights.
 
     Raises:
         StrategyError: the first rank has no values either, or ranks have built different models.
@@ -69,7 +69,7 @@ class InitialWeights:
             )
 
     def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
-        """Fill the module, divided by now, on every rank; what a rank does not hold any more passes it by.
+        """Fill the divided module on every rank; each rank keeps only its own parts.
 
         Args:
             module: the same one.
@@ -82,12 +82,12 @@ class InitialWeights:
         if not shapes:
             return
         if any(tensor.is_meta for _, tensor in _tensors(module)):
-            # Unlike to_empty(): what submodules hold in a way of their own (metrics) has values, and nobody sends them.
+            # Unlike to_empty(), keep what submodules such as metrics store outside of buffers: it is not broadcast.
             with _kept_tied(module):
                 apply: Any = module._apply
                 apply(lambda tensor: torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor)
         for parameter in module.parameters():
-            # Whole ones in place: optimizers hold them, and some are tied.
+            # Whole parameters move in place: optimizers hold them, and some are tied.
             if not hasattr(parameter, "placements") and parameter.device != device:
                 parameter.data = parameter.data.to(device)
         for part in module.modules():
@@ -101,13 +101,13 @@ class InitialWeights:
                 if whole is None:
                     whole = torch.empty(shape, dtype=dtype, device=device)
                 self._group.broadcast(whole)
-                # Under each of its names: a stage of a pipeline may have one that is not the first.
+                # Under each of its names: a stage of a pipeline may have a later name only.
                 for own in {id(held[known]): held[known] for known in self._names[name] if known in held}.values():
                     own.detach().copy_(part_of(whole, own))
 
 
 def _compare(mine: dict[str, str], group: Group) -> None:
-    """Refuse, on every rank, what would be sent into tensors of other sizes."""
+    """Refuse, on every rank, models whose tensors differ in shape or dtype."""
     if len({row[0] for row in group.agree([zlib.crc32(repr(mine).encode())])}) == 1:
         return
     first, *others = group.all_gather_object(mine)
@@ -127,7 +127,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def _kept_tied(module: nn.Module) -> Iterator[None]:
-    """What is one parameter in several places is one afterwards."""
+    """Inside, shared parameters may be replaced; afterwards all their places have the first replacement."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
     for part in module.modules():
         for key, parameter in part._parameters.items():
@@ -139,19 +139,19 @@ def _kept_tied(module: nn.Module) -> Iterator[None]:
                 other._parameters[its_key] = part._parameters[key]
 
 
-def agree_on_noise(groups: Iterable[Group], device: torch.device) -> None:
-    """Every rank of a group goes on with the generators of its first one; one number is exchanged where they agree."""
+def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:
+    """Give every rank of a group the generator states of its first rank. Equal states cost one exchanged number."""
     for group in groups:
         state = rng_state(device)
         if len({row[0] for row in group.agree([digest(state)])}) > 1:
             restore_rng(group.broadcast(state), device)
 
 
-def drawing_alike(call: Callable[..., Any], groups: Sequence[Group], device: torch.device) -> Callable[..., Any]:
-    """A step ahead of which ranks agree, for hooks and loaders may have drawn on one of them alone."""
+def with_equal_rng(call: Callable[..., Any], groups: Sequence[Group], device: torch.device) -> Callable[..., Any]:
+    """Return a step that equalizes generators first: hooks and loaders may have drawn numbers on one rank only."""
 
     def step(*arguments: Any) -> Any:
-        agree_on_noise(groups, device)
+        agree_on_rng(groups, device)
         return call(*arguments)
 
     return step
@@ -166,7 +166,7 @@ def digest(state: dict[str, Any]) -> int:
     """
     _, keys, *rest = state["numpy"]
     version, words, gauss = state["python"]
-    # Of numbers alone: before Python 3.12 the hash of None is its place in memory.
+    # Numbers only: before Python 3.12 the hash of None is its address.
     numbers = (version, words, -1 if gauss is None else gauss, *rest)
     found = zlib.crc32(keys.tobytes(), hash(numbers) & 0xFFFFFFFF)
     for name in ("torch", "device"):

@@ -18,7 +18,7 @@ __all__ = ["Alone", "SingleDeviceStrategy"]
 
 @final
 class Alone:
-    """A group of one: what every collective is when there is nobody else."""
+    """A group of one rank: every collective returns its input."""
 
     rank = 0
     size = 1
@@ -44,7 +44,7 @@ class Alone:
         return value
 
     def barrier(self) -> None:
-        """Nobody to wait for."""
+        """Returns at once."""
 
     def agree(self, values: list[float]) -> list[list[float]]:
         """One row."""
@@ -74,7 +74,7 @@ class SingleDeviceStrategy(Strategy):
         self.world = self.data = self.losses = self.reports = Alone()
 
     def start(self) -> None:
-        """There is no other process: only the device is made current."""
+        """Make the device current; there is no process group."""
         make_current(self.device)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:

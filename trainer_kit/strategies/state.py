@@ -65,7 +65,7 @@ def load_optimizer_state(
 
 
 def _in_dtype_of(given: Any, loaded: Any) -> Any:
-    """What was loaded; a tensor that was cast, as it was given."""
+    """Return the loaded value; a tensor that ``load_state_dict`` has cast keeps the given dtype."""
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
         return loaded if given.dtype == loaded.dtype else given.detach().to(loaded.device, copy=True)
     if isinstance(given, Mapping) and isinstance(loaded, dict):
@@ -76,23 +76,23 @@ def _in_dtype_of(given: Any, loaded: Any) -> Any:
 
 
 def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | None]]:
-    """A module's parameters by name, for `Moved.note`; they live no longer for it."""
+    """Return a module's parameters by name, for `Moved.note`, through weak references where torch allows them."""
 
     def refer(parameter: nn.Parameter) -> Callable[[], nn.Parameter | None]:
         if type(parameter.data) is Tensor:
             return weakref.ref(parameter)
-        return lambda: parameter  # torch refuses to convert others while they are referred to weakly
+        return lambda: parameter  # torch refuses to convert a subclass that has weak references
 
     return {name: refer(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
 
 
 @final
 class Moved:
-    """Which parameters a module has in place of those that it had before it was divided."""
+    """Maps the parameters that a module had before it was divided to those that it has now."""
 
     def __init__(self) -> None:
-        # By identity, and only as long as the one before lives: its number is another's afterwards. What it became is
-        # found by its name: torch refuses to convert parameters that are referred to weakly.
+        # By id, and only while the old parameter lives: ids are reused. The new parameter is found by its name: torch
+        # refuses to convert parameters that have weak references.
         self._now: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]] = {}
 
     def note(self, before: Mapping[str, Callable[[], nn.Parameter | None]], module: nn.Module) -> None:
@@ -103,10 +103,10 @@ class Moved:
                 self._now[id(was)] = (weakref.ref(was), weakref.ref(module), name)
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Point an optimizer's groups at what became of its parameters.
+        """Replace the parameters of an optimizer's groups by those that the module has now.
 
         Raises:
-            StrategyError: it has stepped them already, or does not work with parts.
+            StrategyError: the optimizer has stepped them already, or does not work with parts.
         """
         for group in optimizer.param_groups:
             for index, parameter in enumerate(group["params"]):
@@ -136,7 +136,7 @@ def refuse_whole(optimizer: Optimizer) -> None:
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank holds of ``like``; nobody is asked.
+    """Return the part of a whole tensor that this rank holds of ``like``, without communication.
 
     Args:
         whole: the same on every rank.
@@ -155,14 +155,14 @@ def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool)
     """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
     state, own = dict(state), module.state_dict()
     for name, layer in module.named_modules():
-        if hasattr(layer, "take_floats"):  # what a layer quantises has its own shape, which is then divided
+        if hasattr(layer, "take_floats"):  # a quantised weight has a shape of its own
             layer.take_floats(state, f"{name}." if name else "")
     parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
     module.load_state_dict(parts, strict=strict)
 
 
 def optimizer_parts(state: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
-    """What is as large as its parameter divided as that is."""
+    """Divide the state that has the shape of its parameter as the parameter is divided."""
     return {
         parameter: {
             name: part_of(value, parameter) if isinstance(value, Tensor) else value for name, value in own.items()
@@ -208,14 +208,14 @@ def whole_of(
         piece: this rank's.
         shape: of the whole parameter.
         tensor: the master, or a moment of it.
-        keep: whether this rank wants the values; every rank calls it.
+        keep: whether this rank needs the values; every rank calls it.
         group: those that have the pieces; all ranks by default.
     """
     if not piece.divided:
         return piece.of(tensor).view(shape).clone() if keep else unkept(shape, tensor.dtype)
     whole = torch.zeros(shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor))
     piece.in_whole(whole).copy_(piece.of(tensor))
-    # As integers, of which all but one are zero: every bit arrives, the sign of a zero too.
+    # As integers: one rank's bits and zeros add up to exactly these bits, the sign of a zero included.
     dist.all_reduce(whole.view(torch.int32 if whole.element_size() == 4 else torch.int16), group=group)
     if not keep:
         return unkept(shape, tensor.dtype)
@@ -223,7 +223,7 @@ def whole_of(
 
 
 def unkept(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor that takes the memory of one element: who looks at a state on any rank finds its shapes."""
+    """Return a tensor of this shape with the memory of one element: every rank shows the shapes of a state."""
     return torch.zeros((), dtype=dtype).expand(shape)
 
 
@@ -235,16 +235,16 @@ def _exchange_device(tensor: Tensor) -> torch.device:
 
 
 def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-    """The step, for each kind of parameter by itself where all at once would be refused.
+    """Return the step, or one call of it for each kind of parameter where torch refuses a single call.
 
     An optimizer with ``foreach`` or ``fused`` handles many parameters in one call, which torch has for those of one
-    mesh only. Such optimizers treat each parameter by itself, so that several calls of them are one.
+    mesh only. Such optimizers treat each parameter separately, so several calls equal one.
 
     Args:
         optimizer: with its parameters as they are by now.
         step: how it is stepped.
     """
-    # None stands for torch's choice, which is foreach on an accelerator.
+    # With None torch chooses: foreach on an accelerator.
     if all(group.get(way, False) is False for group in optimizer.param_groups for way in ("foreach", "fused")):
         return step
     if len(_kinds(optimizer)) < 2:
@@ -254,7 +254,7 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         whole = [group["params"] for group in optimizer.param_groups]
         result = None
         try:
-            for kind in _kinds(optimizer).values():  # anew: groups may be added
+            for kind in _kinds(optimizer).values():  # in each step: groups may be added
                 for group, parameters in zip(optimizer.param_groups, whole, strict=True):
                     group["params"] = [p for p in parameters if p in kind]
                 result = step(*arguments, **options)

@@ -9,10 +9,12 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
+from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["ActivationCheckpointing", "Compile", "Policy", "keep_activations", "outer_modules", "units"]
 
@@ -21,18 +23,18 @@ Policy = int | str | type | Collection[str | type] | Callable[..., bool] | None
 """A number of parameters, classes or their names, a callable, or None; see `units`."""
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward: nothing can happen before and after it."""
+"""Modules without a forward, so that no hook can run before and after it."""
 
 
 def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
-    """The parts that a policy picks, by name, inner ones first; never ``module`` itself.
+    """Return the modules that a policy selects, by name, inner modules first; never ``module`` itself.
 
     Args:
         module: the whole.
-        policy: None: the blocks of each list or sequence that repeats a class, the outermost ones. A number: whatever
-            has so many parameters that are in no part of it that was picked. One or several classes, or their names:
-            their modules. A callable: it is called with a module, or as torch's own wrapping policies are with
-            ``module``, ``recurse`` and ``nonwrapped_numel``, and says whether the module is one.
+        policy: None: the blocks of each outermost list or sequence that repeats a class. A number: each module with at
+            least so many parameters outside of the modules in it that are selected. Classes, or their names: their
+            modules. A callable: it takes a module, or ``module``, ``recurse`` and ``nonwrapped_numel`` as torch's
+            wrapping policies do, and returns whether the module is selected.
 
     Raises:
         StrategyError: no module is of a class that was named.
@@ -62,13 +64,13 @@ def _is_part(module: nn.Module) -> bool:
 
 
 def _inner_first(module: nn.Module, picked: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in reversed(list(module.named_modules())):  # each comes behind what it is a part of
+    for name, part in reversed(list(module.named_modules())):  # in reversed order, each comes before its parent
         if part is not module and id(part) in picked:
             yield name, part
 
 
 def _repeated(module: nn.Module) -> set[int]:
-    """The outermost blocks; what is inside of one is gathered with it."""
+    """The outermost repeated blocks; a block inside of another one belongs to that."""
     found: set[int] = set()
     parts = [part for part in module.children() if _is_part(part)]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -106,7 +108,7 @@ def _by_class(module: nn.Module, wanted: list[Any]) -> dict[str, nn.Module]:
 
 
 def outer_modules(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that have a forward; parameters outside of them stay whole."""
+    """Return the outermost modules that have a forward; parameters outside of them stay whole."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, _CONTAINERS):
@@ -127,13 +129,13 @@ def outer_modules(module: nn.Module) -> list[nn.Module]:
 
 
 @final
-class ActivationCheckpointing:
-    """Less memory for more computing (Chen et al., 2016): torch's ``checkpoint`` around the forward of some parts.
+class ActivationCheckpointing(Transform):
+    """Less memory for more computation (Chen et al., 2016): torch's ``checkpoint`` around the forward of some modules.
 
-    No part is wrapped, so names of parameters stay what they are. Random layers draw the same again.
+    No module is wrapped, so parameters keep their names. Random layers draw the same numbers again.
 
     Args:
-        policy: which parts, see `units`.
+        policy: which modules, see `units`.
 
     Example:
         >>> import torch
@@ -147,16 +149,20 @@ class ActivationCheckpointing:
     def __init__(self, policy: Policy = None) -> None:
         self.policy = policy
 
-    def apply(self, module: nn.Module, mesh: Any = None) -> None:
-        """Change the parts in place; done twice, it is there once."""
+    def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+        """Change the modules in place; a second call changes nothing."""
         for part in units(module, self.policy).values():
             if not isinstance(part.__dict__.get("forward"), _Recomputed):
                 # On the instance: the class, and other models of it, are left alone.
                 part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__)
 
+    def undo(self, module: nn.Module) -> None:
+        """Let the module keep its activations again."""
+        keep_activations(module)
+
 
 def keep_activations(module: Any) -> None:
-    """Take it off again, wherever in the module it is."""
+    """Undo `ActivationCheckpointing` in all parts of a module."""
     for part in module.modules():
         recomputed = part.__dict__.get("forward")
         if isinstance(recomputed, _Recomputed):
@@ -167,7 +173,7 @@ def keep_activations(module: Any) -> None:
 
 @final
 class _Recomputed:
-    """A forward whose activations are not kept."""
+    """A forward that backward runs again, so that its activations are not kept."""
 
     def __init__(self, forward: Callable[..., Any], own: bool) -> None:
         self.forward, self.own = forward, own
@@ -177,16 +183,16 @@ class _Recomputed:
 
 
 @final
-class Compile:
+class Compile(Transform):
     """``torch.compile`` of each block instead of the whole step (regional compilation).
 
-    Blocks of one class share their code, so the compiler runs once for all of them: a deep model starts about as many
-    times sooner as it has blocks. Names of parameters stay what they are. It comes before data sharding: what gathers a
-    block's parameters runs around its graph.
+    Blocks of one class share their code, so the compiler runs once for all of them, and n blocks start about n times
+    sooner. Parameters keep their names. Data sharding comes later: it gathers a block's parameters outside of
+    the block's graph.
     Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 
     Args:
-        policy: which parts, see `units`.
+        policy: which modules, see `units`.
         options: of ``torch.compile``.
 
     Example:
@@ -201,11 +207,11 @@ class Compile:
     def __init__(self, policy: Policy = None, options: Mapping[str, Any] | None = None) -> None:
         self.policy, self.options = policy, dict(options or {})
 
-    def apply(self, module: nn.Module, mesh: Any = None) -> None:
-        """Change the parts in place; done twice, it is there once.
+    def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
+        """Change the modules in place; a second call changes nothing.
 
         Raises:
-            StrategyError: there are no such parts.
+            StrategyError: there are no such modules.
         """
         parts = units(module, self.policy).values()
         if not parts:
@@ -220,7 +226,7 @@ class Compile:
 
 
 def _through(part: nn.Module) -> Callable[..., Any]:
-    """Its call in a frame of ours: ``part.compile()`` leaves out classes of torch's own, whose code it skips."""
+    """Call the module from a function of this file: ``part.compile()`` skips the code of torch's own classes."""
     call: Callable[..., Any] = part._call_impl
 
     def block(*arguments: Any, **options: Any) -> Any:

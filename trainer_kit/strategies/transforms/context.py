@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Final, final
 
 import torch
@@ -20,11 +20,11 @@ from torch.overrides import TorchFunctionMode
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
+from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
     "ContextParallel",
     "RingAttention",
-    "context_parallel",
     "dividing",
     "has_ring",
     "ring_attention",
@@ -41,8 +41,8 @@ _CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 
 
 @final
-class ContextParallel:
-    """Attention over the whole sequence behind torch's ``scaled_dot_product_attention``.
+class ContextParallel(Transform):
+    """Each rank has a part of every sequence; ``scaled_dot_product_attention`` covers the whole sequence.
 
     On devices that have it this is torch's own, see `trainer_kit.strategies.transforms.context`, where it takes what is
     asked for. Elsewhere, and for causal attention, of which a ring gives the last rank most to do: where the axis
@@ -58,29 +58,66 @@ class ContextParallel:
         ring: torch's own; None where the device has none.
     """
 
+    axis = "cp"
+    divides_batch = True
+
     def __init__(self, plan: ContextPlan, weighed: bool = False) -> None:
-        self.plan, self.weighed = plan, weighed
+        self.plan = plan
+        self.weighed = weighed
         self.ring: RingAttention | None = None
         self._around: Callable[..., Tensor] | None = None
         self._seen = 0
 
+    @classmethod
+    def planned(cls, module: nn.Module, plan: ParallelPlan) -> ContextParallel:
+        """Return the transform that a module's plan asks for.
+
+        Raises:
+            StrategyError: the plan does not name the dimension of the sequence.
+        """
+        if plan.context is None:
+            raise StrategyError(
+                f"{type(module).__name__} does not say where the sequence is in a batch",
+                found="no ParallelPlan(context=...)",
+                fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
+                "MeshStrategy(cp=..., plan=...)",
+            )
+        return cls(plan.context, hasattr(module, "loss_weight") and is_overridden("loss_weight", module, TrainModule))
+
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Nothing of the module changes; attention does, inside of `attending`.
+        """Take the axis. The module does not change: attention does, inside of `attending`.
 
         Args:
             module: the whole.
             mesh: one axis.
         """
-        self.mesh, self.group, self.size, self.rank = mesh, mesh.get_group(), mesh.size(), mesh.get_local_rank()
+        self.mesh = mesh
+        self.group = mesh.get_group()
+        self.size = mesh.size()
+        self.rank = mesh.get_local_rank()
         self.ring = ring_attention if has_ring(mesh.device_type) else None
 
+    def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+        """The step inside of `attending`; a whole batch only gets its positions."""
+        if self.size == 1:
+            return step
+        if not whole:
+            return self.attending()(step)
+        return lambda batch, *others: step(with_positions(self.plan, batch), *others)
+
+    def computing(self, first: bool) -> AbstractContextManager[Any]:
+        """`attending`, checked in the first window."""
+        return nullcontext() if self.size == 1 else self.attending(checked=first)
+
     def shard_batch(self, batch: Any) -> Any:
-        """This rank's part of a batch; views of it.
+        """Return this rank's part of a batch; its tensors are views.
 
         Raises:
             StrategyError: a sequence that cannot be divided.
         """
         dims = self.plan.dims
+        if self.size == 1:
+            return with_positions(self.plan, batch)
         if isinstance(dims, int):
             made = apply_to_collection(batch, Tensor, lambda t: self.part(t, dims))
             return with_positions(self.plan, made, self.rank)
@@ -315,20 +352,6 @@ def _with(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     made: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     made.update(values)
     return made
-
-
-def context_parallel(module: nn.Module, plan: ParallelPlan) -> ContextParallel:
-    """The transform that a module's plan asks for."""
-    if plan.context is None:
-        raise StrategyError(
-            f"{type(module).__name__} does not say where the sequence is in a batch",
-            found="no ParallelPlan(context=...)",
-            fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
-            "MeshStrategy(cp=..., plan=...)",
-        )
-    return ContextParallel(
-        plan.context, hasattr(module, "loss_weight") and is_overridden("loss_weight", module, TrainModule)
-    )
 
 
 RingAttention = Callable[[DeviceMesh], AbstractContextManager[Callable[..., Tensor]]]

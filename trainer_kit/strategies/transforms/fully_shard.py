@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in parts; a unit's parameters are gathered while it computes."""
+"""Fully sharded: parameters, gradients and optimizer state in parts; a unit is gathered while it computes."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies.costs import held_in_parts, own_part, ring
 from trainer_kit.strategies.transforms.blocks import Policy, units
+from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = ["FullyShard", "abandon", "sharded_costs", "sharded_units"]
 
 
 @final
-class FullyShard:
+class FullyShard(Transform):
     """torch's ``fully_shard`` (FSDP2; Zhao et al., VLDB 2023) on the units of a module, then on the rest of it.
 
-    A unit that shares a parameter with the world outside of it is no unit: both sides are gathered with the rest.
+    A module that shares a parameter with a module outside of it is no unit: both are gathered with the rest.
 
     Args:
         policy: which parts are units, see `units`.
@@ -40,7 +41,7 @@ class FullyShard:
         mp_policy: in which dtype parameters are gathered and gradients reduced.
         cpu_offload: parts, gradients and optimizer states live in host memory.
         ignored: modules that stay whole on every rank, or a regular expression that their names match.
-        apart: modules that are units whatever the policy says, and are gathered as they are stored.
+        separate: modules that are units under any policy, and are gathered in their stored dtype.
     """
 
     def __init__(
@@ -51,20 +52,22 @@ class FullyShard:
         mp_policy: MixedPrecisionPolicy | None = None,
         cpu_offload: bool = False,
         ignored: str | Iterable[nn.Module] = (),
-        apart: Iterable[nn.Module] = (),
+        separate: Iterable[nn.Module] = (),
     ) -> None:
-        self.policy, self.reshard_after_forward, self.cpu_offload = policy, reshard_after_forward, cpu_offload
+        self.policy = policy
+        self.reshard_after_forward = reshard_after_forward
+        self.cpu_offload = cpu_offload
         self.mp_policy = mp_policy or MixedPrecisionPolicy()
         self.ignored = ignored if isinstance(ignored, str) else list(ignored)
-        self.apart = {id(part) for part in apart}
+        self.separate = {id(part) for part in separate}
 
     def apply(self, module: nn.Module, mesh: DeviceMesh, roots: Sequence[nn.Module] | None = None) -> None:
-        """Shard in place; what is sharded already stays as it is.
+        """Shard in place; modules that are sharded already stay as they are.
 
         Args:
             module: the whole.
             mesh: one axis to shard over, or two: replicas, and shards of each (hybrid).
-            roots: what gathers what no unit inside of it does; None: the module.
+            roots: the modules that gather parameters outside of all units; None: the module.
 
         Raises:
             StrategyError: an axis too many, or a policy or an expression names what is not there.
@@ -87,13 +90,13 @@ class FullyShard:
                 part,
                 mesh=mesh,
                 reshard_after_forward=self.reshard_after_forward,
-                mp_policy=as_stored if id(part) in self.apart else self.mp_policy,
+                mp_policy=as_stored if id(part) in self.separate else self.mp_policy,
                 offload_policy=offload,
                 ignored_params=ignored,
             )
 
     def left_whole(self, module: nn.Module) -> set[nn.Parameter]:
-        """The parameters that stay whole on every rank; who trains them averages their gradients."""
+        """Return the parameters that stay whole on every rank; the strategy averages their gradients."""
         if isinstance(self.ignored, str):
             matching = [part for name, part in module.named_modules() if name and re.fullmatch(self.ignored, name)]
         else:
@@ -101,11 +104,11 @@ class FullyShard:
         return {parameter for part in matching for parameter in part.parameters()}
 
     def units(self, module: nn.Module) -> list[nn.Module]:
-        """The parts that are gathered each by itself, without the roots."""
+        """Return the modules that are gathered separately, without the roots."""
         owners = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
         shared = {number for number, count in owners.items() if count > 1}
         found = []
-        picked = {id(part) for part in units(module, self.policy).values()} | self.apart
+        picked = {id(part) for part in units(module, self.policy).values()} | self.separate
         for part in reversed(list(module.modules())):  # inner ones first
             if id(part) not in picked or part is module:
                 continue
@@ -120,17 +123,17 @@ def _some_name(module: nn.Module) -> str:
 
 
 def sharded_units(module: nn.Module) -> list[FSDPModule]:
-    """Everything in a module that gathers its parameters by itself, the module first where it is one."""
+    """Return all units of a module, the module first where it is a unit."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def abandon(unit: FSDPModule) -> None:
-    """A window ended before its last backward: nothing of it may be in the next one's gradients."""
+    """Drop the gradients of a window that an error has ended before its last backward."""
     unit.set_requires_gradient_sync(True, recurse=False)
     state: Any = unit._get_fsdp_state()
     if state._is_root and hasattr(unit, "reset_iter_state"):
         unit.reset_iter_state()
-    # torch's own reset leaves what backwards without an exchange have added up.
+    # torch's own reset keeps the gradients that backwards without a reduction have accumulated.
     for group in state._fsdp_param_groups:
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -162,11 +165,11 @@ def sharded_costs(
     parts = {p: own_part(p, shards if p in divided else 1, rank) for p in module.parameters()}
 
     def size(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> int:
-        """Of what the shards send together, in bytes: each as much as the first one, whose part is the largest."""
+        """Bytes that all shards send together: each sends as much as the first, whose part is the largest."""
         together = 0
         for p in parameters:
             mesh = getattr(p, "device_mesh", None)
-            # Under further axes this rank's part is all that is known.
+            # With further axes only this rank's part is known.
             first = own_part(p.detach() if mesh is None else _whole_shape(p, mesh, len(sizes)), shards)
             together += first.numel() * shards * (dtype or p.dtype).itemsize
         return together
@@ -178,7 +181,7 @@ def sharded_costs(
     near = freed if isinstance(freed, int) and not isinstance(freed, bool) else shards
     trained = [p for p in divided if p.requires_grad]
     reduced = size(trained, policy.reduce_dtype or policy.param_dtype)
-    apart = size([p for p in parts if p not in divided and p.requires_grad])
+    kept_whole = size([p for p in parts if p not in divided and p.requires_grad])
 
     def moved(what: str, ring_size: int, size: int, times: int = 1, often: bool = True) -> Exchange:
         return Exchange(what=what, sent=ring(times, ring_size, size), each_batch=often)
@@ -189,7 +192,7 @@ def sharded_costs(
         moved(f"parameters: all-gather over {near} ranks for backward", near, size(again, policy.param_dtype)),
         moved(f"gradients: reduce-scatter over {shards} ranks", shards, reduced, often=each_backward),
         moved(f"their parts: all-reduce over {copies} copies", copies, reduced // shards, 2, each_backward),
-        moved(f"gradients of what stays whole: all-reduce over {everyone} ranks", everyone, apart, 2),
+        moved(f"gradients of what stays whole: all-reduce over {everyone} ranks", everyone, kept_whole, 2),
     ]
     among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
     return held_in_parts(parts, f"{copies} copies, each over {among}" if copies > 1 else among, sent)

@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import DataError, StrategyError
-from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
+from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.precision.precision import Precision
@@ -28,19 +29,20 @@ from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.pipeline_schedules import Relay, Schedules, check_schedule
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
-    StandIn,
     Ties,
     Turn,
+    has_stages,
     lay_out,
     make_stages,
     pipelined_model,
 )
+from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["Calls", "Pipeline", "copied", "drawing", "shapes_of", "tensors_of", "untouched"]
+__all__ = ["Calls", "Pipeline", "PipelineParallel", "copied", "drawing", "shapes_of", "tensors_of", "untouched"]
 
 
 class _Taken(BaseException):
-    """The step has called the model; what it called it with is what was wanted."""
+    """Ends a dry run of the step: the step has called the model, so its inputs are known."""
 
 
 @final
@@ -94,17 +96,12 @@ class Pipeline:
 
     # -- the model -----------------------------------------------------------------------------------------------
 
-    def apply(
-        self, module: nn.Module, parallel: ParallelPlan | None, precision: Precision, by_hand: bool = False
-    ) -> None:
-        """Leave of the module, in place, what the stages of this rank hold.
-
-        ``by_hand``: a loop of the user's own calls the module, so that all of it is what becomes stages.
+    def divide(self, module: nn.Module, plan: PipelinePlan, precision: Precision) -> None:
+        """Keep of the module, in place, only what the stages of this rank hold.
 
         Raises:
             StrategyError: the module cannot be split that way.
         """
-        plan = (parallel and parallel.pipeline) or PipelinePlan(model="" if by_hand else None)
         name, model = pipelined_model(module, plan)
         inside = {id(parameter) for parameter in model.parameters()}
         outside = [key for key, parameter in module.named_parameters() if id(parameter) not in inside]
@@ -142,40 +139,40 @@ class Pipeline:
         self._noise = self._seed + 1 + dist.get_rank(self.group)
 
     def find_parameters(self, module: nn.Module) -> None:
-        """Once every parameter of the module is the one that is trained."""
+        """Look up parameters, once the module has those that are trained."""
         for stage in self.stages:
             stage.find_loose()
         self.ties.find(module)
 
     def has(self, module: nn.Module) -> bool:
-        """Whether it was split here before, for an earlier fit or evaluation; from now on it is the one that is.
+        """Return whether this pipeline has split the module earlier; it becomes the current module.
 
         Raises:
             StrategyError: another pipeline has split it.
         """
         if self._module is not None and self._module() is module:
             return True
-        if any(isinstance(part, StandIn) for part in module.modules()):
+        if has_stages(module):
             raise StrategyError(
                 f"this {type(module).__name__} was split by another pipeline",
-                fix="make a new module and load a checkpoint, or go on with the Trainer that split it",
+                fix="make a new module and load a checkpoint, or use the Trainer that split it",
             )
         self._module = weakref.ref(module)
         return False
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """Whoever calls the model lands here."""
+        """The forward of the divided model."""
         if self._takes:
             self._inputs = (args, kwargs)
             raise _Taken
         if self.calls is not None and torch.is_grad_enabled():
             return self.calls(args, kwargs)
         if not self._answers:
-            # Every rank of the pipeline is here at the same time; what it draws, the step around it does not.
+            # Every rank of the pipeline is here at the same time; random numbers drawn here are not drawn by the step.
             noise = self._noise if self.calls is None else self._draw_seeds()[1 + dist.get_rank(self.group)]
             with torch.no_grad(), drawing(noise, self.device):
                 output = self._relay.run(args, kwargs)
-            if self.calls is not None:  # nobody else does it behind a step
+            if self.calls is not None:  # a raw loop does not reshard after a step
                 self._relay.reshard()
             return output
         if self._answer is None:
@@ -192,7 +189,7 @@ class Pipeline:
         """The training step: up to the call of the model, or from there with what the last stage has computed."""
 
         def step(batch: Any, index: int) -> Any:
-            # Whatever it draws, it draws the same on the rank that has the inputs and on the one that has the loss.
+            # It draws the same numbers on the rank that has the inputs and on the rank that has the loss.
             with drawing(self._seed + index, self.device):
                 return method(batch, index)
 
@@ -214,7 +211,7 @@ class Pipeline:
         return step
 
     def take_calls(self) -> None:
-        """From now on a loop of the user's own calls the model, and says when a window ends: `complete`."""
+        """From now on a raw loop calls the model, and calls `complete` at the end of a window."""
         self.calls = Calls(self._relay, self._schedules, self.world, self.device)
 
     def complete(self) -> bool:
@@ -244,7 +241,7 @@ class Pipeline:
         if micro.has_backward_hooks:
             raise StrategyError(
                 "on_before_backward and on_after_backward have no place in a pipeline",
-                found="somebody listens: the loss is on one rank, and backward runs on each for its own stages",
+                found="one of these hooks; the loss is on one rank only, and backward runs on each for its own stages",
                 fix="use on_before_optimizer_step, which comes when all gradients are complete",
             )
         batches: list[Any] = []
@@ -304,13 +301,13 @@ class Pipeline:
         return starts, {index for index in starts if any(row[1 + count + index] for row in rows)}
 
     def _draw_seeds(self) -> list[int]:
-        """One for what all ranks draw alike, one for each rank, from the stream of the user's."""
+        """Draw a seed that all ranks share, and one for each rank, from the user's random stream."""
         size = dist.get_world_size(self.group)
         seeds: list[int] = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
         return seeds
 
     def _take(self, micro: MicroSteps, batch: Any, index: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """What the step calls the model with."""
+        """Return the inputs with which the step calls the model."""
         self._takes, self._inputs = True, None
         try:
             with untouched(batch), suppress(_Taken):
@@ -340,7 +337,7 @@ class Pipeline:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """A stage's own error, not torch's about where in its schedule it was raised."""
+        """Raise a stage's own error, without torch's error about its place in the schedule."""
         try:
             yield
         except RuntimeError as error:
@@ -352,21 +349,21 @@ class Pipeline:
             raise
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Leave out what other stages train, where groups were made by places in the model, or ahead of its division.
+        """Remove the parameters of other stages from groups that were made before the model was divided.
 
-        In a loop of the user's own, gradients that are on their way are dropped with those that have arrived.
+        In a raw loop, ``zero_grad`` then also drops gradients that wait for `complete`.
         """
         gone = self._gone
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
         if self.calls is not None:
             drop: Any = optimizer.zero_grad
-            if getattr(drop, "func", None) is _drop:  # it is told of every model that is prepared behind it
+            if getattr(drop, "func", None) is _drop:  # already wrapped, for a model that was prepared earlier
                 drop = drop.args[1]
             optimizer.zero_grad = partial(_drop, self.calls.forget, drop)  # type: ignore[method-assign]
 
     def load_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Put what this rank holds of the whole module's state back; what is missing is missed on every rank."""
+        """Load this rank's part of the whole module's state; a missing name raises on every rank."""
         whole = dict.fromkeys(self.names)
         missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
         if strict and (missing or foreign):
@@ -378,12 +375,12 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weights get their gradients apart from activations: they must stay gathered in between."""
+        """Whether weights get their gradients later than activations, so that they must stay gathered."""
         return "ZeroBubble" in self.schedule
 
     @property
     def loose(self) -> list[nn.Parameter]:
-        """Parameters of no module that a stage holds: nothing gathers them, so that they stay whole."""
+        """Parameters that lie in no module of a stage: no unit gathers them, so they stay whole."""
         return [parameter for stage in self.stages for parameter in stage.loose]
 
     def describe(self) -> str:
@@ -399,7 +396,7 @@ def _drop(forget: Callable[[], None], drop: Callable[[bool], None], set_to_none:
 
 
 def _nothing_of(output: Any) -> Tensor:
-    """A loss that depends on the output, and changes nothing."""
+    """Return a loss that depends on the output and has zero gradients."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
 
@@ -407,7 +404,7 @@ def _nothing_of(output: Any) -> Tensor:
 @final
 @dataclass
 class _Call:
-    """One call: what it was given, what it drew, and the gradients that have arrived at its output."""
+    """One call: its inputs, its random numbers, and the gradients that have arrived at its output."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -419,7 +416,7 @@ class _Call:
         self._given = [(tensor, tensor._version) for tensor in given]
 
     def turn(self) -> Turn:
-        """What a schedule computes once more."""
+        """Return the micro-batch with which a schedule computes this call again."""
         for tensor, version in self._given:
             if tensor._version != version:
                 raise StrategyError(
@@ -430,7 +427,7 @@ class _Call:
         return Turn(self.args, self.kwargs, self._loss, self.noise)
 
     def _loss(self, output: Any) -> Tensor:
-        """Something whose gradients at the output are those that have arrived."""
+        """Return a loss whose gradients at the output are those that have arrived."""
         found = [
             (tensor * self.gradients[index]).sum()
             for index, tensor in enumerate(_floats(output))
@@ -515,7 +512,7 @@ def _floats(output: Any) -> list[Tensor]:
 
 
 def copied(batch: Any) -> Any:
-    """Other containers with the same tensors in them: what is popped from one is still in the other.
+    """Copy the containers of a batch, which keep the same tensors: a pop from one does not change the other.
 
     Args:
         batch: dicts, lists and tuples, in any order; anything else is not copied.
@@ -551,32 +548,55 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def untouched(batch: Any) -> Iterator[None]:
-    """Inside, nothing is written into the tensors of a batch.
+    """Refuse writes into the tensors of a batch.
 
     Raises:
-        StrategyError: something was: it would be written once more in the second run.
+        StrategyError: a tensor was written: the second run would write it again.
     """
     before = [(tensor, tensor._version) for tensor in tensors_of(batch) if not tensor.is_inference()]
     yield
     for tensor, version in before:
         if tensor._version != version:
             raise StrategyError(
-                "training_step writes into its batch ahead of the pipelined model, and that part runs twice",
+                "training_step writes into its batch before the pipelined model, and that part runs twice",
                 found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",
-                fix="make a new one (y = y * 10), or do it behind the model's call or in on_after_batch_transfer",
+                fix="make a new one (y = y * 10), or do it after the model's call or in on_after_batch_transfer",
             )
 
 
 def shapes_of(batch: Any) -> tuple[Any, ...]:
-    """What decides about the shapes of everything that is computed from a batch."""
+    """Return a key of the shapes and dtypes of a batch, which decide those of everything computed from it."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
 
 
 @contextmanager
 def drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Every global generator starts from ``seed``; outside they are where they were."""
+    """Inside, every global generator starts from ``seed``; afterwards its state is as before."""
     with preserved_rng(device):
         random.seed(seed)
         np.random.seed(seed % 2**32)
         torch.manual_seed(seed)
         yield
+
+
+@final
+class PipelineParallel(Transform):
+    """Divides the blocks of a model among the ranks of the pipeline axis.
+
+    Args:
+        pipeline: runs windows and evaluation batches through the stages.
+        plan: how the module may be split.
+        precision: the forward context of the stages.
+    """
+
+    axis = "pp"
+
+    def __init__(self, pipeline: Pipeline, plan: PipelinePlan, precision: Precision) -> None:
+        self.pipeline = pipeline
+        self.plan = plan
+        self.precision = precision
+
+    def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Keep of the module, in place, only what the stages of this rank hold."""
+        if not self.pipeline.has(module):
+            self.pipeline.divide(module, self.plan, self.precision)

@@ -147,7 +147,7 @@ def _loss_itself(output: Any, target: Any) -> Any:
 
 @final
 class Relay:
-    """Passes activations from stage to stage; their shapes go ahead of them.
+    """Passes activations from stage to stage; their shapes are sent first.
 
     Args:
         stages: of this rank.
@@ -197,7 +197,7 @@ class Relay:
             self.reshard()
 
     def reshard(self) -> None:
-        """Divide again what FSDP has gathered: gradients belong to the parts, and optimizers step them."""
+        """Reshard what FSDP has gathered: gradients and optimizers belong to the parts."""
         for part in (part for stage in self.stages.values() for part in stage.modules()):
             if isinstance(part, FSDPModule):
                 part.reshard()
@@ -225,23 +225,23 @@ class Relay:
         return handed, shapes
 
     def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        told = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         to = dist.get_global_rank(self.group, rank)
-        dist.send_object_list([told], to, group=self.group, device=self.device)
+        dist.send_object_list([shapes], to, group=self.group, device=self.device)
         for tensor in tensors:
             dist.send(tensor.detach().contiguous(), to, group=self.group)
 
     def _receive(self, rank: int) -> tuple[Tensor, ...]:
-        told: list[Any] = [None]
+        shapes: list[Any] = [None]
         source = dist.get_global_rank(self.group, rank)
-        dist.recv_object_list(told, source, group=self.group, device=self.device)
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in told[0])
+        dist.recv_object_list(shapes, source, group=self.group, device=self.device)
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0])
         for tensor in tensors:
             dist.recv(tensor, source, group=self.group)
         return tensors
 
     def share(self, output: Any, owner: int) -> Any:
-        """What a rank of the group has, on every rank: what it is made of, then its tensors."""
+        """Give every rank the value of one: first its structure, then its tensors."""
         source, mine = dist.get_global_rank(self.group, owner), dist.get_rank(self.group) == owner
         box: list[Any] = [apply_to_collection(output, Tensor, _without_storage) if mine else None]
         dist.broadcast_object_list(box, source, group=self.group, device=self.device)

@@ -18,7 +18,18 @@ from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.gradients import local
 
-__all__ = ["Layout", "Stage", "StandIn", "Ties", "Turn", "lay_out", "make_stages", "pipelined_model", "whole_names"]
+__all__ = [
+    "Layout",
+    "Stage",
+    "StandIn",
+    "Ties",
+    "Turn",
+    "has_stages",
+    "lay_out",
+    "make_stages",
+    "pipelined_model",
+    "whole_names",
+]
 
 
 @final
@@ -132,10 +143,10 @@ def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, 
 
 
 def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, int]:
-    """What is around the blocks: 0 for what runs ahead of them, -1 for what runs behind them.
+    """Return the modules around the blocks: 0 for those that run before the blocks, -1 for those that run after them.
 
-    Modules are called in the order in which they are defined, unless the plan says otherwise. What has nothing to
-    train or to save runs on every stage.
+    Modules are called in the order in which they are defined, unless the plan says otherwise. A module
+    without parameters and state runs on every stage.
     """
     found: dict[str, int] = {}
     path = container.split(".") if container else []
@@ -268,6 +279,11 @@ class StandIn(nn.Module):
         return list(leaves), spec
 
 
+def has_stages(module: nn.Module) -> bool:
+    """Return whether other ranks hold some modules of this one, as stages of a pipeline."""
+    return any(isinstance(part, StandIn) for part in module.modules())
+
+
 def whole_names(module: nn.Module) -> list[str]:
     """The names of all submodules, with those that only other stages hold."""
     found = []
@@ -333,8 +349,8 @@ class _Borders:
     Attributes:
         forward: the model's own.
         slots: of this rank's other stages.
-        entry: stands where what the stage before has sent comes in; None on the first.
-        exit: stands behind the stage; None on the last.
+        entry: the stand-in that returns what the previous stage has sent; None on the first.
+        exit: the stand-in after the stage; None on the last.
         end: the stage's last block.
     """
 
@@ -408,14 +424,14 @@ class Stage(nn.Module):
         if left is None:
             raise StrategyError(
                 f"stage {self.index} of the pipeline did not reach its end",
-                found="the forward was over ahead of its last block",
+                found="the forward ended before its last block",
                 fix="a pipeline takes a model whose blocks run one after the other, each of them once",
             )
         _check(left, f"the output of stage {self.index}")
         return tuple(leaf for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
 
     def _hook(self) -> None:
-        """Behind the hooks of everything that was made of these modules since: what they return is what leaves."""
+        """Register hooks, after those that other transforms have registered: the output includes what they return."""
         self._hooked = True
         for name, module in zip(self.names, self.held, strict=True):
             module.register_forward_pre_hook(_checker(name), with_kwargs=True, prepend=True)
@@ -547,8 +563,8 @@ class Ties:
             self._copies.append(copies)
             self.names.update({name: places[0][0] for name in own if name != places[0][0]})
             self.repeated.update(copies[1:] if first else copies)
-        told = [[_layout(copy) for copy in copies] for copies in self._copies]
-        for places, layouts in self._compared(told):
+        mine = [[_layout(copy) for copy in copies] for copies in self._copies]
+        for places, layouts in self._compared(mine):
             raise StrategyError(
                 "stages that share a parameter divide it in different ways",
                 found=f"{' and '.join(name for name, _ in places)}: {', '.join(layouts)}",
@@ -568,20 +584,20 @@ class Ties:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        told = [[options.get(id(copy), "not trained") for copy in copies] for copies in self._copies]
-        for places, found in self._compared(told):
+        mine = [[options.get(id(copy), "not trained") for copy in copies] for copies in self._copies]
+        for places, found in self._compared(mine):
             raise StrategyError(
                 f"{' and '.join(name for name, _ in places)} are one parameter, and would be trained in two ways",
                 found="; ".join(found),
                 fix="put both names into groups with the same options: each stage knows it by one of them",
             )
 
-    def _compared(self, told: list[list[str]]) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
-        """Parameters of which copies differ in what their ranks have told, with what they did."""
+    def _compared(self, mine: list[list[str]]) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
+        """Return the parameters whose ranks give different texts, with these texts."""
         if not self._shared:
             return []
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, told, group=self._group)
+        dist.all_gather_object(everyone, mine, group=self._group)
         by_parameter = [sorted({one for copies in theirs for one in copies}) for theirs in zip(*everyone, strict=True)]
         return [(places, found) for places, found in zip(self._shared, by_parameter, strict=True) if len(found) > 1]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, final
 
@@ -18,12 +20,14 @@ from torch.distributed.tensor.parallel import (
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn, whole_names
+from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
     "TensorParallel",
@@ -41,7 +45,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 
 
 @final
-class TensorParallel:
+class TensorParallel(Transform):
     """torch's ``parallelize_module`` by a plan (Shoeybi et al., 2019; sequences: Korthikanti et al., 2022).
 
     A module that is split already stays as it is. Parameters that the plan does not name stay whole, the same on every
@@ -51,13 +55,17 @@ class TensorParallel:
 
     Args:
         plan: of the module, or the user's.
+        copies: the module returns copies, not views: FSDP, which wraps it later, loses its hooks with views.
     """
 
-    def __init__(self, plan: ParallelPlan) -> None:
+    axis = "tp"
+
+    def __init__(self, plan: ParallelPlan, copies: bool = False) -> None:
         self.plan = plan
+        self.copies = copies
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Split in place.
+        """Split the layers of the plan in place.
 
         Args:
             module: the whole.
@@ -70,10 +78,14 @@ class TensorParallel:
             raise StrategyError(
                 "the module is divided already, among another number of ranks",
                 found=f"tp={before} before, tp={mesh.size()} now",
-                fix="make the module anew, and load a checkpoint of it",
+                fix="make a new module, and load a checkpoint into it",
             )
-        if "_split_over" in module.__dict__:
-            return  # by an earlier fit
+        if "_split_over" not in module.__dict__:  # else an earlier fit has split it
+            self._split(module, mesh)
+        if self.copies:
+            return_copies(module)
+
+    def _split(self, module: nn.Module, mesh: DeviceMesh) -> None:
         owners = _shared(module)
         styles = self.styles(module)
         _share(styles, owners)
@@ -90,6 +102,22 @@ class TensorParallel:
         for places in owners:
             _tie(module, places)
         module.__dict__["_split_over"] = mesh.size()
+
+    def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Make the outputs of a step whole where the plan divides losses."""
+        return whole_outputs(method) if self.plan.loss_parallel else method
+
+    def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
+        """Divide losses in the step where the plan says so."""
+        return loss_parallel()(step) if self.plan.loss_parallel else step
+
+    def computing(self, first: bool) -> AbstractContextManager[Any]:
+        """Divide losses in a window where the plan says so."""
+        return loss_parallel() if self.plan.loss_parallel else nullcontext()
+
+    def check_gradients(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        """Refuse whole parameters whose gradients differ over the axis."""
+        check_whole_parameters(module.named_parameters(), mesh)
 
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
         """How each layer that is split is split, by name."""
@@ -122,7 +150,7 @@ class TensorParallel:
 
 
 def _empty(layer: nn.Module) -> None:
-    """Let go of values; what a vendor's layers hold in a way of their own is split as it is."""
+    """Drop the values of parameters; tensor subclasses of vendors keep theirs, and are split as they are."""
     for key, parameter in layer._parameters.items():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
             shape = torch.empty_like(parameter, device="meta")
@@ -130,7 +158,7 @@ def _empty(layer: nn.Module) -> None:
 
 
 def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
-    """Where each parameter is that is in several places: (layer, name in it)."""
+    """Return the places, as (layer, name), of each parameter that has several."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, layer in module.named_modules():
         for key, parameter in layer._parameters.items():
@@ -140,7 +168,7 @@ def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def _share(styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]) -> None:
-    """A layer that shares the weight of one that is split, and is itself in no plan: refused here, not in a forward."""
+    """Refuse a layer that shares its weight with a split layer, and is not in the plan."""
     for places in owners:
         missing = [layer for layer, _ in places if layer not in styles]
         if missing and len(missing) < len(places):
@@ -167,7 +195,7 @@ def _tie(module: nn.Module, places: list[tuple[str, str]]) -> None:
 
 
 def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) -> None:
-    """Everything that torch would split unevenly, or choke on in the first forward."""
+    """Refuse layers that torch would split unevenly, or that would fail in the first forward."""
     for name, style in styles.items():
         layer = module.get_submodule(name)
         if not isinstance(style, (ColwiseParallel, RowwiseParallel)):
@@ -203,7 +231,7 @@ def _divides(what: str, value: int, size: int, fix: str) -> None:
 
 @final
 class _EvenSequence:
-    """Refuses batches whose sequences cannot be divided, which torch would cut unevenly and put together wrongly."""
+    """Refuses batches whose sequences the axis does not divide: torch would join their parts wrongly."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -218,7 +246,7 @@ class _EvenSequence:
 
 
 def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Add up the gradients of which each rank has a summand: of whole parameters used on a part of the activations."""
+    """Sum partial gradients over the ranks: those of whole parameters that are used on a part of the activations."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -270,6 +298,7 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
 def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
     """A step that returns whole tensors, where its losses or logits are divided."""
 
+    @functools.wraps(method)  # a compiled step stays recognizable
     def step(*arguments: Any) -> Any:
         # Copies: FSDP warns of views.
         return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
@@ -278,7 +307,7 @@ def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def return_copies(module: nn.Module) -> None:
-    """Let a module that FSDP wraps next return no views, which split layers do: its hooks are lost with them."""
+    """Let a module return copies of views, which split layers return: FSDP loses its hooks with views."""
 
     def copy(called: nn.Module, arguments: Any, output: Any) -> Any:
         return apply_to_collection(output, torch.Tensor, lambda t: t.clone() if t._is_view() else t)
@@ -329,7 +358,7 @@ _WORDS: Final[Mapping[str, Callable[[], ParallelStyle | None]]] = {
 
 
 def named_style(name: str, value: Any) -> ParallelStyle | None:
-    """The style behind a word of a plan, or the style itself; None for a layer that stays whole.
+    """Return the style that a word of a plan means, or the style itself; None for a layer that stays whole.
 
     Args:
         name: of the layer, for the error.
@@ -352,7 +381,7 @@ def find_plans(module: nn.Module) -> dict[str, str]:
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
         if any(known.startswith(prefix) for known in found):
-            continue  # a part of a model that has spoken for it
+            continue  # inside of a model that has a plan
         own = getattr(part, "_tp_plan", None) or getattr(getattr(part, "config", None), "base_model_tp_plan", None)
         if isinstance(own, Mapping):
             found.update({f"{prefix}{layer}": style for layer, style in own.items()})
@@ -360,7 +389,7 @@ def find_plans(module: nn.Module) -> dict[str, str]:
 
 
 def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
-    """The plan behind a preset's name: which of the module's layers are split, and how."""
+    """Return the plan of a preset: which of the module's layers are split, and how."""
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
         raise StrategyError("no such preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers))
@@ -415,7 +444,7 @@ def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 
 @final
 class _GatherSequence(ParallelStyle):
-    """What a block of layers takes first is whole along the sequence inside of it."""
+    """Gathers the first input of a block of layers along the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(part: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
