@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit.core.registry import READERS
+
 if TYPE_CHECKING:
     from trainer_kit import callbacks, checkpoint, loggers, precision, strategies
     from trainer_kit.accelerator import (
@@ -285,15 +287,15 @@ _HOME = {
     "synchronize_rng_states": "accelerator:synchronize_rng_states",
     "verify_checkpoint": "checkpoint.read:verify_checkpoint",
 }
+# `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
+# module of the package, so the reader is known whichever module is imported first.
+READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 
 
 def __getattr__(name: str) -> Any:
     # Everything is found when it is first asked for: importing the package costs next to nothing.
     if name in _HOME:
-        from trainer_kit.core.registry import READERS
-
-        READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")  # `load_from_checkpoint` asks from below
         module, attribute = _HOME[name].split(":")
         found = getattr(importlib.import_module(f"trainer_kit.{module}"), attribute)
     elif name in _ROOMS:

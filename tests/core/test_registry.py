@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib
+import subprocess
 import sys
 from collections import OrderedDict
 from pathlib import Path
@@ -173,3 +175,36 @@ def test_what_users_register_comes_before_what_the_library_brings_however_early(
         registry.register("late", dict)
     registry.register("late", list, overwrite=True)
     assert registry.get("late") is list
+
+
+@pytest.mark.parametrize(
+    ("first", "registry", "name"),
+    [
+        ("trainer_kit.core.module", "READERS", "module"),
+        ("trainer_kit.core.registry", "READERS", "module"),
+        ("trainer_kit.build", "STRATEGIES", "ddp"),
+        ("trainer_kit.precision.optimizers", "OPTIMIZERS", "adamw"),
+    ],
+)
+def test_a_registry_is_filled_whichever_module_is_imported_first(first, registry, name):
+    """No name depends on an attribute of the package that somebody has read before."""
+    code = f"import {first}\nfrom trainer_kit.core.registry import {registry}\nprint({registry}.get({name!r}).__name__)"
+    root = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.stdout.strip(), done.stderr
+
+
+def test_the_library_fills_its_registries_where_modules_are_imported():
+    """A call of ``supply`` inside a function would be a side effect that no import shows."""
+    package = Path(__file__).resolve().parents[2] / "trainer_kit"
+    hidden = [
+        f"{path}:{call.lineno}"
+        for path in package.rglob("*.py")
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "supply"
+    ]
+    assert hidden == []

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from trainer_kit import Trainer, TrainModule
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.step.optimize import configure_optimizers
+from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.testing import TinyModule
 
 

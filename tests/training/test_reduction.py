@@ -9,8 +9,7 @@ import torch
 
 from trainer_kit import Trainer, TrainModule
 from trainer_kit.core.errors import LogError
-from trainer_kit.metrics.entry import Entry
-from trainer_kit.metrics.reduction import agreed, reduced
+from trainer_kit.metrics.entry import Entry, agreed, reduced
 
 
 def entry(name, values=(), weights=None, kind="mean", hook="training_step", loader=None, **slots):

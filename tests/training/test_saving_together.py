@@ -19,7 +19,7 @@ from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.core.errors import RankError
 from trainer_kit.state import saving
 from trainer_kit.state.resume import read_start
-from trainer_kit.step.saver import Save, Saver
+from trainer_kit.step.run import Save, Saver
 from trainer_kit.strategies import process_group
 
 QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}

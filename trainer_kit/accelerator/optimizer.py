@@ -8,9 +8,9 @@ from typing import Any, final
 from torch.optim import Optimizer
 
 from trainer_kit.accelerator.accumulation import Accumulation
-from trainer_kit.core.optimizer_proxy import OptimizerProxy
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.closures import calls_once, refusal_of_scaling
+from trainer_kit.step.optimizers import OptimizerProxy
 
 __all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]
 

@@ -638,7 +638,7 @@ class StochasticWeightAveraging(WeightAveraging):
             self._anneal(trainer)
 
     def _anneal(self, trainer: TrainerLike) -> None:
-        from trainer_kit.step.optimize import LRSchedulerConfig
+        from trainer_kit.step.optimizers import LRSchedulerConfig
 
         (optimizer,) = trainer.optimizers
         rates: Any = self.swa_lrs if isinstance(self.swa_lrs, (int, float)) else list(self.swa_lrs)

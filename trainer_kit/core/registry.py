@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar, final, overload
+from typing import TYPE_CHECKING, Any, TypeVar, final, overload
 
 from trainer_kit.core.errors import RegistryError, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["LOGGERS", "OPTIMIZERS", "PRECISIONS", "READERS", "STRATEGIES", "Registry"]
 
@@ -91,6 +93,8 @@ class Registry:
 
     def names(self) -> list[str]:
         """All names, sorted: registered ones and those of installed packages, which are not imported for this."""
+        from importlib.metadata import entry_points  # slow to import, and most processes never look
+
         return sorted({*self._targets, *self._own, *(entry.name for entry in entry_points(group=self.group))})
 
     def _add(self, name: str, target: Any, overwrite: bool) -> None:
@@ -122,6 +126,8 @@ class Registry:
         return found
 
     def _load_entry_point(self, name: str) -> Any:
+        from importlib.metadata import entry_points
+
         entries = {(entry.value, _package(entry)): entry for entry in entry_points(group=self.group, name=name)}
         if not entries:
             known = self.names()

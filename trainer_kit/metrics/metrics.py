@@ -15,9 +15,8 @@ from trainer_kit.core.errors import LogError, printable
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.data import Feed
-from trainer_kit.metrics.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced
+from trainer_kit.metrics.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced, agreed, reduced
 from trainer_kit.metrics.objects import place_of, restore_running, running_states
-from trainer_kit.metrics.reduction import agreed, reduced
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Metrics"]

@@ -24,7 +24,7 @@ from trainer_kit.state.optimizer_states import (
     restore_optimizer,
     restore_scheduler,
 )
-from trainer_kit.step.optimize import Optimizers
+from trainer_kit.step.optimizers import Optimizers
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 

@@ -29,8 +29,7 @@ from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.tensors import are_finite
 from trainer_kit.state.collect import without_own_buffers
 from trainer_kit.state.runs import call_optional
-from trainer_kit.step.run import Fit
-from trainer_kit.step.saver import Outcome, Save, Saver
+from trainer_kit.step.run import Fit, Outcome, Save, Saver
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.sharded import ShardedSnapshot

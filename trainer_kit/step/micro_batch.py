@@ -10,14 +10,15 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.progress import Progress
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 
-__all__ = ["EarlyEpochExit", "MicroBatches"]
+__all__ = ["EarlyEpochExit", "MicroBatches", "exit_agreement"]
 
 _OF_FIRST_RUN: Final = (
     *(
@@ -39,6 +40,33 @@ _OF_FIRST_RUN: Final = (
 
 class EarlyEpochExit(Exception):
     """``on_train_batch_start`` returned -1: Lightning's way to leave an epoch."""
+
+
+def exit_agreement(bus: Bus, world: Group) -> Callable[[bool, bool], bool] | None:
+    """How the ranks agree to leave an epoch: called for each micro-batch with (this rank leaves, it has a batch).
+
+    The ranks agree at each micro-batch where any rank overrides ``on_train_batch_start``. None with one rank, or where
+    no rank overrides it.
+
+    Raises:
+        RankError: by the returned function, when only some of the ranks with a batch leave.
+    """
+    if world.size == 1 or not any(row[0] for row in world.agree([bool(bus.on_train_batch_start)])):
+        return None
+
+    def agree(leaves: bool, has_batch: bool) -> bool:
+        rows = world.agree([leaves, has_batch])
+        leaving = [rank for rank, (leaves_too, has) in enumerate(rows) if leaves_too and has]
+        staying = [rank for rank, (leaves_too, has) in enumerate(rows) if has and not leaves_too]
+        if leaving and staying:
+            raise RankError(
+                "on_train_batch_start returned -1 on some ranks only",
+                found=f"on rank {', '.join(map(str, leaving))}, and not on rank {', '.join(map(str, staying))}",
+                fix="decide by what all ranks share: a step, or a value that was logged with sync_dist=True",
+            )
+        return bool(leaving)
+
+    return agree
 
 
 @final

@@ -1,241 +1,28 @@
-"""Optimizers and schedulers: reading what the user configured, and stepping them."""
+"""Optimizer steps, automatic and manual: what happens after the last backward of an accumulation window."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.optimizer_proxy import OptimizerProxy
+from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
-from trainer_kit.step.closures import Closures, calls_once, refusal, requires_closure
+from trainer_kit.step.closures import Closures, calls_once, refusal, refusal_of_scaling, requires_closure
+from trainer_kit.step.micro_batch import MicroBatches
+from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, Optimizers, parameters_of
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["LRSchedulerConfig", "Optimizers", "Stepper", "check_parameters", "configure_optimizers", "parameters_of"]
-
-_SCHEDULER_KEYS: Final = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
-
-
-@dataclass
-class LRSchedulerConfig:
-    """One scheduler and when it advances.
-
-    Attributes:
-        scheduler: anything with ``step``.
-        interval: ``"epoch"`` or ``"step"`` (optimizer steps).
-        frequency: every so many of them, counted over the whole run.
-        monitor: the metric handed to ``step``, for schedulers that want one.
-        strict: whether a missing metric is an error.
-        name: how ``LearningRateMonitor`` calls it.
-        reduce_on_plateau: whether ``step`` takes the metric.
-        optimizer: whose steps it counts.
-    """
-
-    scheduler: Any
-    interval: str = "epoch"
-    frequency: int = 1
-    monitor: str | None = None
-    strict: bool = True
-    name: str | None = None
-    reduce_on_plateau: bool = False
-    optimizer: Optimizer | None = None
-
-
-@dataclass
-class Optimizers:
-    """What ``configure_optimizers`` returned, in one form. ``names`` is None unless the optimizers were named."""
-
-    optimizers: list[Optimizer]
-    schedulers: list[LRSchedulerConfig]
-    names: list[str] | None = None
-
-
-def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) -> Optimizers:
-    """Call ``module.configure_optimizers`` and read every form it may return.
-
-    Args:
-        module: the user's.
-        strategy: whose configuration may name what the module does not.
-    """
-    sections: Any = None if strategy is None else strategy.sections
-    named = sections is not None and sections.optimizer is not None
-    if is_overridden("configure_optimizers", module, TrainModule):
-        given = _call(module)
-        if named and given is not None:
-            sections.refuse_both("optimizer", given)
-    elif not named:
-        raise ConfigurationError(
-            f"{type(module).__name__} has no optimizer",
-            fix="override configure_optimizers (return None to train without)",
-        )
-    else:
-        given = None
-    if given is None and named:
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        given = sections.make_optimizer(trained)
-    made = _read(given, module)
-    if strategy is not None and sections is not None and sections.scheduler is not None and len(made.optimizers) == 1:
-        if made.schedulers:
-            sections.refuse_both("scheduler", made.schedulers[0].scheduler)
-        scheduler = sections.make_scheduler(made.optimizers[0], strategy.device)
-        made.schedulers.append(LRSchedulerConfig(scheduler, "step", optimizer=made.optimizers[0]))
-    return made
-
-
-def _call(module: TrainModule) -> Any:
-    try:
-        return module.configure_optimizers()
-    except ValueError as error:
-        if "empty parameter list" not in str(error):  # torch's words
-            raise
-        raise _no_parameters("an optimizer", module) from error
-
-
-def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
-    frozen = sum(not parameter.requires_grad for parameter in module.parameters())
-    return ConfigurationError(
-        f"{optimizer} of {type(module).__name__}.configure_optimizers has no parameters to train",
-        found=f"{type(module).__name__} has {sum(1 for _ in module.parameters())} parameters, {frozen} of them frozen",
-        fix="pass it self.parameters(); layers in a plain list or dict belong into nn.ModuleList or nn.ModuleDict",
-    )
-
-
-def check_parameters(made: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]) -> None:
-    """Refuse an optimizer that steps nothing of the module; every rank must call it.
-
-    Args:
-        made: the optimizers, as the strategy has prepared them.
-        module: the user's.
-        strategy: knows whose parameters an engine has put others in the place of.
-        say: prints a line about parameters that are not the module's.
-
-    Raises:
-        ConfigurationError: none of an optimizer's parameters is one of the module.
-    """
-    known = {id(parameter) for parameter in module.parameters()}
-    for optimizer in made.optimizers:
-        own = [parameter for group in strategy.optimizer_state(optimizer)[0] for parameter in group]
-        others = sum(id(parameter) not in known for parameter in own)
-        name, owner = type(optimizer).__name__, type(module).__name__
-        if own and others == len(own):
-            raise ConfigurationError(
-                f"{name} steps parameters that are not {owner}'s",
-                found=f"{others} parameters, of which {owner} has none",
-                fix="make it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
-                " plain list or dict, have other parameters",
-            )
-        if others:
-            say(f"{others} of {len(own)} parameters of {name} are not {owner}'s: no checkpoint holds their values")
-
-
-def _read(given: Any, module: TrainModule) -> Optimizers:
-    if given is None:
-        return Optimizers([], [])
-    if isinstance(given, Mapping) and "optimizer" not in given:
-        parts = {str(name): _one(value, f"configure_optimizers()[{name!r}]") for name, value in given.items()}
-        made = Optimizers([o for o, _ in parts.values()], [s for _, ss in parts.values() for s in ss], list(parts))
-    elif isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, (list, tuple)) for part in given):
-        made = Optimizers(list(given[0]), [_scheduler(s, "configure_optimizers()[1]") for s in given[1]])
-    elif isinstance(given, (list, tuple)):
-        pairs = [_one(value, f"configure_optimizers()[{i}]") for i, value in enumerate(given)]
-        made = Optimizers([o for o, _ in pairs], [s for _, ss in pairs for s in ss])
-    else:
-        optimizer, schedulers = _one(given, "configure_optimizers()")
-        made = Optimizers([optimizer], schedulers)
-    for optimizer in made.optimizers:
-        if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError("configure_optimizers returned no optimizer", found=repr(type(optimizer)))
-        if not parameters_of(optimizer):
-            raise _no_parameters(type(optimizer).__name__, module)
-    _check(made, module)
-    return made
-
-
-def _one(value: Any, where: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
-    if isinstance(value, Optimizer):
-        return value, []
-    if isinstance(value, Mapping) and "optimizer" in value:
-        unknown = set(value) - {"optimizer", "lr_scheduler", "monitor", "frequency"}
-        if unknown:
-            raise ConfigurationError(
-                f"{where} has an unknown key", found=repr(min(unknown)), fix="use optimizer, lr_scheduler, monitor"
-            )
-        optimizer = value["optimizer"]
-        if value.get("lr_scheduler") is None:
-            return optimizer, []
-        config = _scheduler(value["lr_scheduler"], where)
-        config.monitor = config.monitor or value.get("monitor")
-        return optimizer, [config]
-    raise ConfigurationError(
-        f"{where} is no optimizer",
-        found=type(value).__name__,
-        fix="return an optimizer, a list, or a dict with 'optimizer'",
-    )
-
-
-def _scheduler(value: Any, where: str) -> LRSchedulerConfig:
-    if isinstance(value, Mapping):
-        for key in value:
-            if key not in _SCHEDULER_KEYS:
-                raise ConfigurationError(
-                    f"{where}: unknown key {key!r} of lr_scheduler", fix=did_you_mean(str(key), _SCHEDULER_KEYS)
-                )
-        if "scheduler" not in value:
-            raise ConfigurationError(f"{where}: lr_scheduler needs a key 'scheduler'")
-        config = LRSchedulerConfig(**value)
-    else:
-        config = LRSchedulerConfig(value)
-    if config.interval not in ("epoch", "step"):
-        raise ConfigurationError(f"{where}: interval is 'epoch' or 'step'", found=repr(config.interval))
-    if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ConfigurationError(f"{where}: frequency is a whole number from 1", found=repr(config.frequency))
-    if not callable(getattr(config.scheduler, "step", None)):
-        raise ConfigurationError(f"{where}: a scheduler has a step method", found=type(config.scheduler).__name__)
-    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau)
-    config.optimizer = getattr(config.scheduler, "optimizer", None)
-    return config
-
-
-def _check(made: Optimizers, module: TrainModule) -> None:
-    if not module.automatic_optimization:
-        return  # the module steps its schedulers itself
-    for config in made.schedulers:
-        if config.reduce_on_plateau and config.monitor is None:
-            raise ConfigurationError(
-                f"{type(config.scheduler).__name__} needs a metric",
-                fix='return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}',
-            )
-    if len(made.optimizers) > 1 and made.names is None:
-        raise ConfigurationError(
-            "several optimizers in automatic optimization need names",
-            found=f"{len(made.optimizers)} optimizers in a list",
-            fix='return {"generator": opt_g, "discriminator": opt_d} and from training_step one loss for each name, '
-            "or set automatic_optimization = False",
-        )
-    owners: dict[int, str] = {}
-    for name, optimizer in zip(made.names or [], made.optimizers, strict=False):
-        for parameter in parameters_of(optimizer):
-            if owners.setdefault(id(parameter), name) != name:
-                raise ConfigurationError(
-                    "two named optimizers share a parameter",
-                    found=f"{owners[id(parameter)]!r} and {name!r}",
-                    fix="give each parameter to one optimizer",
-                )
-
-
-def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """All parameters of an optimizer, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+__all__ = ["ManualOptimizer", "ManualStepper", "Stepper"]
 
 
 @final
@@ -456,3 +243,119 @@ class Stepper:
             config.scheduler.step()
         else:
             config.scheduler.step(metric)
+
+
+@final
+class ManualOptimizer(OptimizerProxy):
+    """An optimizer as ``self.optimizers()`` hands it out: ``step`` unscales, calls the hooks and skips overflows.
+
+    It is a ``torch.optim.Optimizer``, which torch's schedulers take; groups and state are the optimizer's own.
+    """
+
+    def __init__(self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: Any) -> None:
+        super().__init__(optimizer)
+        self._step = strategy.bind_step(optimizer)
+        self._precision, self._bus, self._module = precision, bus, module
+        self.trained: bool | None = None
+        """Whether a step has had a gradient; None before the first step."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step; returns what the optimizer returns.
+
+        Args:
+            closure: computes the loss and its gradients; called first where gradients are scaled.
+            kwargs: for the optimizer.
+        """
+        if self._precision.scales and closure is not None:
+            if not calls_once(self.optimizer):
+                raise refusal_of_scaling(self.optimizer)
+            closure()
+            closure = None
+        self._precision.unscale_gradients(self.optimizer)
+        for hook in self._bus.on_before_optimizer_step:
+            hook(self.optimizer)
+        if not self.trained:  # looked for before the step, which may drop gradients itself
+            self.trained = has_gradients(self.optimizer)
+        if closure is not None:
+            kwargs["closure"] = closure if self.trained else self._watched(closure)
+        returned: list[Any] = []
+        self._precision.optimizer_step(self.optimizer, lambda: returned.append(self._step(**kwargs)))
+        return returned[0] if returned else None
+
+    def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def run() -> Any:
+            loss = closure()
+            self.trained = self.trained or has_gradients(self.optimizer)
+            return loss
+
+        return run
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop this optimizer's gradients."""
+        for hook in self._bus.on_before_zero_grad:
+            hook(self.optimizer)
+        self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @contextmanager
+    def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+        """Only this optimizer's parameters require gradients."""
+        with self._module.toggled_optimizer(self):
+            yield
+
+
+@final
+class ManualStepper:
+    """The loop's side of manual optimization: nothing to step, one scale to adapt, and the weighted backward."""
+
+    evaluates = draws = False
+    several = None
+
+    def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
+        self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
+        self.window: MicroBatches | None = None
+        self._backward = strategy.bind_backward(module.backward) or module.backward
+        self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
+
+    @property
+    def trained(self) -> bool | None:
+        """Whether a step has had a gradient; None before the first step."""
+        return max((one.trained for one in self.optimizers if one.trained is not None), default=None)
+
+    def read_groups(self) -> None:
+        """Optimizers are stepped with what they have by now."""
+        for optimizer in self.optimizers:
+            optimizer._step = self.strategy.bind_step(optimizer.optimizer)
+
+    def step(self) -> None:
+        """A turn is over."""
+        if self.precision.scales:
+            self.precision.end_step()
+
+    def droppable(self) -> list[Any]:
+        """The user drops gradients."""
+        return []
+
+    def zero(self) -> None:
+        """The user drops gradients."""
+
+    def end_epoch(self, completed: int) -> None:
+        """The user advances schedulers."""
+
+    def advance(self, config: LRSchedulerConfig) -> None:
+        """The user advances schedulers."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Weigh, scale, and run the module's backward; gradients of all ranks are averaged by it."""
+        micro = self.window
+        if micro is not None:
+            micro.note(loss)
+            if micro.factors is not None:
+                loss = loss * micro.factors[0]
+        if self.precision.scales:
+            loss = self.precision.scale_loss(loss)
+        self.strategy.arm(loss)
+        for hook in self.bus.on_before_backward:
+            hook(loss)
+        self._backward(loss, *args, **kwargs)
+        for hook in self.bus.on_after_backward:
+            hook()

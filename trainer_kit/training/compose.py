@@ -28,14 +28,12 @@ from trainer_kit.state.optimizer_states import configured_flags, note_configured
 from trainer_kit.state.runs import call_optional
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
-from trainer_kit.step.early_exit import exit_agreement
 from trainer_kit.step.evaluate import Evaluation, part_weight
-from trainer_kit.step.manual import ManualStepper
-from trainer_kit.step.micro_batch import MicroBatches
-from trainer_kit.step.optimize import Optimizers, Stepper, check_parameters, configure_optimizers
+from trainer_kit.step.micro_batch import MicroBatches, exit_agreement
+from trainer_kit.step.optimize import ManualStepper, Stepper
+from trainer_kit.step.optimizers import Optimizers, check_parameters, configure_optimizers
 from trainer_kit.step.padding_batches import PaddingBatches
-from trainer_kit.step.run import Fit
-from trainer_kit.step.saver import Saver
+from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Schedule
 from trainer_kit.strategies.transforms.blocks import Compile
 from trainer_kit.training.loaders import (

@@ -12,7 +12,7 @@ from trainer_kit.core.display import Text
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.step.bus import Bus
-from trainer_kit.step.optimize import configure_optimizers
+from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.training.compose import check_module, choose_by_memory
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.session import Session

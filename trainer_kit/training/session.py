@@ -28,8 +28,8 @@ from trainer_kit.state.collect import collect
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, call_optional, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
-from trainer_kit.step.manual import ManualStepper
-from trainer_kit.step.optimize import LRSchedulerConfig, parameters_of
+from trainer_kit.step.optimize import ManualStepper
+from trainer_kit.step.optimizers import LRSchedulerConfig, parameters_of
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
