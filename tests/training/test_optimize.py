@@ -241,7 +241,7 @@ def test_a_scheduler_on_a_validation_metric_sees_this_epoch_s():
 
 def test_a_metric_that_nobody_logged_is_an_error_with_what_was_logged():
     config = {"scheduler": Counting(), "monitor": "val_loss", "reduce_on_plateau": True}
-    with pytest.raises(ConfigurationError, match=r"(?s)'val_loss', which nobody logged.*logged so far: loss"):
+    with pytest.raises(ConfigurationError, match=r"(?s)'val_loss', which was not logged.*logged so far: loss"):
         fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))
 
 

@@ -85,7 +85,7 @@ def test_looking_only_when_due_misses_nothing():
 def test_a_resumed_run_over_epoch_borders_does_not_validate_what_was_validated():
     plan = schedule(validate_every=Duration(20, "ba"), across_epochs=True)
     progress = Progress(epoch=5, batch=52, step=52, epoch_batch=2)
-    plan.go_on(progress)
+    plan.mark_checked(progress)
     plan.start_epoch(progress)
     progress.batch, progress.step, progress.epoch_batch = 55, 55, 5
     assert not plan.validation_due(progress)

@@ -1,4 +1,4 @@
-"""The end of a verb: the first exception arrives unchanged, every cleanup runs."""
+"""The end of an entry point: the first exception arrives unchanged, every cleanup runs."""
 
 from __future__ import annotations
 

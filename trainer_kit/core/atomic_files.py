@@ -1,7 +1,7 @@
-"""Work in progress beside a file or a checkpoint: its names, and whose work it is.
+"""Temporary siblings of files and checkpoints: their names, and the process that writes each.
 
 ``.<name>.<pid>-<host><start><random>.tmp`` holds what is being written or deleted; ``.old`` what is being replaced.
-Host and start of the process are six hex digits each, so a name says by itself whether its writer lives.
+Host and start of the process are six hex digits each, so the name alone shows whether its writer is alive.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def hidden_path(target: _Place, suffix: str) -> _Place:
 @final
 @dataclass(frozen=True)
 class Hidden:
-    """What the name of a hidden sibling says.
+    """The parsed name of a hidden sibling.
 
     Attributes:
-        target: the name of what it stands beside.
+        target: the name of the file or directory beside it.
         suffix: tmp or old.
         here: its writer runs, or ran, on this host. Other hosts' processes cannot be seen.
         stale: its writer ran on this host and is dead.
@@ -65,7 +65,7 @@ class Hidden:
 @final
 @dataclass(frozen=True)
 class Process:
-    """A process by more than its number, which may be given to another one.
+    """A process, identified by more than its number, which the system reuses.
 
     Attributes:
         host: the name of its machine.
@@ -89,12 +89,12 @@ class Process:
 
 
 def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> None:
-    """Put ``data`` in the place of a file, durably: whenever this ends, the old content or the new is there.
+    """Replace a file durably and atomically: after a crash it has the old content or the new.
 
     Args:
         path: the file.
         data: all of its new content.
-        mode: permissions on this machine, of which the umask takes its part.
+        mode: permissions on this machine, before the umask.
 
     Raises:
         OSError: it cannot be written.
@@ -117,7 +117,7 @@ def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> Non
 
 
 def discard_torn(path: Path) -> None:
-    """Remove what processes that were killed in `replace_file` left beside ``path``."""
+    """Remove the temporary files of killed processes beside ``path``."""
     with suppress(OSError):
         for entry in path.parent.glob(f".{escape(path.name)}.*"):
             hidden = Hidden.parse(entry.name)
@@ -153,7 +153,7 @@ def _lives(pid: int, start: str) -> bool:
 
 
 def _start(pid: int) -> str | None:
-    # Linux: state and start in clock ticks since boot, behind the command, which may hold spaces and brackets.
+    # Linux: state and start in clock ticks since boot, after the command, which may hold spaces and brackets.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""A value and where it comes from: an argument, a flag, a configuration file, the environment, or the default.
+"""A value and its origin: an argument, a flag, a configuration file, the environment, or the default.
 
-The launcher resolves flags and files, and passes what it found to the ranks in variables; `ORIGINS` beside them says
-where each came from, for ``explain()``.
+The launcher resolves flags and files and passes their values to the ranks in variables; `ORIGINS` holds the origin of
+each, for ``explain()``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 __all__ = ["ORIGINS", "Chosen", "choose", "describe_origins", "is_true", "steps_of", "variable"]
 
 ORIGINS: Final = "TRAINER_KIT_ORIGINS"
-"""Names this variable: JSON of what the launcher knows about the others, by option."""
+"""The variable that holds the origins of the other variables, as JSON by option."""
 
 _PREFIXES: Final = ("TRAINER_KIT_", "ACCELERATE_")
 _OTHER_NAMES: Final = {
@@ -47,7 +47,7 @@ class Chosen:
 
 
 def variable(name: str, environ: Mapping[str, str] = os.environ) -> Chosen | None:
-    """What the environment says about an option: ``TRAINER_KIT_NAME``, or ``ACCELERATE_NAME``.
+    """The value of an option in the environment: ``TRAINER_KIT_NAME``, or ``ACCELERATE_NAME``.
 
     Args:
         name: the option.
@@ -59,21 +59,21 @@ def variable(name: str, environ: Mapping[str, str] = os.environ) -> Chosen | Non
     """
     for key in (*(f"{prefix}{name.upper()}" for prefix in _PREFIXES), *_OTHER_NAMES.get(name, ())):
         if environ.get(key):
-            told = _launchers(environ).get(name) if key.startswith(_PREFIXES[0]) else None
-            return Chosen(environ[key], told if isinstance(told, str) else f"environment {key}")
+            origin = _launcher_origins(environ).get(name) if key.startswith(_PREFIXES[0]) else None
+            return Chosen(environ[key], origin if isinstance(origin, str) else f"environment {key}")
     return None
 
 
-def _launchers(environ: Mapping[str, str]) -> Mapping[str, Any]:
+def _launcher_origins(environ: Mapping[str, str]) -> Mapping[str, Any]:
     try:
-        told = json.loads(environ.get(ORIGINS) or "{}")
+        origins = json.loads(environ.get(ORIGINS) or "{}")
     except ValueError:
         return {}
-    return told if isinstance(told, dict) else {}
+    return origins if isinstance(origins, dict) else {}
 
 
 def choose(name: str, argument: Any, default: Any, environ: Mapping[str, str] = os.environ) -> Chosen:
-    """An argument, else what the environment says, else the default.
+    """The argument, else the value in the environment, else the default.
 
     Args:
         name: the option.

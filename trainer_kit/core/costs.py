@@ -1,4 +1,4 @@
-"""What a rank holds for training, and what it sends in a step: strategies say it, `explain` and the summary show it."""
+"""Memory and communication of a rank in training: strategies report them, `explain` and the summary show them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Exchange:
 @final
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a strategy says of a module.
+    """Memory and communication of one module under a strategy.
 
     Attributes:
         layout: the axes among which the work is divided, and who holds what.
@@ -56,7 +56,7 @@ class Costs:
 
 
 def part_bytes(tensors: Iterable[Any]) -> int:
-    """What this rank holds of tensors, in bytes; each is whole or a ``DTensor``.
+    """The bytes of tensors on this rank; a ``DTensor`` counts with its local part.
 
     Example:
         >>> part_bytes([torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)])
@@ -67,7 +67,7 @@ def part_bytes(tensors: Iterable[Any]) -> int:
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None:
-    """The state that optimizers have on this rank, or will have after their first step; None where nobody can say.
+    """The state that optimizers have on this rank, or will have after their first step; None if unknown.
 
     One that has not stepped yet tries a step on tensors without storage.
 
@@ -122,12 +122,12 @@ def _state_of(kind: type[Optimizer], optimizer: Optimizer, group: dict[str, Any]
 
 
 def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None, window: int | None = None) -> list[str]:
-    """A few lines for people.
+    """The costs as lines of text.
 
     Args:
         costs: of this rank.
         optimizers: of the module; None where they are not known yet.
-        window: micro-batches an optimizer step; None where nobody says.
+        window: micro-batches an optimizer step; None if unknown.
 
     Example:
         >>> layer = nn.Linear(300, 400)

@@ -92,7 +92,7 @@ _MEMINFO: Final = "/proc/meminfo"
 
 
 def device_memory(device: torch.device, ranks: int) -> int | None:
-    """Bytes for one rank: an accelerator's own, or its share of the host's; None where nobody says.
+    """Bytes for one rank: an accelerator's own, or its share of the host's; None if unknown.
 
     Args:
         device: where it computes.
@@ -106,7 +106,7 @@ def device_memory(device: torch.device, ranks: int) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken: of an accelerator, or of the host; None where nobody says."""
+    """Bytes that can still be taken: of an accelerator, or of the host; None if unknown."""
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
         return None if ask is None else int(ask(device)[0])
@@ -118,7 +118,7 @@ def free_memory(device: torch.device) -> int | None:
     if not limits or not used:
         return free
     cached = next((_table(name).get("inactive_file", 0) for name in _STATISTICS if os.access(name, os.R_OK)), 0)
-    return max(0, min(free, min(limits) - used[0] + cached))  # files that were read are let go of first
+    return max(0, min(free, min(limits) - used[0] + cached))  # the kernel drops cached files first
 
 
 def _host_memory() -> int | None:
@@ -126,8 +126,8 @@ def _host_memory() -> int | None:
 
 
 def _numbers(names: tuple[str, ...]) -> list[int]:
-    told = [Path(name).read_text().strip() for name in names if os.access(name, os.R_OK)]
-    return [int(number) for number in told if number.isdigit()]
+    texts = [Path(name).read_text().strip() for name in names if os.access(name, os.R_OK)]
+    return [int(number) for number in texts if number.isdigit()]
 
 
 def _table(name: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Where this process stands: its rank as a launcher set it, and the devices it may use."""
+"""The place of this process in a run: its rank, as set by a launcher, and the devices it may use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DEFAULT_PORT: Final = 29500
 _SLURM_SHELL: Final = str(0xFFFFFFFA)  # the step of the shell of ``salloc``, where that runs on a node
 try:
     START_DIRECTORY: Final = os.getcwd()
-except OSError:  # somebody removed it under us
+except OSError:  # the directory was deleted
     START_DIRECTORY = os.path.sep  # type: ignore[misc]
 """Where this process was when the library was imported: relative paths of its command line start here."""
 
@@ -41,7 +41,7 @@ _MPI: Final = (
 
 @dataclass(frozen=True)
 class Environment:
-    """One process among all processes of a run, as environment variables tell it.
+    """One process of a run, read from environment variables.
 
     Attributes:
         rank: this process among all, from 0.
@@ -51,7 +51,7 @@ class Environment:
         node_rank: this machine among all, from 0.
         master_addr: the host of rank 0.
         master_port: the port at which the processes meet there.
-        source: who started the process; ``torchrun`` also stands for everybody who sets its variables.
+        source: the launcher; ``torchrun`` includes every launcher that sets its variables.
         restart_count: how often the launcher has restarted this run.
 
     Example:
@@ -151,7 +151,7 @@ def _torchrun(variables: _Variables) -> Environment | None:
         return None
     rank, world = variables.number("RANK"), variables.number("WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK", default=0)
-    # Not every launcher says how many processes a machine has. Whoever gives no local rank starts one.
+    # Not every launcher gives the number of processes per machine. One that gives no local rank starts one process.
     here = variables.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
     guess = 1 if "LOCAL_RANK" not in variables else world if here else None
     local_world = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=guess)
@@ -169,7 +169,7 @@ def _torchrun(variables: _Variables) -> Environment | None:
 
 
 def _slurm(variables: _Variables) -> Environment | None:
-    # The batch script carries SLURM_PROCID=0 and SLURM_NTASKS too, but nobody starts its other tasks: only a step does.
+    # The batch script carries SLURM_PROCID=0 and SLURM_NTASKS too, but only a step starts the other tasks.
     step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get("SLURM_STEPID")
     # Steps that `srun` starts from a shell of `salloc` inherit the shell's job name, and must not be taken for it.
     shell = step == _SLURM_SHELL or (
@@ -219,7 +219,7 @@ def _mpi(variables: _Variables) -> Environment | None:
             continue
         rank, world = variables.number(rank_name), variables.number(size_name)
         if world == 1:
-            return None  # a single process needs nobody, whoever started it
+            return None  # a single process needs no launcher
         local_rank = variables.number(local_rank_name, default=rank)
         local_world = variables.number(local_size_name, default=world)
         one_node = local_world >= world

@@ -8,7 +8,7 @@ TrainerKitError
 │   ├── StrategyError                        devices, processes and layout do not fit together
 │   ├── PrecisionError                       this dtype cannot run here
 │   ├── DataError                            loaders, samplers, batch sizes
-│   └── RegistryError                        a name nobody registered
+│   └── RegistryError                        a name that is not registered
 ├── LogError                                 a logged value or name that cannot be used
 ├── CheckpointError(file, key, reason)       bytes on disk that are damaged, foreign or cannot be written
 ├── NonFiniteError                           the loss became NaN or infinite
@@ -102,7 +102,7 @@ class DataError(ConfigurationError):
 
 
 class RegistryError(ConfigurationError):
-    """A name that nobody registered."""
+    """A name that is not registered."""
 
 
 class LogError(TrainerKitError):
@@ -120,7 +120,7 @@ class CheckpointError(TrainerKitError):
     """
 
     def __init__(self, file: object, key: str | None, reason: str, *, fix: str | None = None) -> None:
-        # What a file says of itself may be made to harm the terminal it is shown on, or be of any length.
+        # Text from a file may hold control characters that harm a terminal, and may be of any length.
         self.file, self.key, self.reason = printable(str(file), keep="\n"), key, printable(reason, keep="\n")
         found = None if key is None else f"key {key[:200]!r}"
         fix = None if fix is None else printable(fix, keep="\n")
@@ -144,7 +144,7 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
 
     Args:
         text: anything.
-        most: characters; what is behind them is cut off.
+        most: the maximum number of characters.
         keep: characters that stay although they move the cursor, such as line ends.
 
     Example:

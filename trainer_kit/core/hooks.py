@@ -1,7 +1,7 @@
 """The hook specification: which hooks exist, what they are given, when they are called.
 
 `Callback` is what people subclass; `ModuleHooks` and `DataHooks` hold the same moments as seen by a module and by a
-datamodule. Bodies are empty but for modes: the bus calls only what somebody overrode. The order is DESIGN's loop, and
+datamodule. Bodies are empty but for modes: the bus calls only overridden hooks. The order is DESIGN's loop, and
 ``tests/training/test_hook_order.py`` holds it.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes",
 class Callback:
     """Something that happens around the loop.
 
-    Subclass it and override the hooks you need; hooks that nobody overrides cost nothing. Every hook is called by
+    Subclass it and override the hooks you need; hooks that are not overridden cost nothing. Every hook is called by
     position as ``hook(trainer, module, ...)``. Misspelt hooks and wrong parameters fail when the class is created.
 
     Attributes:
@@ -70,10 +70,10 @@ class Callback:
         """Take over what ``state_dict`` returned."""
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        """Before anything else of a verb, on every process. ``stage`` is fit, validate, test or predict."""
+        """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        """The last call of a verb, always made, also after an exception."""
+        """The last call of an entry point, also after an exception."""
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Everything is built, moved, wrapped and restored."""
@@ -82,7 +82,7 @@ class Callback:
         """After ``on_train_end``; the strategy is still up."""
 
     def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """Before the validation batches that are tried ahead of training."""
+        """Before the sanity-check validation that precedes training."""
 
     def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """After them; random state and metrics are as before."""

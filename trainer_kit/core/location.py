@@ -1,4 +1,4 @@
-"""Where files are: a path of this machine, or a URL of a storage that fsspec reaches."""
+"""Locations of files: a local path, or a URL of a storage that fsspec can access."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RemotePath(os.PathLike[str]):
     stat = lstat  # a storage has no links
 
     def exists(self) -> bool:
-        """Whether something is there; an error where nobody can say."""
+        """Whether something is there; an error if the storage cannot tell."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:
@@ -102,7 +102,7 @@ class RemotePath(os.PathLike[str]):
             entries = storage.ls(path, detail=True)
         for info in entries:
             where = info["name"].rstrip("/")
-            # Some storages mark a directory by an empty file of its own name.
+            # Some storages mark a directory by an empty file with the same name.
             if where and where != path.rstrip("/"):
                 yield RemotePath((self / where.rpartition("/")[2]).url, info)
 
@@ -232,7 +232,7 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The path behind ``path``: of this machine for a plain one and for a ``file://`` URL, else a `RemotePath`.
+    """The location that ``path`` names: a local path for a plain one and for a ``file://`` URL, else a `RemotePath`.
 
     ``~`` at the start of a plain path is the home directory.
 
@@ -324,7 +324,7 @@ def _as_os_error() -> Iterator[None]:
         yield
     except OSError:
         raise
-    except Exception as error:  # every storage's library has errors of its own
+    except Exception as error:  # each storage library has its own error types
         raise OSError(f"{type(error).__name__}: {error}") from error
 
 

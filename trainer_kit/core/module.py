@@ -373,19 +373,19 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         """
         if hparams_file is not None:
             raise ConfigurationError("hparams_file is not read", fix="pass the values as keyword arguments")
-        hears = cls.on_load_checkpoint is not ModuleHooks.on_load_checkpoint
-        state = READERS.get("module")(checkpoint_path, whole=hears)
+        overridden = cls.on_load_checkpoint is not ModuleHooks.on_load_checkpoint
+        state = READERS.get("module")(checkpoint_path, whole=overridden)
         hparams = state["hyper_parameters"]
-        told = [k for k, v in hparams.items() if _is_repr(v) and k not in kwargs and _takes(cls, k)]
-        if told:
+        missing = [k for k, v in hparams.items() if _is_repr(v) and k not in kwargs and _takes(cls, k)]
+        if missing:
             raise ConfigurationError(
-                f"the checkpoint holds only what these looked like: {', '.join(told)}",
-                found=", ".join(f"{name}={hparams[name]['repr']}" for name in told),
-                fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in told)})",
+                f"the checkpoint holds only what these looked like: {', '.join(missing)}",
+                found=", ".join(f"{name}={hparams[name]['repr']}" for name in missing),
+                fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})",
             )
         module = cls(**{**{k: v for k, v in hparams.items() if _takes(cls, k)}, **kwargs})
         module.configure_model()
-        if hears:
+        if overridden:
             module.on_load_checkpoint(state)
         module.load_state_dict(state["state_dict"], strict=module.strict_loading if strict is None else strict)
         return module if map_location is None else module.to(map_location)
@@ -412,7 +412,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
 
 def _is_repr(value: Any) -> bool:
-    """Whether this stands for a hyperparameter that could not be stored."""
+    """Whether this is the repr of a hyperparameter that could not be stored."""
     return isinstance(value, dict) and value.keys() == {"repr"}
 
 

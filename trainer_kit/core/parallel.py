@@ -51,7 +51,7 @@ class ParallelPlan:
     """What ``TrainModule.configure_parallel`` returns.
 
     Args:
-        tensor: for tensor parallel: how layers are split, by the name that each has in the module (``*`` stands for one
+        tensor: for tensor parallel: how layers are split, by the name that each has in the module (``*`` matches one
             part of a name, as in ``"net.blocks.*.q"``). Values are words, or styles of
             ``torch.distributed.tensor.parallel``; the words are those of Hugging Face's plans: ``"colwise"``,
             ``"rowwise"``, ``"colwise_rep"`` (its output is gathered), ``"rowwise_rep"`` (its input is whole, as an
@@ -88,8 +88,8 @@ class PipelinePlan:
             Steps call it as a whole, once.
         split_points: names in the model of the blocks at which the second and later stages begin, as in
             ``["layers.4"]``; ``"auto"`` divides the largest list of blocks by number of parameters.
-        first: names in the model of what runs ahead of the blocks although it is defined behind them.
-        last: names of what runs behind them although it is defined ahead of them.
+        first: names of modules defined after the blocks but executed before them.
+        last: names of modules defined before the blocks but executed after them.
         everywhere: names of modules with nothing to train that each stage needs a copy of (tables of rotations).
 
     Example:

@@ -110,9 +110,7 @@ class Duration:
     def counter(self) -> str:
         """The field of ``Progress`` that this duration is held against."""
         if self.unit == "dur":
-            raise DurationError(
-                "a fraction of the run has no counter of its own", found=str(self), fix='count in a unit: "500ba"'
-            )
+            raise DurationError("a fraction of the run has no counter", found=str(self), fix='count in a unit: "500ba"')
         return _COUNTER[self.unit]
 
     @classmethod

@@ -222,7 +222,7 @@ class TrainerLike(Protocol):
 
     @property
     def checkpoint_dir(self) -> Location:
-        """Where checkpoints go that nobody gave a directory; a URL where the root directory is one."""
+        """The default directory of checkpoints; a URL if the root directory is a URL."""
 
     def stop(self, reason: str) -> None: ...
     def withdraw_stop(self, reason: str) -> None: ...

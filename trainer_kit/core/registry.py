@@ -1,12 +1,12 @@
-"""Names for plug-ins: what a user may write as a word instead of an object.
+"""Names of plug-ins: the words that a user may write instead of an object.
 
-One `Registry` per kind. A name stands for an object, for a ``"package.module:Name"`` string that is imported when the
-name is first asked for, or for an entry point of an installed package, e.g. in its ``pyproject.toml``::
+One `Registry` per kind. A name maps to an object, to a ``"package.module:Name"`` string that is imported when the
+name is first looked up, or to an entry point of an installed package, e.g. in its ``pyproject.toml``::
 
     [project.entry-points."trainer_kit.strategies"]
     my-engine = "my_package.strategy:MyStrategy"
 
-Registered names come first: entry points are looked at only for a name that nobody registered.
+Registered names come first: entry points are searched only for names that are not registered.
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class Registry:
         return None
 
     def supply(self, name: str, target: str) -> None:
-        """What the library itself means by a name, unless somebody has registered it, however early."""
+        """Give a name its default target; one that a user registers, before or after, comes first."""
         self._own[name] = target
 
     def get(self, name: str) -> Any:
-        """What ``name`` stands for, imported where that is still to be done.
+        """The target of ``name``, imported on first use.
 
         Raises:
-            RegistryError: nobody registered the name, two packages did, or importing it failed.
+            RegistryError: the name is not registered, two packages register it, or its import failed.
         """
         if name not in self._targets:
             self._targets[name] = self._own[name] if name in self._own else self._load_entry_point(name)

@@ -12,7 +12,7 @@ from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 __all__ = ["check_hooks", "check_overrides", "leave_out", "takes"]
 
 
-# Hooks of Lightning's earlier versions: nobody calls them any more, and what took their place.
+# Hooks of earlier versions of Lightning that are not called any more, and their replacements.
 _FORMER = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
@@ -45,7 +45,7 @@ def check_hooks(cls: type, *specifications: type) -> None:
         if name not in hooks:
             if fix := _meant(name, hooks):
                 raise HookError(
-                    f"{cls.__name__}.{name} is not a hook: nobody would ever call it",
+                    f"{cls.__name__}.{name} is not a hook and would never be called",
                     found=f"def {name} in {cls.__module__}.{cls.__qualname__}",
                     fix=fix,
                 )
@@ -61,14 +61,14 @@ def check_hooks(cls: type, *specifications: type) -> None:
 
 
 def _meant(name: str, hooks: Collection[str]) -> str | None:
-    """What to do about a method of this name, or None where it is nobody's business."""
+    """The fix for a method of this name, or None where it is not a mistaken hook."""
     if (former := _FORMER.get(name)) in hooks:
         outputs = " (it takes no outputs: keep them on self)" if not name.startswith("on_") else ""
         return f"define {former}{outputs}"
     if name.startswith("on_"):
         return did_you_mean(name, (hook for hook in hooks if hook.startswith("on_")))
     if name.endswith("_step"):
-        steps = [step for step in _STEPS if step not in name]  # retraining_step is a name of its own
+        steps = [step for step in _STEPS if step not in name]  # retraining_step is a different name
         if near := difflib.get_close_matches(name, steps, n=1, cutoff=0.9):
             return f"did you mean {near[0]!r}?"
     return None

@@ -218,8 +218,8 @@ class Entry:
 
 def _unknown(name: str, values: Tensor) -> float:
     warnings.warn(
-        f"{name!r} is NaN for this epoch: its reduce_fx is a function, which no checkpoint holds, and since the run was"
-        ' resumed nobody logged it again; "mean", "sum", "min" and "max" are kept',
+        f"{name!r} is NaN for this epoch: its reduce_fx is a function, which no checkpoint holds, and it has not been"
+        ' logged since the run was resumed; "mean", "sum", "min" and "max" are kept',
         stacklevel=2,
     )
     return math.nan
@@ -310,14 +310,16 @@ def agreed(
     rows = group.agree([ran, len(names), digest])
     if all(row == rows[0] for row in rows):
         return entries
-    told_here = [(e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries]
-    everyone: list[_Told] = group.all_gather_object((ran, list(absent), told_here))
+    here = [(e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries]
+    everyone: list[_Logged] = group.all_gather_object((ran, list(absent), here))
     whole: list[_Name] = []
-    for loader in sorted({name[2] for _, _, told in everyone for name in told}, key=_loader_first):
-        told = [[n for n in names if n[2] == loader] for ran_, lacks, names in everyone if ran_ and loader not in lacks]
-        if any(names != told[0] for names in told):
+    for loader in sorted({name[2] for _, _, logged in everyone for name in logged}, key=_loader_first):
+        present = [
+            [n for n in names if n[2] == loader] for ran_, lacks, names in everyone if ran_ and loader not in lacks
+        ]
+        if any(names != present[0] for names in present):
             raise _different(everyone)
-        whole += told[0] if told else []
+        whole += present[0] if present else []
     # What was restored with a checkpoint counts, although this rank ran no batch since.
     known = {(e.hook, e.base, e.loader): e for e in entries if (ran or e.restored) and e.loader not in absent}
     return [_entry(name, known.get(name[:3]), module) for name in whole]
@@ -350,14 +352,14 @@ def _place(metric: Any, module: nn.Module | None) -> str | None:
 
 
 _Name = tuple[str, str, int | None, Any, "str | None"]
-_Told = tuple[bool, list[int | None], list[_Name]]
+_Logged = tuple[bool, list[int | None], list[_Name]]
 
 
 def _loader_first(loader: int | None) -> int:
     return -1 if loader is None else loader
 
 
-def _different(everyone: list[_Told]) -> LogError:
+def _different(everyone: list[_Logged]) -> LogError:
     lines = "; ".join(
         f"rank {rank}: {', '.join(name[1] for name in names) or 'nothing'}"
         for rank, (_, _, names) in enumerate(everyone)
@@ -396,7 +398,7 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
 
 
 def _latest(entries: list[Entry]) -> list[float]:
-    """Nobody to ask, and one value each: what was recorded last."""
+    """The last recorded value of each entry, for one rank."""
     found = [_computed(entry, True) if entry.metric is not None else entry.last for entry in entries]
     away = [value for value in found if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
     if away:  # one read for all of them

@@ -1,4 +1,4 @@
-"""Logged values: kept on the device as they come, reduced when somebody looks."""
+"""Logged values: kept on the device as they come, reduced at a flush."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FOLD: Final = 256
 
 @final
 class Metrics:
-    """What `TrainModule.log` writes into.
+    """The values of `TrainModule.log`.
 
     Args:
         progress: tells whether a value belongs to the step being finished.
@@ -40,8 +40,8 @@ class Metrics:
         feed: gives the batches whose sizes weigh values, until a value depends on them; None: nothing to ask it.
         module: whose metric objects are logged.
         by_batch: whether values of single batches were asked for in this evaluation.
-        counts: whether this rank's values do; else they are those of the rank that reports for it.
-        shares_all: whether no rank has a whole value of its own.
+        counts: whether this rank's values are counted; else another rank reports for it.
+        shares_all: whether each rank has only a part of every value.
     """
 
     __slots__ = (
@@ -115,7 +115,7 @@ class Metrics:
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
         if value.__class__ is Tensor or isinstance(value, Tensor):
-            # What no operation just made (a parameter, a buffer) may change in place before anybody looks.
+            # What no operation just made (a parameter, a buffer) may change in place before the flush.
             owned = value.grad_fn is not None and not value._is_view()
             value = value.detach() if owned else value.detach().clone()
             if value.dim():
@@ -173,20 +173,20 @@ class Metrics:
         return entry
 
     def attach(self, strategy: Strategy, module: Any) -> None:
-        """From here on values are those of this module, on the ranks of this strategy."""
+        """Record values of this module, on the ranks of this strategy, from here on."""
         self.group, self.module = strategy.reports, module
         self.counts = strategy.reporter == strategy.world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
         self._staged = self.shares_all and any(row[0] for row in strategy.world.agree([not self.counts]))
 
     def enter(self, stage: str) -> None:
-        """From here on values belong to ``stage``; what an earlier round of it left is forgotten."""
+        """Record values of ``stage`` from here on; values of its previous round are dropped."""
         self._tables[stage] = self.table = {}
         self.loader, self.by_batch = None, False
         self.leave_batch()
 
     def leave_batch(self) -> None:
-        """What is logged from here on is of no batch: in a mean over the ranks each of them counts once."""
+        """Values logged from here on belong to no batch: each rank counts once in a mean."""
         self.weight = 1.0
 
     @property
@@ -202,7 +202,7 @@ class Metrics:
 
     @contextmanager
     def discarding_logs(self) -> Iterator[None]:
-        """What is logged inside of training is forgotten."""
+        """Drop the training values that are logged inside."""
         before = self.table
         self._tables["train"] = self.table = {key: entry.copy() for key, entry in before.items()}
         try:
@@ -242,7 +242,7 @@ class Metrics:
         """The values that were logged for the epoch since the last flush of one, over all ranks. One sync point."""
         entries = [e for e in self.table.values() if e.recorded]
         if not self.evaluating and self._flushed != self.progress.step:
-            # Between the steps that are logged there are values too, and whoever monitors them looks now.
+            # Values of steps between two flushes: callbacks that monitor them read them now.
             self._publish([e for e in entries if e.on_step], step=True, ran=ran, log=False)
         result = self._publish([e for e in entries if e.on_epoch], step=False, ran=ran)
         for entry in entries:

@@ -14,7 +14,7 @@ __all__ = ["count_once", "place_of", "restore_running", "running_states"]
 
 
 def count_once(module: nn.Module, strategy: Strategy) -> None:
-    """Metrics of ``module`` reduce over the ranks that have batches of their own, not over all that have the same."""
+    """Let metrics of ``module`` reduce over the report group: ranks that share a batch count once."""
     if strategy.reports.size < strategy.world.size:
         for part in module.modules():
             if hasattr(type(part), "update_count") and part.process_group is None:  # torchmetrics' own default

@@ -233,7 +233,7 @@ def restore(
             _restore_loaders(run, state, global_batch_size)
 
     fail_together(world, restore_loaders)
-    run.schedule.go_on(run.progress)
+    run.schedule.mark_checked(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
     run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
     fail_together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))

@@ -69,7 +69,7 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     asked.clear()
     states = {weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))}
     _begin(run, save, states)
-    return True if run.saver.behind and not last else settle_save(run)
+    return True if run.saver.background and not last else settle_save(run)
 
 
 def save_to(run: Fit, path: Location, weights_only: bool) -> None:
@@ -101,7 +101,7 @@ def settle_save(run: Fit) -> bool:
             run.announce(locate(path))
         else:
             _report(run, save, locate(path), failure)
-    for line in save.said:
+    for line in save.messages:
         run.say(line)
     for request in save.requests:
         if request is None or str(request.path) not in outcome:
@@ -151,7 +151,7 @@ def _timed_out(outcome: Outcome) -> bool:
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     """Copy the states on the ranks that write, and start writing; an error is raised on every rank."""
     world, progress, saver = run.strategy.world, run.progress, run.saver
-    copies = saver.behind and not save.last  # else nothing changes until it is written
+    copies = saver.background and not save.last  # else nothing changes until it is written
     all_began: Future[bool] = Future()  # ranks that write together wait for each other
     shared = run.strategy.sharded
     group = world.side_group() if shared else None
@@ -265,14 +265,14 @@ def _write(
         if save.abandoned:  # only this rank knows: all collective calls come before this line
             continue
         if saver.finite and not finite:
-            save.said.append(f"the weights in {path} are not finite: the last checkpoint with finite weights stays")
+            save.messages.append(f"the weights in {path} are not finite: the last checkpoint with finite weights stays")
         saver.finite = finite
         for request in save.requests_of(path) if writing.first else ():
             if not finite:
                 call_optional(request, "not_finite")
             problem = _mark_last(path) if request is None else call_optional(request, "committed", locate(path))
             if problem:
-                save.said.append(problem)
+                save.messages.append(problem)
     return outcome
 
 

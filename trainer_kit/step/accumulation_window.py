@@ -1,4 +1,4 @@
-"""From the feed to windows: k micro-batches, what each of them weighs, and the same windows on every rank."""
+"""From the feed to accumulation windows: k micro-batches and their weights, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class WindowLoader:
 
     Attributes:
         length: micro-batches of a window, from the next one on.
-        limit: micro-batches of an epoch, or None where nobody knows.
-        provide: is called for a window that some rank may lack a micro-batch of; None where that needs nothing.
-        budget: how many more micro-batches the run will take, as far as anybody knows; None for no limit.
-        measure: called with the samples and the weight of the next micro-batch over all ranks before its window is
-            complete: it sets ``length``. Once; None: ``length`` is known.
+        limit: micro-batches of an epoch, or None if unknown.
+        provide: called for a window of which a rank may lack a micro-batch; None if nothing has to be done.
+        budget: the number of micro-batches left in the run, where known; None for no limit.
+        measure: called once with the samples and the weight of the next micro-batch over all ranks, before its window
+            is complete; it sets ``length``. None: ``length`` is known.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class WindowLoader:
         self.budget: int | None = None
         self.measure: Callable[[float, float], None] | None = None
         self._source: Iterator[Any] | None = None  # more batches, while `measure` is to be called
-        # Weights of single batches say nothing where nothing is weighed against them.
+        # The weight of a batch matters only beside other batches.
         self._asks = weighting and loss_weight is None
 
     def epoch(self, progress: Progress) -> Iterator[MicroBatches]:
@@ -207,7 +207,7 @@ class WindowLoader:
         measure(sum(row[0] for row in rows) / self.parts, sum(row[1] for row in rows))
 
     def _load_one(self, window: list[Any], start: int) -> bool:
-        """As `_load_together`, with less to do for the usual window: one batch, and everybody knows its samples."""
+        """A faster `_load_together` for the usual window: one batch whose number of samples is known."""
         samples = self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
         if samples is None or self.measure is not None:
             return self._load_together(window, start)

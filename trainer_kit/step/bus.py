@@ -1,4 +1,4 @@
-"""The bus: for each hook the methods that listen, found once a run."""
+"""The bus: for each hook the methods that override it, found once a run."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
 
 @final
 class Bus:
-    """One tuple of bound methods for each hook: only what somebody overrode, callbacks first, then the module.
+    """One tuple of bound methods for each hook: only overridden hooks, callbacks first, then the module.
 
-    Callbacks with ``order = "late"`` hear ``on_train_epoch_end`` as ``on_train_epoch_end_late``, once the values that
-    everybody else logged for the epoch are reduced.
+    ``on_train_epoch_end`` of callbacks with ``order = "late"`` is in ``on_train_epoch_end_late``, which is called after
+    the values of the epoch are reduced.
 
     Args:
         trainer: what callbacks are given first.
         module: what they are given second, and who is called last.
         callbacks: in the order in which they are called.
-        datamodule: hears of exceptions.
+        datamodule: its ``on_exception`` is called.
         scope: its ``hook`` is set to the name of the hook being called, so that `log` knows where it is.
     """
 
@@ -131,7 +131,7 @@ class Bus:
         return found
 
     def silent(self) -> Bus:
-        """A bus that nobody listens to."""
+        """A bus without listeners."""
         quiet = Bus.__new__(Bus)
         for name in Bus.__annotations__:
             setattr(quiet, name, ())
@@ -143,12 +143,12 @@ class Bus:
         return [name for name in vars(Callback) if name.startswith("on_")]
 
     def listeners(self, name: str) -> list[str]:
-        """Who hears ``name``, in order, for ``explain()``."""
+        """The classes that override ``name``, in order, for ``explain()``."""
         return [_owner(listener) for listener in getattr(self, name) if not isinstance(listener, _Enter)]
 
 
 class _Enter:
-    """First in a hook's tuple where anybody listens: notes which hook is being called."""
+    """The first entry of a non-empty hook: records which hook is being called."""
 
     __slots__ = ("name", "scope")
 

@@ -65,7 +65,7 @@ class Evaluation:
     seen: dict[int, int] = field(default_factory=dict)
 
     def listeners(self, moment: str) -> Listeners:
-        """Who hears ``on_<stage>_<moment>``."""
+        """The listeners of ``on_<stage>_<moment>``."""
         found: Listeners = getattr(self.bus, f"on_{_HOOKS[self.stage]}_{moment}")
         return found
 
@@ -173,7 +173,7 @@ def _all_have(run: Evaluation, loader: int) -> bool:
 
 
 def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
-    """The other ranks need this one in their batch: an earlier one runs, unheard and unlogged."""
+    """Run a padding batch, which the other ranks need in their collectives: no hooks, nothing is logged."""
     metrics = run.metrics
     kept, metrics.table, metrics.hook = (metrics.table, metrics.by_batch), {}, f"{_HOOKS[run.stage]}_step"
     try:
@@ -184,7 +184,7 @@ def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
 
 
 def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:
-    """What a batch weighs in the loss is what its values weigh in a mean."""
+    """A batch has the same weight in the loss and in the mean of logged values."""
     return float(weigh(batch))  # no sync point: the batch is on the host
 
 
@@ -213,9 +213,9 @@ def _in_order(mine: list[Any], group: Group) -> list[Any]:
 
 @final
 class _Evaluating:
-    """Evaluation mode, no gradients, a table of its own; everything as before afterwards.
+    """Enter evaluation mode without gradients and with a separate table of logged values; restore both on exit.
 
-    A class, and not a generator: from a generator a user's StopIteration would not arrive as what it is.
+    A class and not a generator: contextlib turns a user's StopIteration into a RuntimeError.
     """
 
     def __init__(self, run: Evaluation) -> None:
@@ -227,7 +227,7 @@ class _Evaluating:
         module, metrics, ending = self._run.module, self._run.metrics, self._ending
         before = metrics.hook, metrics.weight, metrics.feed
         keep_modes(module)
-        # A hook of the user's that fails leaves the modes as they were, and hides no exception of the evaluation.
+        # If a hook of the user fails, the modes are restored and the exception of the evaluation is kept.
         ending.failed.append(lambda error: restore_modes(module))
         ending.cleanup += [
             lambda error: self._gradients.__exit__(None, None, None),
@@ -255,7 +255,7 @@ class _Evaluating:
 
 
 def part_weight(module: Any, strategy: Strategy) -> Callable[[Any], Any] | None:
-    """What this rank's part of a batch weighs, by the user's ``loss_weight``; None: its samples."""
+    """The weight of this rank's part of a batch, by the user's ``loss_weight``; None: its samples."""
     if not is_overridden("loss_weight", module, TrainModule):
         return None
     weigh: Callable[[Any], Any] = module.loss_weight

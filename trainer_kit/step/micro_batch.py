@@ -1,4 +1,4 @@
-"""The micro-batches of one window: every hook call and every frame between the loop and the user's step is here."""
+"""The micro-batches of one accumulation window: all code between the loop and the user's step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OF_FIRST_RUN: Final = (
         "agree_on_exit",
     ),
 )
-"""What running a window again leaves as it was."""
+"""Attributes that a second run of a window restores."""
 
 
 class EarlyEpochExit(Exception):
@@ -75,7 +75,7 @@ class MicroBatches:
 
     Args:
         bus: the hooks.
-        metrics: told which hook a value is logged in, and what the batch weighs.
+        metrics: receives the current hook and the weight of the batch.
         progress: batches and samples are counted here.
         step: how ``training_step`` is called with (batch, batch_idx).
         precision: casts, scales.
@@ -97,10 +97,10 @@ class MicroBatches:
         uneven: whether any rank may lack a micro-batch of this window.
         started: the count of steps when the window was loaded.
         contributed: whether any micro-batch of the window added a gradient.
-        fresh: whether the gradients of the window before are still there.
+        fresh: whether the gradients of the previous window are still there.
         earlier: the last batch before those that this rank does not have.
         run_padding: runs the step for a micro-batch that this rank lacks; returns what backward is called on, or None.
-        agree_on_exit: agrees with the other ranks on leaving the epoch; None where nobody leaves one.
+        agree_on_exit: agrees with the other ranks on leaving the epoch; None where no hook can leave it.
         zero: drops them; where that is all there is to it, they are ``drops``.
     """
 
@@ -192,7 +192,7 @@ class MicroBatches:
         self._quiet = bus.silent()
 
     def begin(self, index: int) -> None:
-        """Move the batch, and say that it starts."""
+        """Move the batch to the device and call ``on_train_batch_start``."""
         batch = self.batches[index]
         if self.remembers and index == 0:
             self.parts = []
@@ -211,7 +211,7 @@ class MicroBatches:
         leaves = False
         for hook in self._bus.on_train_batch_start:
             if hook(batch, self.index) == -1:
-                leaves = True  # the others hear of the batch all the same
+                leaves = True  # the remaining hooks are called all the same
         if self.agree_on_exit is not None:
             leaves = self.agree_on_exit(leaves, True)
         if leaves:
@@ -276,7 +276,7 @@ class MicroBatches:
         return bool(seen.isfinite().all())  # sync point: where values are read anyway
 
     def _unusual(self, output: Any, index: int) -> Any | None:
-        """Everything a step may return but a plain tensor."""
+        """Handle every result of a step other than a plain tensor."""
         if self.manual:
             self.outputs = {"loss": output.detach()} if isinstance(output, Tensor) else output
             return None
@@ -310,7 +310,7 @@ class MicroBatches:
         )
 
     def backward(self, index: int, loss: Any) -> None:
-        """Backward; the gradients of the window before are dropped ahead of its first one."""
+        """Backward; drops the gradients of the previous window first."""
         if self.fresh:
             self.fresh = False
             if self.drops:
@@ -379,7 +379,7 @@ class MicroBatches:
                 setattr(self, name, value)
 
     def dry_run(self, batch: Any, index: int) -> Any:
-        """Run the user's step on a batch, unheard and unlogged; returns what it does."""
+        """Run the user's step on a batch without hooks and logging; returns its result."""
         metrics = self._metrics
         table, metrics.table, metrics.hook = metrics.table, {}, "training_step"
         try:
@@ -394,24 +394,24 @@ class MicroBatches:
         self._metrics.weight = self.weights[index]
 
     def release(self) -> None:
-        """The fit is over: nothing keeps a batch, or the strategy's wrapper and with it a process group."""
+        """Drop the references to batches and to the strategy's wrapper, which holds a process group."""
         self._step = _over
         self.batch = self.earlier = self.outputs = None
         self.batches = []
 
     @property
     def has_backward_hooks(self) -> bool:
-        """Whether anybody listens to ``on_before_backward`` or ``on_after_backward``."""
+        """Whether ``on_before_backward`` or ``on_after_backward`` is overridden."""
         return bool(self._bus.on_before_backward or self._bus.on_after_backward)
 
     def start_gradients(self) -> None:
-        """Drop the gradients of the window before, where nobody did yet."""
+        """Drop the gradients of the previous window, once."""
         if self.fresh:
             self.fresh = False
             self.zero()
 
     def end(self, index: int) -> None:
-        """Count the batch; say that it ended, unless the optimizer step comes first."""
+        """Count the batch; call ``on_train_batch_end`` unless the optimizer step comes first."""
         progress = self.progress
         progress.batch += 1
         progress.epoch_batch += 1

@@ -27,7 +27,7 @@ __all__ = ["ManualOptimizer", "ManualStepper", "Stepper"]
 
 @final
 class _SteppedByStrategy(OptimizerProxy):
-    """What an overridden ``optimizer_step`` is given where the strategy steps an optimizer in a way of its own."""
+    """The argument of an overridden ``optimizer_step`` where the strategy has its own way to step."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         super().__init__(optimizer)
@@ -84,7 +84,7 @@ class Stepper:
         self.read_groups()
 
     def read_groups(self) -> None:
-        """What the optimizers have by now is dropped, clipped and stepped; in the lists that the loop holds already."""
+        """Read the parameter groups again, into the lists that the loop already holds."""
         optimizers, state = self.made.optimizers, self.strategy.optimizer_state
         # The module's own: an engine may have put others into the groups, whose gradients are its business.
         self._parameters = {id(o): [p for group in state(o)[0] for p in group] for o in optimizers}
@@ -170,7 +170,7 @@ class Stepper:
         return any(map(self._is_given_closure, self.made.optimizers))
 
     def droppable(self) -> list[nn.Parameter]:
-        """Whose gradients are dropped, where nobody wants to hear of it or to do it himself."""
+        """The parameters whose gradients the loop drops: none where a hook or the module does it."""
         return [] if self._own_zero or self.bus.on_before_zero_grad else self._all
 
     def zero(self) -> None:
@@ -188,7 +188,7 @@ class Stepper:
     def step(self) -> None:
         """Step every optimizer, then the schedulers that count steps."""
         window = self.window
-        if window.uneven:  # a rank without data of its own does not know whether the others skipped theirs
+        if window.uneven:  # a rank without data does not know whether the other ranks skipped theirs
             window.contributed = any(row[0] for row in self.strategy.data.agree([window.contributed]))
         if not window.contributed:  # every micro-batch was skipped: nothing to apply
             return
@@ -233,7 +233,7 @@ class Stepper:
                 if not config.strict:
                     return
                 raise ConfigurationError(
-                    f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which nobody logged",
+                    f"{type(config.scheduler).__name__} monitors {config.monitor!r}, which was not logged",
                     found=f"logged so far: {', '.join(sorted(known)) or 'nothing'}",
                     fix="log it before the scheduler advances, or pass strict=False",
                 )
@@ -322,7 +322,7 @@ class ManualStepper:
         return max((one.trained for one in self.optimizers if one.trained is not None), default=None)
 
     def read_groups(self) -> None:
-        """Optimizers are stepped with what they have by now."""
+        """Bind the steps again, after parameter groups have changed."""
         for optimizer in self.optimizers:
             optimizer._step = self.strategy.bind_step(optimizer.optimizer)
 

@@ -54,7 +54,7 @@ class LRSchedulerConfig:
 
 @dataclass
 class Optimizers:
-    """What ``configure_optimizers`` returned, in one form. ``names`` is None unless the optimizers were named."""
+    """The result of ``configure_optimizers`` in one form. ``names`` is None unless the optimizers were named."""
 
     optimizers: list[Optimizer]
     schedulers: list[LRSchedulerConfig]
@@ -249,7 +249,7 @@ class OptimizerProxy(Optimizer):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        # Optimizer.__init__ would make groups and state of its own.
+        # Optimizer.__init__ would make new groups and state.
         self.optimizer = optimizer
 
     @property
@@ -282,22 +282,22 @@ class OptimizerProxy(Optimizer):
         return getattr(self.optimizer, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch's schedulers put a closure in the place of `step`; torch's optimizers leave it behind, too.
+        # torch's schedulers replace `step` by a closure, which torch's optimizers do not pickle either.
         return {name: value for name, value in vars(self).items() if name != "step"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)  # torch's own would profile `step` of this class from then on
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Let it step further parameters."""
+        """Add a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Into the optimizer."""
+        """Load the state of the wrapped optimizer."""
         self.optimizer.load_state_dict(dict(state_dict))
 
     def train(self) -> Any:

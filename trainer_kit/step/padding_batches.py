@@ -82,7 +82,7 @@ class PaddingBatches:
 
 
 def shared_batch(mine: Any, group: Group) -> Any:
-    """A batch for a rank that has none: that of the first rank that has one, on the host; else its own.
+    """A batch for each rank: its own, or a copy on the host of the batch of the first rank that has one.
 
     Args:
         mine: of this rank, or None.
@@ -105,9 +105,9 @@ def padded_to_longest(feed: Feed, batches: Iterator[Any], strategy: Strategy) ->
     """Equally many batches on every data rank: `MISSING` where this one has none, and others have.
 
     Args:
-        feed: knows whether it is so by itself.
+        feed: knows whether the numbers are equal already.
         batches: of this rank, each with its number of samples.
-        strategy: its data ranks agree at each batch where nobody knows beforehand.
+        strategy: its data ranks agree at each batch where the number of batches is unknown.
     """
     if not strategy.lockstep or feed.even:
         yield from batches
@@ -148,7 +148,7 @@ def without_side_effects(module: Any, device: torch.device) -> Iterator[None]:
 
 
 def _undo(value: Any) -> Callable[[], None]:
-    """What puts back the items of a list, dict or set, and of those in it."""
+    """Return a function that restores the items of a list, dict or set, nested too."""
     if type(value) not in (list, dict, set):
         return _nothing
     before = value.copy()

@@ -1,4 +1,4 @@
-"""What callbacks, users and signals ask for, until the loop settles it."""
+"""Requests of callbacks, users and signals, until the loop settles them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from trainer_kit.launch.program import requeue
 
 __all__ = ["Requests", "ended_by", "listening", "requeue_once", "terminable"]
 
-_USR1: Final[int | None] = getattr(signal, "SIGUSR1", None)  # what batch systems are asked to send ahead of the end
+_USR1: Final[int | None] = getattr(signal, "SIGUSR1", None)  # batch systems send it shortly before the time limit
 
 
 @final
 class Requests:
-    """Asked, not yet done.
+    """Pending requests.
 
     Attributes:
         stop: why training should stop, or None.
         validation: why validation should run now, or None.
         checkpoints: (reason, request); a request of None means the run's own directory and name.
         signal: the number of a signal that asked this process for a graceful end, or 0.
-        leaving: of a signal that every rank of several has heard of, or 0: they leave together.
-        at_once: a second signal came: nothing is waited for any more.
+        leaving: the number of a signal that all ranks have agreed on, or 0; they leave together.
+        at_once: a second signal came: the run no longer waits for anything.
         requeued: SLURM was asked to run this job again.
         wake: called at each request, so that the loop looks at the end of the running step.
     """
@@ -37,7 +37,7 @@ class Requests:
         self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
         self.signal = self.leaving = 0
         self.requeued = self.at_once = False
-        self.wake: Callable[[], None] = _nobody
+        self.wake: Callable[[], None] = _no_wake
 
     def clear(self) -> None:
         """A new run."""
@@ -45,7 +45,7 @@ class Requests:
         self.checkpoints.clear()
         self.signal = self.leaving = 0
         self.requeued = self.at_once = False
-        self.wake = _nobody
+        self.wake = _no_wake
 
     def ask_stop(self, reason: str) -> None:
         """Stop at the end of this step; the first reason stays."""
@@ -83,15 +83,15 @@ class Requests:
         ]
 
 
-def _nobody() -> None:
-    """Nobody is waiting."""
+def _no_wake() -> None:
+    """There is no loop to wake."""
 
 
 @contextmanager
 def listening(requests: Requests) -> Iterator[None]:
     """SIGTERM, Ctrl-C and SIGUSR1 end the run gracefully at the next step; the second one at once. Main thread only.
 
-    A handler of the user's own is put aside meanwhile, but for SIGUSR1, which means what its user makes of it.
+    A handler of the user is replaced meanwhile, except for SIGUSR1, which keeps the user's meaning.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -121,10 +121,10 @@ def listening(requests: Requests) -> Iterator[None]:
 
 
 def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
-    """From here on SIGTERM and SIGUSR1 end a verb also where no step is running, but not without its teardown.
+    """From here on SIGTERM and SIGUSR1 end an entry point also where no step is running, after its teardown.
 
     Returns:
-        What ends this. A handler of the user's own is left alone.
+        A function that ends this. A handler of the user stays.
     """
     main = threading.current_thread() is threading.main_thread()
     mine = [

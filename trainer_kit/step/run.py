@@ -39,9 +39,9 @@ class Save:
         paths: by path, whether it holds the weights alone.
         last: nothing is trained after it.
         awaited: training waits for it.
-        abandoned: nobody is told of it any more, so nothing gives way to it.
+        abandoned: its result is not reported any more, and no other checkpoint is deleted for it.
         writing: on rank 0, what writes it.
-        said: by what writes it, for the user.
+        messages: lines for the user from the thread that writes it.
     """
 
     step: int
@@ -51,19 +51,19 @@ class Save:
     awaited: bool = False
     abandoned: bool = False
     writing: Background[Outcome] | None = None
-    said: list[str] = field(default_factory=list)
+    messages: list[str] = field(default_factory=list)
 
     def requests_of(self, path: str) -> list[CheckpointRequest | None]:
-        """Who asked for ``path``, and those who left the name to the run."""
+        """The requests for ``path``, and those without a path."""
         return [request for request in self.requests if request is None or str(request.path) == path]
 
 
 @final
 class Saver:
-    """What a fit keeps about saving.
+    """The save in flight and the buffers of a fit.
 
     Args:
-        behind: whether training goes on while a checkpoint is written.
+        background: whether training continues while a checkpoint is written.
 
     Attributes:
         save: under way, or None; every rank has it, also while only rank 0 writes.
@@ -71,27 +71,27 @@ class Saver:
         buffers: for states, by whether they hold the weights alone.
     """
 
-    def __init__(self, behind: bool = True) -> None:
-        self.behind = behind
+    def __init__(self, background: bool = True) -> None:
+        self.background = background
         self.save: Save | None = None
         self.finite = True
         self.buffers = {weights_only: HostBuffers() for weights_only in (False, True)}
 
     @property
     def ended(self) -> bool:
-        """Whether this process has written what is under way, and everybody may be told."""
+        """Whether this process has finished writing the save in flight."""
         return self.save is not None and self.save.writing is not None and self.save.writing.wait(0)
 
 
 @dataclass(slots=True)
 class Fit:
-    """What the loop works on.
+    """The state of one fit that the loop works on.
 
     Attributes:
         due: the step at which `settle_step` has something to do; the loop compares one integer.
         publish: hands values to the loggers, with the step they belong to.
         collect: the whole state of the run, or of the weights alone.
-        directory: where checkpoints go that nobody gave a path; asked for when one is due.
+        directory: the default directory of checkpoints, called when one is due.
         checkpoints: whether this run writes checkpoints at all.
         about: what every checkpoint says of this run, besides its state.
         announce: tells the loggers of a checkpoint.
@@ -100,14 +100,14 @@ class Fit:
         listen_at: the step at which several ranks look for signals and the time; chosen by pace, so for nothing else.
         paced: step and monotonic seconds of the last such look.
         validated: the step at which validation ran last.
-        owes_validation: whether the checkpoint was taken ahead of the validation of its step.
+        owes_validation: whether the checkpoint was taken before a validation that is due at its step.
         since: monotonic seconds up to which time was taken.
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
         resumed: whether it goes on from a checkpoint.
         frozen: names of the parameters that were not trained when the run was composed.
         whole: whether the epoch that ended last was left because its batches were over.
-        deferred: whether the line about a stop request ahead of the minimum was printed.
+        deferred: whether the line about a stop request before ``min_epochs`` or ``min_steps`` was printed.
         trained: whether a step is known to have had a gradient on any rank.
         id: in the info of its checkpoints; "" where the run has no record.
     """

@@ -1,4 +1,4 @@
-"""When a run is over, and at which step something is due next: decided by progress alone, so the same on every rank."""
+"""The end of a run and the next step with work due: functions of progress alone, so equal on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Schedule:
     """The limits and intervals of one fit.
 
     Attributes:
-        batches: micro-batches of an epoch on this rank, None where nobody knows.
+        batches: micro-batches of an epoch on this rank, None if unknown.
         max_epochs, max_steps, max_duration: the run ends at the first that is reached; None for none.
         min_epochs, min_steps: a stop request waits until both are reached.
         validate_every: micro-batches between validations; None for the end of the epoch.
@@ -59,7 +59,7 @@ class Schedule:
         return progress.epoch >= self.min_epochs and progress.step >= self.min_steps
 
     def epoch_is_over(self, progress: Progress) -> bool:
-        """Whether no batch of the running epoch is left, as far as anybody knows."""
+        """Whether the running epoch is known to have no batch left."""
         return self.batches is not None and progress.epoch_batch >= self.batches
 
     def flushes(self, progress: Progress) -> bool:
@@ -71,12 +71,12 @@ class Schedule:
         return not self.agree_every or progress.step % self.agree_every == 0
 
     def start_epoch(self, progress: Progress) -> None:
-        """Interval validation starts counting anew, or goes on over epochs."""
+        """Restart the interval of validation, unless it counts across epochs."""
         if not self.across_epochs:
-            self.go_on(progress)
+            self.mark_checked(progress)
 
-    def go_on(self, progress: Progress) -> None:
-        """Intervals that are over by ``progress`` are dealt with."""
+    def mark_checked(self, progress: Progress) -> None:
+        """Count the intervals that are complete at ``progress`` as checked."""
         self.checked = self._intervals(progress)
 
     def _position(self, progress: Progress) -> float:
@@ -93,11 +93,11 @@ class Schedule:
         """Whether an interval was completed since this was last true; at the first end of a window at or after."""
         if not self.owes_validation(progress):
             return False
-        self.go_on(progress)
+        self.mark_checked(progress)
         return True
 
     def owes_validation(self, progress: Progress) -> bool:
-        """What `validation_due` is going to say: a checkpoint may be taken ahead of it."""
+        """Whether `validation_due` will be true; does not change the schedule."""
         if not self.validates or self.validate_every is None or not self._epoch_counts(progress):
             return False
         return self._intervals(progress) > self.checked
@@ -124,7 +124,7 @@ class Schedule:
             elif counter in ("batch", "epoch_batch"):
                 when.append(step + max(1, math.ceil((target - getattr(progress, counter)) / window)))
             elif counter != "epoch":
-                when.append(step + 1)  # samples, tokens, seconds: nobody knows how many steps that is
+                when.append(step + 1)  # samples, tokens, seconds: the number of steps is unknown
         return max(step + 1, min(when))
 
     def _goals(self, progress: Progress) -> list[tuple[str, float]]:

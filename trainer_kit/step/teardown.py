@@ -1,4 +1,4 @@
-"""The end of a verb, whatever happened: exceptions arrive unchanged, every cleanup runs."""
+"""The end of an entry point: exceptions arrive unchanged, and every cleanup runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Teardown"]
 
 @final
 class Teardown:
-    """A context that tells everybody about an exception, then cleans up.
+    """A context that reports an exception to listeners, then cleans up.
 
     What goes wrong meanwhile is attached to the user's exception as a note, never raised instead of it. Without one,
-    the first problem of the cleanup is the exception: everybody is told, the rest of the cleanup goes on.
+    the first error of the cleanup becomes the exception: listeners are called, and the remaining cleanup runs.
 
     Attributes:
-        failed: is called with the exception.
-        cleanup: are called one after the other, also after an exception; each is given the exception or None.
+        failed: functions that are called with the exception.
+        cleanup: functions that are called in order, also after an exception, with the exception or None.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,13 @@ class Teardown:
     ) -> None:
         self._first = error
         if error is not None:
-            self._tell(error)
+            self._report(error)
         for clean in self.cleanup:
-            told = self._first is not None
+            reported = self._first is not None
             self._attempt(clean, self._first)
-            if not told and self._first is not None:
-                self._tell(self._first)
-        # Its traceback holds every frame of the verb, this object too: kept, all of them stay until gc comes by.
+            if not reported and self._first is not None:
+                self._report(self._first)
+        # Its traceback holds every frame of the entry point and this object: a reference would be a cycle for gc.
         first, self._first = self._first, None
         if error is None and first is not None:
             try:
@@ -50,9 +50,9 @@ class Teardown:
             finally:
                 del first
 
-    def _tell(self, error: BaseException) -> None:
-        for hear in self.failed:
-            self._attempt(hear, error)
+    def _report(self, error: BaseException) -> None:
+        for listener in self.failed:
+            self._attempt(listener, error)
 
     def _attempt(self, call: Callable[[Any], Any], error: BaseException | None) -> None:
         try:
