@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -60,15 +61,6 @@ class DataModule(DataHooks, HParamsMixin):
             num_workers: loader workers.
             datamodule_kwargs: for the constructor of ``cls``.
         """
-
-        def load(dataset: Any, shuffle: bool) -> Any:
-            if isinstance(dataset, Mapping):
-                return {name: load(part, shuffle) for name, part in dataset.items()}
-            if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):
-                return [load(part, shuffle) for part in dataset]
-            mixed = shuffle and not isinstance(dataset, IterableDataset)
-            return DataLoader(dataset, batch_size=batch_size, shuffle=mixed, num_workers=num_workers)
-
         made = cls(**datamodule_kwargs)
         given: Iterable[tuple[str, Any]] = (
             ("train", train_dataset),
@@ -78,15 +70,15 @@ class DataModule(DataHooks, HParamsMixin):
         )
         for name, dataset in given:
             if dataset is not None:
-                setattr(made, f"{name}_dataloader", _Loaders(load, dataset, name == "train"))
+                load = partial(_load, dataset, name == "train", batch_size=batch_size, num_workers=num_workers)
+                setattr(made, f"{name}_dataloader", load)
         return made
 
 
-class _Loaders:
-    """A ``*_dataloader`` method of `DataModule.from_datasets`."""
-
-    def __init__(self, load: Any, dataset: Any, shuffle: bool) -> None:
-        self.load, self.dataset, self.shuffle = load, dataset, shuffle
-
-    def __call__(self) -> Any:
-        return self.load(self.dataset, self.shuffle)
+def _load(dataset: Any, shuffle: bool, **options: Any) -> Any:
+    """The loader of a dataset, in the same nesting of lists and dicts."""
+    if isinstance(dataset, Mapping):
+        return {name: _load(part, shuffle, **options) for name, part in dataset.items()}
+    if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):
+        return [_load(part, shuffle, **options) for part in dataset]
+    return DataLoader(dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **options)

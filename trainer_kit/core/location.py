@@ -96,8 +96,7 @@ class RemotePath(os.PathLike[str]):
 
     def iterdir(self) -> Iterator[RemotePath]:
         """What is directly in it, as the storage lists it now."""
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             storage.invalidate_cache(path)
             entries = storage.ls(path, detail=True)
         for info in entries:
@@ -108,20 +107,17 @@ class RemotePath(os.PathLike[str]):
 
     def mkdir(self) -> None:
         """Make it and its parents, where a storage has directories."""
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             storage.makedirs(path, exist_ok=True)
 
     def read_bytes(self) -> bytes:
         """The whole content."""
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             return bytes(storage.cat_file(path))
 
     def read_chunks(self, size: int = _CHUNK) -> Iterator[bytes]:
         """The content, at most ``size`` bytes at a time."""
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             file = storage.open(path, "rb")
         try:
             while True:
@@ -136,15 +132,13 @@ class RemotePath(os.PathLike[str]):
 
     def fetch_to(self, file: Path) -> None:
         """Copy a file to this machine, as fast as its storage can."""
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             storage.get_file(path, str(file))
 
     def write_chunks(self, chunks: Iterable[Any]) -> None:
         """Write a file in a stream; after an error something may stand there, in part."""
         size = 0
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             file = storage.open(path, "wb")
         try:
             for chunk in chunks:
@@ -171,8 +165,7 @@ class RemotePath(os.PathLike[str]):
         """
         if new and self.exists():
             raise FileExistsError(self.url)
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             if new:
                 with suppress(TypeError, NotImplementedError):  # a storage that knows no modes
                     storage.pipe_file(path, data, mode="create")
@@ -182,8 +175,7 @@ class RemotePath(os.PathLike[str]):
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete a file."""
         try:
-            with _as_os_error():
-                storage, path = _reach(self.url)
+            with _storage(self.url) as (storage, path):
                 storage.rm_file(path)
         except FileNotFoundError:
             if not missing_ok:
@@ -197,8 +189,7 @@ class RemotePath(os.PathLike[str]):
 
     def copy_to(self, target: RemotePath) -> None:
         """Copy a file within its storage."""
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             storage.cp_file(path, _reach(target.url)[1])
 
     def _kind(self) -> str | None:
@@ -210,8 +201,7 @@ class RemotePath(os.PathLike[str]):
     def _info(self) -> Mapping[str, Any]:
         if self._known is not None:
             return self._known
-        with _as_os_error():
-            storage, path = _reach(self.url)
+        with _storage(self.url) as (storage, path):
             storage.invalidate_cache(path)
             info: Mapping[str, Any] = storage.info(path)
             return info
@@ -316,6 +306,13 @@ def _reach(url: str) -> tuple[Any, str]:
 
     storage, path = url_to_fs(url)
     return storage, str(path)
+
+
+@contextmanager
+def _storage(url: str) -> Iterator[tuple[Any, str]]:
+    """The storage of a URL and the path in it; every failure inside is an ``OSError``."""
+    with _as_os_error():
+        yield _reach(url)
 
 
 @contextmanager

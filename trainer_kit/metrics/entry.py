@@ -60,32 +60,6 @@ CLOSED_HOOKS: Final = frozenset(
 class Entry:
     """One logged name in one hook: its options, and what was recorded since the last flush."""
 
-    __slots__ = (
-        "averages",
-        "base",
-        "borrowed",
-        "hook",
-        "last",
-        "last_weight",
-        "loader",
-        "metric",
-        "name",
-        "on_epoch",
-        "on_step",
-        "options",
-        "place",
-        "prog_bar",
-        "rank_zero",
-        "reduce",
-        "restored",
-        "sums",
-        "sync",
-        "to_logger",
-        "turn",
-        "values",
-        "weights",
-    )
-
     def __init__(self, hook: str, name: str, loader: int | None, options: tuple[Any, ...]) -> None:
         prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add_loader, rank_zero = options
         self.hook, self.loader = hook, loader

@@ -44,31 +44,6 @@ class Metrics:
         shares_all: whether each rank has only a part of every value.
     """
 
-    __slots__ = (
-        "_flushed",
-        "_homeless",
-        "_settled",
-        "_shown",
-        "_staged",
-        "_tables",
-        "absent",
-        "by_batch",
-        "callback",
-        "counts",
-        "feed",
-        "group",
-        "hook",
-        "loader",
-        "logged",
-        "module",
-        "progress",
-        "progress_bar",
-        "shares_all",
-        "table",
-        "weigh",
-        "weight",
-    )
-
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.hook = ""

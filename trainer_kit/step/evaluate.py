@@ -73,10 +73,7 @@ class Evaluation:
 def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
     """Run every loader once and return the reduced values of all ranks."""
     with _Evaluating(run):
-        for hook in run.listeners("start"):
-            hook()
-        for hook in run.listeners("epoch_start"):
-            hook()
+        _call(run, "start", "epoch_start")
         ran = False
         for index in range(len(run.feeds)):
             run.metrics.loader = index if len(run.feeds) > 1 else None
@@ -87,12 +84,10 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
         run.metrics.loader = None
         run.metrics.leave_batch()
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
-        for hook in run.listeners("epoch_end"):
-            hook()
+        _call(run, "epoch_end")
         if run.listeners("epoch_end") or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
-        for hook in run.listeners("end"):
-            hook()
+        _call(run, "end")
     return reduced
 
 
@@ -100,19 +95,19 @@ def predict(run: Evaluation, keep: bool = True) -> list[list[Any]]:
     """Run every loader once and return what ``predict_step`` returned: a list for each loader, in dataset order."""
     outputs: list[list[Any]] = []
     with _Evaluating(run):
-        for hook in run.listeners("start"):
-            hook()
-        for hook in run.listeners("epoch_start"):
-            hook()
+        _call(run, "start", "epoch_start")
         for index in range(len(run.feeds)):
             mine: list[Any] = []
             _batches(run, index, 0, mine if keep else None)
             outputs.append(_in_order(mine, run.strategy.data) if keep else [])
-        for hook in run.listeners("epoch_end"):
-            hook()
-        for hook in run.listeners("end"):
-            hook()
+        _call(run, "epoch_end", "end")
     return outputs
+
+
+def _call(run: Evaluation, *moments: str) -> None:
+    for moment in moments:
+        for hook in run.listeners(moment):
+            hook()
 
 
 def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -> bool:

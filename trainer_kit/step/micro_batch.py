@@ -21,19 +21,17 @@ from trainer_kit.step.bus import Bus
 __all__ = ["EarlyEpochExit", "MicroBatches", "exit_agreement"]
 
 _OF_FIRST_RUN: Final = (
-    *(
-        "_bus",
-        "_draws",
-        "batch",
-        "contributed",
-        "padded",
-        "index",
-        "loss",
-        "outputs",
-        "progress",
-        "skipped",
-        "agree_on_exit",
-    ),
+    "_bus",
+    "_draws",
+    "agree_on_exit",
+    "batch",
+    "contributed",
+    "index",
+    "loss",
+    "outputs",
+    "padded",
+    "progress",
+    "skipped",
 )
 """Attributes that a second run of a window restores."""
 
@@ -103,50 +101,6 @@ class MicroBatches:
         agree_on_exit: agrees with the other ranks on leaving the epoch; None where no hook can leave it.
         zero: drops them; where that is all there is to it, they are ``drops``.
     """
-
-    __slots__ = (
-        "_autocast",
-        "_backward",
-        "_bus",
-        "_draws",
-        "_metrics",
-        "_noise",
-        "_quiet",
-        "_scale",
-        "_several",
-        "_step",
-        "agree_on_exit",
-        "always_unusual",
-        "batch",
-        "batches",
-        "contributed",
-        "count",
-        "drops",
-        "earlier",
-        "factors",
-        "first",
-        "fresh",
-        "index",
-        "loss",
-        "loss_sum",
-        "manual",
-        "move",
-        "outputs",
-        "padded",
-        "parts",
-        "progress",
-        "remembers",
-        "run_padding",
-        "sizes",
-        "skipped",
-        "started",
-        "tokens",
-        "uneven",
-        "unusual",
-        "wants_outputs",
-        "weights",
-        "zero",
-    )
 
     def __init__(
         self,

@@ -32,20 +32,16 @@ class Requests:
     """
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all requests, before a new run."""
         self.stop: str | None = None
         self.validation: str | None = None
         self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
         self.signal = self.leaving = 0
         self.requeued = self.at_once = False
         self.wake: Callable[[], None] = _no_wake
-
-    def clear(self) -> None:
-        """A new run."""
-        self.stop = self.validation = None
-        self.checkpoints.clear()
-        self.signal = self.leaving = 0
-        self.requeued = self.at_once = False
-        self.wake = _no_wake
 
     def ask_stop(self, reason: str) -> None:
         """Stop at the end of this step; the first reason stays."""
