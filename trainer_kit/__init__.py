@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trainer_kit.core.registry import READERS
+from trainer_kit.core.registry import READERS as _READERS
 
 if TYPE_CHECKING:
     from trainer_kit import callbacks, checkpoint, loggers, precision, strategies
@@ -289,7 +289,7 @@ _HOME = {
 }
 # `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
 # module of the package, so the reader is known whichever module is imported first.
-READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
+_READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
 
 
