@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit import Trainer
+from trainer_kit.callbacks import Callback
 from trainer_kit.checkpoint.store import checkpoints
 from trainer_kit.testing import TinyModule
 
@@ -56,18 +57,22 @@ class Scripted(TinyModule):
 
 
 class Noting(Trainer):
-    """Notes what callbacks ask of it.
+    """A real Trainer that records what callbacks request.
 
     Attributes:
         asked: (step, reason, request) of each checkpoint.
         stops: reasons.
         printed: lines of rank 0.
+        lengths: the lengths of accumulation windows that callbacks set.
+        logged: (step, values) of each ``log_metrics``.
     """
 
     def __init__(self, **options: Any) -> None:
         self.asked: list[tuple[int, str, Any]] = []
         self.stops: list[str] = []
         self.printed: list[str] = []
+        self.lengths: list[int] = []
+        self.logged: list[tuple[int | None, dict[str, Any]]] = []
         super().__init__(**options)
 
     def request_checkpoint(self, reason: str, request: Any = None) -> None:
@@ -81,6 +86,15 @@ class Noting(Trainer):
     def print(self, *values: Any, **options: Any) -> None:
         if self.is_global_zero:
             self.printed.append(" ".join(map(str, values)))
+
+    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+        self.lengths.append(batches)
+        super().set_accumulation(batches, measure)
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        if metrics:
+            self.logged.append((step, dict(metrics)))
+        super().log_metrics(metrics, step)
 
     @property
     def asked_at(self) -> list[int]:
@@ -101,6 +115,56 @@ class Unsized:
 
     def __iter__(self) -> Iterator[Tensor]:
         return iter(self.batches)
+
+
+class Windows(Callback):
+    """The number of micro-batches of each optimizer step: (epoch, micro-batches)."""
+
+    def __init__(self) -> None:
+        self.lengths: list[tuple[int, int]] = []
+        self._batches = 0
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self._batches = trainer.progress.batch
+
+    def on_train_step_end(self, trainer: Any, module: Any) -> None:
+        self.lengths.append((trainer.current_epoch, trainer.progress.batch - self._batches))
+        self._batches = trainer.progress.batch
+
+
+class Timed(Scripted):
+    """Each batch takes as many seconds of a test's clock as its kind of step says.
+
+    Args:
+        clock: lets seconds pass.
+        seconds: by ``"train"``, ``"val"``, ``"test"``, ``"predict"``: for every batch, or one number for each.
+        values: logged in each training step, with ``prog_bar=True``.
+    """
+
+    def __init__(self, clock: Callable[[float], None], values: dict[str, float] | None = None, **seconds: Any) -> None:
+        super().__init__()
+        self.pass_time, self.values = clock, values or {}
+        self.seconds = {kind: iter(each) if isinstance(each, list) else each for kind, each in seconds.items()}
+
+    def _take(self, kind: str) -> None:
+        seconds = self.seconds.get(kind, 0)
+        self.pass_time(next(seconds) if isinstance(seconds, Iterator) else seconds)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self._take("train")
+        for name, value in self.values.items():
+            self.log(name, value, prog_bar=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._take("val")
+
+    def test_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self._take("test")
+
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
+        self._take("predict")
+        return batch
 
 
 def trainer(*callbacks: Any, **options: Any) -> Noting:

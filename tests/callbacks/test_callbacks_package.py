@@ -1,3 +1,4 @@
+import ast
 import copy
 import os
 import subprocess
@@ -9,6 +10,7 @@ from lightning_utilities.core.overrides import is_overridden
 
 import trainer_kit.callbacks as callbacks
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import TrainerLike
 
 
 def test_every_name_is_a_callback():
@@ -61,3 +63,21 @@ def test_a_callback_of_lightning_that_is_not_here_says_what_to_use(name):
         exec(f"from trainer_kit.callbacks import {name}")
     with pytest.raises(ImportError, match="cannot import name 'NoSuchCallback'"):
         exec("from trainer_kit.callbacks import NoSuchCallback")
+
+
+def test_no_test_of_callbacks_builds_a_fake_trainer():
+    """A fake Trainer hid that `ModelCheckpoint` deleted the best checkpoint: tests of callbacks run real fits."""
+    members = {name for name in vars(TrainerLike) if not name.startswith("_")}
+    found = []
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and not any(ast.unparse(base).endswith("Trainer") for base in node.bases):
+                own = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+                fake = len(own & members) > 1
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("SimpleNamespace", "Mock")):
+                fake = any(keyword.arg in members for keyword in node.keywords)
+            else:
+                continue
+            if fake:
+                found.append(f"{path.name}:{node.lineno}")
+    assert not found, found

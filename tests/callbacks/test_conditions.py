@@ -1,7 +1,7 @@
-from types import SimpleNamespace
-
 import pytest
 
+from tests.callbacks.fits import fit
+from trainer_kit.callbacks import LambdaCallback
 from trainer_kit.callbacks.conditions import following, in_run, the_only
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.progress import Duration
@@ -13,12 +13,15 @@ def test_following():
 
 
 def test_a_fraction_of_the_run_becomes_steps():
-    trainer = SimpleNamespace(estimated_stepping_batches=50)
-    assert in_run(Duration.parse("0.1dur"), trainer) == Duration(5, "st")
-    assert in_run(Duration.parse("0.001dur"), trainer) == Duration(1, "st")
-    assert in_run(Duration.parse("3ba"), trainer) == Duration(3, "ba")
+    found = []
+
+    def read(trainer, module):
+        found.extend(in_run(Duration.parse(every), trainer) for every in ("0.5dur", "0.001dur", "3ba"))
+
+    fit(LambdaCallback(on_train_start=read), batches=10, max_steps=5)
+    assert found == [Duration(2, "st"), Duration(1, "st"), Duration(3, "ba")]
     with pytest.raises(DurationError, match="length is not known"):
-        in_run(Duration.parse("0.1dur"), SimpleNamespace(estimated_stepping_batches=float("inf")))
+        fit(LambdaCallback(on_train_start=read), batches=1, unsized=True)
 
 
 def test_only_one_interval():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning_utilities.core.overrides import is_overridden
 
+from tests.callbacks.fits import fit
 from trainer_kit import Trainer
 from trainer_kit.callbacks import Callback, FunctionCallback, LambdaCallback
 from trainer_kit.core.errors import ConfigurationError, DurationError, HookError
@@ -104,54 +105,44 @@ def test_setup_is_an_event_too():
     ("event", "every", "fired"),
     [
         ("train_batch_end", 4, [4, 8, 12]),
-        ("train_batch_end", "5ba", [6, 10]),
+        ("train_batch_end", "5ba", [5, 10]),
         ("train_step_end", 2, [4, 8, 12]),
         ("train_step_end", "30sp", [6, 12]),
         ("train_step_end", "250tok", [6, 10]),
-        ("train_step_end", "0.02dur", [4, 8, 12]),
+        ("train_step_end", "0.3dur", [4, 8, 12]),
         ("train_epoch_end", 1, [4, 8, 12]),
         ("train_epoch_end", "2ep", [8]),
         ("train_epoch_end", "5ba", [8, 12]),
         ("validation_end", "3ba", [4, 8, 12]),
     ],
 )
-def test_the_first_event_at_or_after_each_multiple(make_trainer, event, every, fired):
+def test_the_first_event_at_or_after_each_multiple(event, every, fired):
     """Six steps of two batches, ten samples and a hundred tokens, two steps an epoch, validation at its end."""
     batches = []
     callback = FunctionCallback(event, lambda trainer, *_: batches.append(trainer.progress.batch), every=every)
-    trainer = make_trainer(callback, batches=4).begin()
-    for _ in range(3):
-        for _ in range(2):
-            trainer.step(batches=2, samples=10, tokens=100)
-        trainer.validate()
-        trainer.end_epoch()
+    fit(callback, epochs=3, batch=torch.ones(5, 32), tokens=50, val=(), accumulate_grad_batches=2)
     assert batches == fired
 
 
-def test_arguments_and_result(make_trainer):
+def test_arguments_and_result():
     given = []
 
     def stop_epoch(trainer, module, batch, batch_idx):
-        given.append((batch, batch_idx))
-        return -1
+        given.append((batch.shape, batch_idx))
+        return -1 if batch_idx else None
 
-    callback = FunctionCallback("train_batch_start", stop_epoch, every=2)
-    trainer = make_trainer(callback).begin()
-    results = []
-    for trainer.progress.batch in range(4):
-        results.append(callback.on_train_batch_start(trainer, None, "batch", trainer.progress.batch))
-    assert results == [-1, None, -1, None]
-    assert given == [("batch", 0), ("batch", 2)]
+    made = fit(FunctionCallback("train_batch_start", stop_epoch, every=3), epochs=2)
+    assert [index for _, index in given] == [0, 3, 3]
+    assert {shape for shape, _ in given} == {torch.Size([2, 32])}
+    assert made.progress.batch == 6  # -1 ended each epoch before its last batch
 
 
-def test_a_function_that_leaves_out_the_loader_index(make_trainer):
+def test_a_function_that_leaves_out_the_loader_index():
     given = []
     callback = FunctionCallback("validation_batch_start", lambda *a: given.append(len(a)), every="1ba")
     short = FunctionCallback("validation_batch_start", lambda t, m, batch, index: given.append(index), every="1ba")
-    trainer = make_trainer(callback, short).begin()
-    trainer.progress.batch = 1
-    trainer.call("on_validation_batch_start", "batch", 7, 0)
-    assert given == [5, 7]
+    fit(callback, short, val=())
+    assert given == [5, 0]
 
 
 def test_events_ahead_of_what_they_count_begin_with_zero():
@@ -184,29 +175,24 @@ def test_events_ahead_of_what_they_count_begin_with_zero():
     }
 
 
-def test_a_restart_keeps_the_schedule(make_trainer):
-    def schedule():
-        fired = []
-        return fired, FunctionCallback("validation_end", lambda t, m: fired.append(t.progress.step), every="10st")
+def test_a_restart_keeps_the_schedule(tmp_path):
+    fired = []
 
-    fired, callback = schedule()
-    trainer = make_trainer(callback).begin()
-    trainer.progress.step = 12  # due since 10, and the event is yet to come
-    state = callback.state_dict()
-    assert state == {"next": 10}
-    for states, expected in (([state], [13, 21]), (None, [21])):
-        fired, callback = schedule()
-        resumed = make_trainer(callback)
-        resumed.progress.step = 12
-        resumed.begin(states)
-        for resumed.progress.step in (13, 19, 21, 29):
-            resumed.validate()
+    def schedule(name):
+        return FunctionCallback("validation_end", lambda t, m: fired.append(t.progress.step), every="10st", name=name)
+
+    options = {"batches": 100, "val": (), "val_check_interval": 13}
+    callback = schedule("one")
+    first = fit(callback, max_steps=12, **options)
+    assert callback.state_dict() == {"next": 10}  # due since step 10, and the event is yet to come
+    first.save_checkpoint(tmp_path / "twelve")
+    for name, expected in (("one", [13, 26]), ("another", [26])):
+        fired.clear()
+        callback = schedule(name)
+        fit(callback, max_steps=30, ckpt_path=tmp_path / "twelve", **options)
         assert fired == expected
-    resumed.progress.step = 0  # another fit
-    resumed.begin()
-    resumed.progress.step = 11
-    resumed.validate()
-    assert fired == [21, 11]
+    fit(callback, max_steps=14, **options)  # another fit starts the schedule at step 0
+    assert fired == [26, 13]
 
 
 def test_two_functions_are_told_apart():

@@ -162,28 +162,34 @@ def test_numbers_are_short():
     assert [line.split(" | ")[2].strip() for line in lines[2:5]] == ["1 M", "3.6 B", "999"]
 
 
-def test_the_callback(make_trainer, capsys):
-    entered = []
+class Summarized(TinyModule):
+    """`Net`, as a module that trains; it notes under which precision its forwards run."""
 
-    class Plugin:
-        converts_batch = True
+    def __init__(self):
+        super().__init__()
+        self.layer = Net()
+        self.example_input_array = torch.zeros(5, 8)
+        self.seen = []
 
-        def forward_context(self):
-            entered.append(True)
-            return contextlib.nullcontext()
+    def forward(self, x):
+        self.seen.append((x.dtype, torch.is_autocast_enabled("cpu")))
+        return super().forward(x)
 
-        def convert_batch(self, batch):
-            return batch.double()
 
-    net = Net(example=torch.zeros(5, 8)).double()
-    make_trainer(ModelSummary(max_depth=2), module=net, precision_plugin=Plugin()).begin()
+@pytest.mark.parametrize(
+    ("precision", "seen"), [("64-true", (torch.float64, False)), ("bf16-mixed", (torch.float32, True))]
+)
+def test_the_callback(capsys, precision, seen):
+    module = Summarized()
+    fitted = {"max_steps": 1, "barebones": True, "accelerator": "cpu", "precision": precision}
+    tk.Trainer(**fitted, callbacks=ModelSummary(max_depth=2)).fit(module, [torch.zeros(4, 8)])
+    assert module.seen[0] == seen
     printed = capsys.readouterr().err
-    assert printed == str(summarize(net, 2, convert=lambda batch: batch.double())) + "\n"
-    assert entered
+    convert = torch.Tensor.double if precision == "64-true" else None
+    assert printed.startswith(f"{summarize(module, 2, convert=convert)}\n")
     assert "[5, 16]" in printed
-    for callback, rank in ((ModelSummary(), 1), (ModelSummary(max_depth=0), 0)):
-        make_trainer(callback, module=net, rank=rank).begin()
-    assert capsys.readouterr() == ("", "")
+    tk.Trainer(**fitted, callbacks=ModelSummary(max_depth=0)).fit(Summarized(), [torch.zeros(4, 8)])
+    assert capsys.readouterr().err == ""
 
 
 def test_it_says_what_a_rank_holds_and_sends(capsys):

@@ -2,7 +2,8 @@ from datetime import timedelta
 
 import pytest
 
-from trainer_kit.callbacks import Timer
+from tests.callbacks.fits import BATCH, Timed, trainer
+from trainer_kit.callbacks import LambdaCallback, Timer
 from trainer_kit.core.errors import ConfigurationError
 
 
@@ -46,85 +47,70 @@ def test_bad_names():
         Timer().time_elapsed("validat")
 
 
-def test_it_stops_at_the_first_step_after_its_time(make_trainer, clock):
-    trainer = make_trainer(Timer(timedelta(seconds=10)), batches=100).begin()
-    for _ in range(3):
-        clock(4)
-        trainer.step()
-        clock(0)
-    assert trainer.stops == ["training took 0:00:12 of 0:00:10"]
+def timed(clock, *callbacks, ckpt_path=None, batches=100, seconds, **options):
+    """A fit of which each batch takes as many seconds."""
+    made = trainer(*callbacks, **{"max_epochs": 1, **options})
+    made.fit(Timed(clock, train=seconds), [BATCH] * batches, ckpt_path=ckpt_path)
+    return made
 
 
-def test_it_asks_again_until_it_is_heard_and_says_it_once(make_trainer, clock):
-    trainer = make_trainer(Timer("1s"), batches=100).begin()
-    clock(2)
-    trainer.step()
-    trainer.step()
-    assert len(trainer.stops) == 2
-    assert trainer.printed == ["time is up: training took 0:00:02 of 0:00:01"]
+def test_it_stops_at_the_first_step_after_its_time(clock):
+    made = timed(clock, Timer(timedelta(seconds=10)), seconds=4)
+    assert (made.stops, made.global_step) == (["training took 0:00:12 of 0:00:10"], 3)
 
 
-def test_by_epochs(make_trainer, clock):
-    trainer = make_trainer(Timer("10s", interval="epoch", verbose=False)).begin()
-    clock(20)
-    trainer.step()
-    assert trainer.stops == []
-    trainer.end_epoch()
-    assert len(trainer.stops) == 1
+def test_it_requests_the_stop_at_each_step_and_prints_it_once(clock):
+    made = timed(clock, Timer("1s"), seconds=2, min_steps=3)
+    assert (len(made.stops), made.global_step) == (3, 3)
+    assert [line for line in made.printed if "time is up" in line] == [
+        "time is up: training took 0:00:02 of 0:00:01",
+    ]
 
 
-def test_what_was_used_before_a_restart_counts(make_trainer, clock):
-    before = Timer("10s")
-    first = make_trainer(before).begin()
-    clock(7)
-    state = before.state_dict()
-    assert state == {"time_elapsed": {"train": 7.0, "validate": 0.0, "test": 0.0, "predict": 0.0}}
-    after = Timer("10s")
-    second = make_trainer(after).begin([state])
-    assert (after.time_elapsed(), after.time_remaining()) == (7.0, 3.0)
-    clock(2)
-    second.step()
-    assert not second.stops
-    clock(2)
-    second.step()
-    assert second.stops == ["training took 0:00:11 of 0:00:10"]
+def test_by_epochs(clock):
+    made = timed(clock, Timer("10s", interval="epoch", verbose=False), seconds=20, batches=2, max_epochs=3)
+    assert (len(made.stops), made.global_step) == (1, 2)
+    assert not any("time is up" in line for line in made.printed)
+
+
+def test_what_was_used_before_a_restart_counts(clock, tmp_path):
+    before, after, restored = Timer("10s"), Timer("10s"), []
+    first = timed(clock, before, seconds=7, max_steps=1)
+    assert before.state_dict() == {"time_elapsed": {"train": 7.0, "validate": 0.0, "test": 0.0, "predict": 0.0}}
     assert not first.stops
+    first.save_checkpoint(tmp_path / "one")
+    note = LambdaCallback(on_fit_start=lambda *_: restored.append((after.time_elapsed(), after.time_remaining())))
+    second = timed(clock, after, note, seconds=2, ckpt_path=tmp_path / "one")
+    assert restored == [(7.0, 3.0)]
+    assert (second.stops, second.global_step) == (["training took 0:00:11 of 0:00:10"], 3)
 
 
-def test_a_restart_without_time_left_stops_before_the_first_step(make_trainer, clock):
-    state = {"time_elapsed": {"train": 50.0}}
-    trainer = make_trainer(Timer("10s")).begin([state])
-    assert trainer.stops == ["training took 0:00:50 of 0:00:10"]
+def test_a_restart_without_time_left_stops_before_the_first_step(clock, tmp_path):
+    timed(clock, Timer("60s"), seconds=50, max_steps=1).save_checkpoint(tmp_path / "one")
+    made = timed(clock, Timer("10s"), seconds=1, ckpt_path=tmp_path / "one")
+    assert (made.stops, made.global_step) == (["training took 0:00:50 of 0:00:10"], 1)
 
 
-def test_another_fit_has_all_of_its_time(make_trainer, clock):
-    timer = Timer("10s")
-    make_trainer(timer).begin([{"time_elapsed": {"train": 6.0}}])
+def test_another_fit_has_all_of_its_time(clock):
+    timer, remaining = Timer("10s"), []
+    timed(clock, timer, seconds=6, max_steps=1)
     clock(5)
-    again = make_trainer(timer).begin()
-    assert (again.stops, timer.time_remaining()) == ([], 10.0)
-    clock(9)
-    again.step()
-    assert not again.stops
-    clock(2)
-    again.step()
-    assert again.stops
+    note = LambdaCallback(on_train_start=lambda *_: remaining.append(timer.time_remaining()))
+    again = timed(clock, timer, note, seconds=[9, 2, 1])
+    assert remaining == [10.0]
+    assert (again.stops, again.global_step) == (["training took 0:00:11 of 0:00:10"], 2)
 
 
-def test_stages(make_trainer, clock):
+def test_stages(clock):
     timer = Timer()
-    trainer = make_trainer(timer)
     assert timer.start_time() is None
     assert timer.end_time() is None
     assert timer.time_elapsed() == 0.0
-    trainer.begin()
-    clock(1)
-    for stage, seconds in (("validation", 2), ("test", 3), ("predict", 4)):
-        trainer.call(f"on_{stage}_start")
-        clock(seconds)
-        trainer.call(f"on_{stage}_end")
-    trainer.call("on_train_end")
+    made, module = trainer(timer, max_epochs=1), Timed(clock, train=1, val=2, test=3, predict=4)
+    made.fit(module, [BATCH], [BATCH])
+    made.test(module, [BATCH], verbose=False)
+    made.predict(module, [BATCH])
     clock(100)
-    assert [timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")] == [10.0, 2.0, 3.0, 4.0]
-    assert (timer.start_time("train"), timer.end_time("train")) == (100.0, 110.0)
-    assert not trainer.stops
+    assert [timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")] == [3.0, 2.0, 3.0, 4.0]
+    assert (timer.start_time("train"), timer.end_time("train")) == (100.0, 103.0)
+    assert not made.stops
