@@ -189,7 +189,7 @@ def test_a_failed_overwrite_leaves_a_whole_checkpoint(saved, tmp_path, monkeypat
         raise OSError(errno.EIO, "Input/output error")
 
     if call == "rmtree":
-        monkeypatch.setattr(commit.shutil, "rmtree", lambda path, ignore_errors: None)
+        monkeypatch.setattr(commit.shutil, "rmtree", lambda path, ignore_errors=False: None)
         write_checkpoint(saved, new, overwrite=True)
         assert read_checkpoint(saved) == new
         return

@@ -96,9 +96,9 @@ def one_more(content):
     [
         (elsewhere, "not one of this directory"),
         (missing, "it is not there"),
-        (wrong_file, "says it is here, and it is not"),
+        (wrong_file, "names it here, and it is not here"),
         (no_map, "no index of weights"),
-        (one_more, "says it is here, and it is not"),
+        (one_more, "names it here, and it is not here"),
     ],
 )
 def test_an_index_that_lies_is_refused(sharded, tmp_path, change, reason):

@@ -174,6 +174,6 @@ def test_a_lock_that_was_being_written_is_cleaned(tmp_path, programs):
 
 def test_the_names_of_the_directories_it_makes_are_durable(tmp_path, monkeypatch):
     synced = []
-    monkeypatch.setattr("trainer_kit.checkpoint.lock.sync_directory", synced.append)
+    monkeypatch.setattr("trainer_kit.checkpoint.files.sync_directory", synced.append)
     DirectoryLock(tmp_path / "run" / "kept").release()
     assert synced == [tmp_path, tmp_path / "run"]

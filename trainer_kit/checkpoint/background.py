@@ -1,10 +1,11 @@
-"""Saving behind the training thread: memory to copy a state into, and one thread a save."""
+"""Saving beside the training thread: reused host memory for the copy of a state, and one thread per save."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Generic, TypeVar, final
 
 import torch
@@ -17,10 +18,10 @@ _T = TypeVar("_T")
 
 @final
 class HostBuffers:
-    """Host memory that is used again for each save: copying into fresh memory takes several times as long.
+    """Host memory that each save reuses: a copy into fresh memory takes several times as long.
 
-    A tensor gets the memory that the tensor of the same name had, if it still fits. What a save did not use is freed
-    by the next one.
+    A tensor gets the memory of the tensor with the same name in the previous save, if shape and dtype are equal. The
+    next save frees what this one does not use.
 
     Example:
         >>> buffers = HostBuffers()
@@ -34,35 +35,37 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, Tensor] = {}
-        self._now: dict[str, Tensor] = {}
+        self._previous: dict[str, Tensor] = {}
+        self._current: dict[str, Tensor] = {}
         self._devices: set[torch.device] = set()
 
     def copy(self, name: str, tensor: Tensor) -> Tensor:
-        """A contiguous copy on the host; from an accelerator it is complete only after `end`."""
-        there = tensor.device.type != "cpu"
-        if there:
+        """Return a contiguous copy on the host; a copy from an accelerator is complete only after `end`."""
+        on_accelerator = tensor.device.type != "cpu"
+        if on_accelerator:
             self._devices.add(tensor.device)
-        buffer = self._before.get(name)
+        buffer = self._previous.get(name)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=there)
-        self._now[name] = buffer
-        return buffer.copy_(tensor, non_blocking=there)
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_accelerator)
+        self._current[name] = buffer
+        return buffer.copy_(tensor, non_blocking=on_accelerator)
 
     def end(self) -> None:
-        """Everything was copied."""
+        """Wait until all copies of this save are complete."""
         for device in self._devices:
             torch.accelerator.synchronize(device)  # sync point: copies from the accelerator run until here
-        self._before, self._now, self._devices = self._now, {}, set()
+        self._previous = self._current
+        self._current = {}
+        self._devices = set()
 
 
 @final
 class Background(Generic[_T]):
-    """One call in a thread of its own, which ends with it.
+    """One call in its own thread.
 
     Args:
-        act: is called; it must not touch what training changes.
-        done: is called in that thread once ``act`` has ended, however it did.
+        act: the call; it must not touch anything that training changes.
+        done: called in that thread after ``act`` has returned or raised.
 
     Example:
         >>> Background(lambda: 3, done=lambda: None).result()
@@ -71,29 +74,23 @@ class Background(Generic[_T]):
 
     def __init__(self, act: Callable[[], _T], done: Callable[[], None]) -> None:
         self.since = time.monotonic()
-        self._act, self._done = act, done
-        self._value: _T
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        # Whoever needs its result waits for it: a process that is told to end at once does not wait for its storage.
-        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._future: futures.Future[_T] = futures.Future()
+        # A daemon, so that a process which must end at once does not wait for its storage; others call `result`.
+        self._thread = threading.Thread(target=self._run, args=(act, done), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, act: Callable[[], _T], done: Callable[[], None]) -> None:
         try:
-            self._value = self._act()
-        except BaseException as error:  # raised by `result`, in the thread that asks
-            self._error = error
-        self._ended.set()  # ahead of `done`: who is woken by it finds that it has ended
-        self._done()
+            self._future.set_result(act())
+        except BaseException as error:  # raised by `result`, in the thread that calls it
+            self._future.set_exception(error)
+        done()  # after the future is set: `wait` returns True in a thread that `done` wakes
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until it has ended, or for so long; returns whether it has."""
-        return self._ended.wait(seconds)
+        """Wait until ``act`` has ended, at most ``seconds``; return whether it has."""
+        return bool(futures.wait([self._future], seconds).done)
 
     def result(self) -> _T:
-        """Wait until it has ended; what it returned, or what it raised."""
+        """Wait for the thread; return or raise what ``act`` returned or raised."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self._future.result()

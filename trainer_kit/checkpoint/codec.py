@@ -1,8 +1,8 @@
-"""The one codec: any state a run keeps, as JSON and tensors, and back.
+"""Encode the state of a run as JSON and tensors, and decode it.
 
-Plain JSON values stand as they are. Everything else is a *record*, ``{"$": tag, "v": ...}``; a dict that has ``"$"``
-as a key of its own is written as a record of pairs, so nothing a user keeps can be mistaken for one. Decoding builds
-only the types named in this file: no class is ever looked up by name, so no file can run code.
+Plain JSON values are stored unchanged. Every other value becomes a *record*, ``{"$": tag, "v": ...}``; a dict that has
+the key ``"$"`` is written as a record of pairs, so no user value can be mistaken for a record. Decoding builds only the
+types named in this file: it looks up no class by name, so no file can run code.
 """
 
 from __future__ import annotations
@@ -22,16 +22,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, flatten, identity, numpy_dtype, torch_dtype
+from trainer_kit.checkpoint.files import (
+    CARRIERS,
+    TENSOR_DTYPES,
+    dtype_name,
+    flatten,
+    identity,
+    numpy_dtype,
+    torch_dtype,
+)
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["TAG", "EnumRecord", "children", "decode", "encode", "merge", "tensor_record"]
+__all__ = ["EnumRecord", "children", "decode", "encode", "merge", "tensor_record"]
 
-TAG: Final = "$"
+_TAG: Final = "$"
 _SOURCE: Final = "the state to save"
 _FIX: Final = "keep only plain data, tensors and arrays in state_dict(), and rebuild the rest in load_state_dict()"
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
-_DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors of which a rank holds a part
+_DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
 
 _E = TypeVar("_E", bound=Enum)
 
@@ -39,7 +47,7 @@ _E = TypeVar("_E", bound=Enum)
 @final
 @dataclass(frozen=True)
 class EnumRecord:
-    """An enum member as a checkpoint keeps it: the class is not imported, ``of`` turns it back.
+    """A decoded enum member. Decoding does not import its class; ``of`` returns the member of a given class.
 
     Attributes:
         kind: module and qualified name of the enum class.
@@ -59,7 +67,7 @@ class EnumRecord:
     value: Any
 
     def of(self, cls: type[_E]) -> _E:
-        """The member of ``cls`` with this name, else with this value; ValueError when there is neither."""
+        """Return the member of ``cls`` with this name, else with this value; ValueError if there is neither."""
         known = self.name is not None and self.name in cls.__members__
         return cls[str(self.name)] if known else cls(self.value)
 
@@ -72,22 +80,22 @@ def encode(
     copy: bool | Callable[[str, Tensor], Tensor] = True,
     sharded: bool = False,
 ) -> Any:
-    """Turn ``value`` into a tree that JSON can hold; tensors and arrays are collected under names of their key path.
+    """Turn ``value`` into a JSON tree; tensors and arrays are collected under names made from their key paths.
 
     Encoded: None, bool, int, float, str, list, dict (any encodable keys, order kept), tuple, set, frozenset, bytes,
     bytearray, complex, OrderedDict (with a ``state_dict``'s ``_metadata``), Counter, ``torch.Size``, ``torch.dtype``,
     ``torch.device``, paths, timedelta, enum members (see `EnumRecord`), numpy scalars; dense tensors of any shape and
-    numpy arrays of numbers, strings and dates. Exact types only: a subclass would come back as something else, so it
-    is refused. Parameters come back as tensors. A tensor that occurs several times (a tied weight) is collected once,
-    and comes back as one tensor; tensors that overlap otherwise come back as separate ones.
+    numpy arrays of numbers, strings and dates. Only exact types: a subclass would be decoded as another type, so it is
+    refused. Parameters are decoded as tensors. A tensor that occurs several times (a tied weight) is collected once and
+    decoded as one tensor; tensors that overlap in any other way are decoded as separate tensors.
 
     Args:
         value: the state.
         tensors: filled with dense tensors that safetensors can hold.
         at: the key path of ``value``, for messages.
-        copy: give every tensor memory of its own on the CPU; False aliases the state, for writing it at once; a
-            callable is given the tensor's name, with ``at`` before it, and the tensor, and returns the copy.
-        sharded: collect tensors, distributed ones too, as they are: in their dtype, on their device, not copied.
+        copy: True: copy every tensor to the CPU. False: alias the state, to write it at once. A callable gets the
+            tensor's name, prefixed with ``at``, and the tensor, and returns the copy.
+        sharded: collect all tensors, including distributed tensors, in their dtype, on their device, without a copy.
 
     Returns:
         The tree, for ``json.dumps(tree, allow_nan=False)`` and `decode`.
@@ -109,13 +117,13 @@ def encode(
 
 
 def decode(tree: Any, tensors: Mapping[str, Tensor], *, at: str = "", file: object = "state.json") -> Any:
-    """What `encode` was given.
+    """Rebuild the value that `encode` encoded.
 
     Args:
         tree: from `encode`, or from ``json.loads``.
-        tensors: what `encode` collected. Tensors are handed on as they are, on their device; arrays share their memory.
+        tensors: what `encode` collected. The result refers to these tensors; arrays share their memory.
         at: the key path of ``tree``, for messages.
-        file: where it was read, for messages.
+        file: the file that ``tree`` was read from, for messages.
 
     Raises:
         CheckpointError: for an unknown tag, a damaged record, or a tensor that is not there.
@@ -134,10 +142,6 @@ def _copied(name: str, tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
-def _as_it_is(name: str, tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _join(at: str, path: tuple[str, ...]) -> str:
     return ".".join((at, *path) if at else path)
 
@@ -154,7 +158,7 @@ def _type_name(kind: type) -> str:
 
 
 def _record(tag: str, value: Any, **more: Any) -> dict[str, Any]:
-    return {TAG: tag, "v": value, **more}
+    return {_TAG: tag, "v": value, **more}
 
 
 def _text(data: Any) -> str:
@@ -165,7 +169,7 @@ _LEAVES: Final[dict[type, tuple[str, Callable[[Any], Any]]]] = {
     bytes: ("bytes", _text),
     bytearray: ("bytearray", _text),
     complex: ("complex", lambda number: [repr(number.real), repr(number.imag)]),
-    torch.dtype: ("dtype", lambda dtype: str(dtype).removeprefix("torch.")),
+    torch.dtype: ("dtype", dtype_name),
     torch.device: ("device", str),
     torch.Size: ("size", list),
     timedelta: ("timedelta", lambda delta: [delta.days, delta.seconds, delta.microseconds]),
@@ -181,10 +185,12 @@ class _Encoder:
         copy: bool | Callable[[str, Tensor], Tensor],
         sharded: bool,
     ) -> None:
-        self._tensors, self._at, self._sharded = tensors, at, sharded
-        self._copy = copy if callable(copy) else _copied if copy else _as_it_is
+        self._tensors = tensors
+        self._at = at
+        self._sharded = sharded
+        self._copy = copy if callable(copy) else _copied if copy else lambda name, tensor: tensor
         self._open: set[int] = set()
-        # With the tensor, so that its memory is not reused while the key refers to it.
+        # The entry holds the tensor: its memory must not be reused while the key refers to it.
         self._records: dict[tuple[Any, ...], tuple[Tensor, dict[str, Any]]] = {}
 
     def encode(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -243,7 +249,7 @@ class _Encoder:
         names = [_step(key) for key in value]
         entries = [self.encode(item, (*path, name)) for name, item in zip(names, value.values(), strict=True)]
         tree: Any
-        if all(type(key) is str for key in value) and TAG not in value:
+        if all(type(key) is str for key in value) and _TAG not in value:
             tree = dict(zip(value, entries, strict=True))
         else:
             keys = [self._key(key, (*path, name)) for key, name in zip(value, names, strict=True)]
@@ -266,12 +272,11 @@ class _Encoder:
         tensor = tensor.detach()
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             found = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
-            raise self._refusal(
-                tensor, path, f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
-            )
+            reason = f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
+            raise self._refusal(tensor, path, reason)
         if tensor.dtype not in TENSOR_DTYPES and tensor.dtype not in CARRIERS:
             raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
-        if type(tensor) is not Tensor and not hasattr(tensor, "placements"):  # nothing is known of its memory
+        if type(tensor) is not Tensor and not hasattr(tensor, "placements"):  # unknown subclass: memory not comparable
             return self._new_tensor(tensor, path)
         key = identity(tensor)
         if key not in self._records:
@@ -285,8 +290,8 @@ class _Encoder:
         if tensor.dtype in TENSOR_DTYPES:
             return _record("tensor", self._collect(tensor, path))
         flat = flatten(tensor).view(CARRIERS[tensor.dtype])
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return _record("tensor", self._collect(flat, path), dtype=dtype, shape=list(tensor.shape))
+        name = self._collect(flat, path)
+        return _record("tensor", name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
 
     def _array(self, array: np.ndarray[Any, Any], path: tuple[str, ...]) -> Any:
         if array.dtype.kind not in _SCALARS:
@@ -299,7 +304,7 @@ class _Encoder:
         return _record("array", name, dtype=array.dtype.str, shape=list(array.shape))
 
     def _collect(self, tensor: Tensor, path: tuple[str, ...], *, owned: bool = False) -> str:
-        # Rust refuses half a surrogate pair; paths like ("a.b",) and ("a", "b") share a name.
+        # safetensors refuses a lone surrogate; paths like ("a.b",) and ("a", "b") have the same name.
         name = stem = ".".join(path).encode(errors="backslashreplace").decode() or "value"
         count = 2
         while name in self._tensors or name == "__metadata__":
@@ -318,17 +323,17 @@ class _Decoder:
             return [self.decode(item, (*path, str(index))) for index, item in enumerate(tree)]
         if not isinstance(tree, dict):
             return tree
-        if TAG not in tree:
+        if _TAG not in tree:
             return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
-        read = _READERS.get(tree[TAG]) if isinstance(tree[TAG], str) else None
+        read = _READERS.get(tree[_TAG]) if isinstance(tree[_TAG], str) else None
         if read is None:
-            raise self._damage(path, f"unknown tag {tree[TAG]!r}", fix="read it with the version that wrote it")
+            raise self._damage(path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it")
         try:
             return read(self, tree, path)
         except (CheckpointError, RecursionError):
             raise
-        except Exception as error:  # each type refuses in its own way what it cannot be made of
-            raise self._damage(path, f"damaged record of a {tree[TAG]}: {error}") from error
+        except Exception as error:  # each type raises its own error for a damaged record
+            raise self._damage(path, f"damaged record of a {tree[_TAG]}: {error}") from error
 
     def _damage(self, path: tuple[str, ...], reason: str, fix: str | None = None) -> CheckpointError:
         return CheckpointError(self._file, _join(self._at, path) or None, reason, fix=fix)
@@ -370,13 +375,13 @@ class _Decoder:
 
     def array(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         tensor = self.stored(record, path)
-        if tensor.is_meta:  # only headers were read, and NumPy has no arrays without content
+        if tensor.is_meta:  # only headers were read; NumPy has no arrays without content
             return None
         stored = tensor.cpu().numpy()  # no sync point: arrays are read on the CPU
         if "dtype" not in record:
             return stored
         array = np.ndarray(tuple(record["shape"]), numpy_dtype(record["dtype"]), stored.data)
-        if array.size > max(stored.size, 1):  # elements of no width: any number of them takes no byte
+        if array.size > max(stored.size, 1):  # a dtype of width 0 would allow any number of elements
             raise TypeError("it has more elements than bytes")
         return array
 
@@ -406,7 +411,7 @@ _READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], 
 
 
 def children(tree: Any, *, at: str = "", file: object = "state.json") -> Mapping[Any, Any] | list[Any] | None:
-    """The trees of a dict's values by key, or of a list's or tuple's items; None for a tree of anything else.
+    """Return the encoded values of a dict by key, or the encoded items of a list or tuple; None for other trees.
 
     Example:
         >>> from trainer_kit.checkpoint.codec import encode
@@ -419,9 +424,9 @@ def children(tree: Any, *, at: str = "", file: object = "state.json") -> Mapping
         return tree
     if not isinstance(tree, dict):
         return None
-    if TAG not in tree:
+    if _TAG not in tree:
         return tree
-    tag, value = tree[TAG], tree.get("v")
+    tag, value = tree[_TAG], tree.get("v")
     if tag in ("OrderedDict", "Counter"):
         return children(value, at=at, file=file)
     if tag == "tuple" and isinstance(value, list):
@@ -435,14 +440,14 @@ def children(tree: Any, *, at: str = "", file: object = "state.json") -> Mapping
 
 
 def tensor_record(tree: Any) -> Mapping[str, Any] | None:
-    """The record of a tensor, when this tree is one; its name stands under ``"v"``."""
-    return tree if isinstance(tree, dict) and tree.get(TAG) == "tensor" else None
+    """Return ``tree`` if it is the record of a tensor, which has the tensor's name under ``"v"``; else None."""
+    return tree if isinstance(tree, dict) and tree.get(_TAG) == "tensor" else None
 
 
 def merge(first: Any, second: Any) -> Any:
-    """Both trees in one: what either dict has, at any depth; where they differ otherwise, the first.
+    """Merge two encoded trees: the keys of both dicts, at any depth; elsewhere the first tree wins.
 
-    Ranks that hold different parts of a model, such as the stages of a pipeline, make one state this way.
+    This makes one state from ranks that hold different parts of a model, such as the stages of a pipeline.
 
     Example:
         >>> merge({"model": {"a": 1}, "step": 3}, {"model": {"b": 2}, "step": 4})
@@ -451,10 +456,10 @@ def merge(first: Any, second: Any) -> Any:
     if first == second:
         return first
     if isinstance(first, dict) and isinstance(second, dict):
-        if TAG not in first and TAG not in second:
+        if _TAG not in first and _TAG not in second:
             joined = {key: merge(value, second[key]) if key in second else value for key, value in first.items()}
             return {**joined, **{key: value for key, value in second.items() if key not in first}}
-        if first.get(TAG) == second.get(TAG) == "OrderedDict":
+        if first.get(_TAG) == second.get(_TAG) == "OrderedDict":
             return {**first, "v": merge(first["v"], second["v"])}
     if isinstance(first, list) and isinstance(second, list) and len(first) == len(second):
         return [merge(one, other) for one, other in zip(first, second, strict=True)]

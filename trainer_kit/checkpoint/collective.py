@@ -1,4 +1,4 @@
-"""Steps that all ranks of a group do together, so that what fails on one of them fails on all."""
+"""Steps that all ranks of a group take together: a failure on one rank raises on all ranks."""
 
 from __future__ import annotations
 
@@ -22,70 +22,73 @@ _T = TypeVar("_T")
 class Collective:
     """The ranks of a group that takes CPU tensors; without a process group, this process alone.
 
-    What they tell each other is JSON in byte tensors: torch's own collectives for objects unpickle what they receive.
+    Ranks exchange JSON in byte tensors: torch's object collectives unpickle what they receive.
 
     Args:
-        group: its ranks must all take the same steps. None: the default group, where there is one.
+        group: all its ranks must take the same steps. None: the default group, if there is one.
 
     Attributes:
-        rank: of this process in the group.
-        size: how many they are.
+        rank: the rank of this process in the group.
+        size: the number of ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         joined = dist.is_available() and dist.is_initialized()
-        self.rank, self.size = (dist.get_rank(group), dist.get_world_size(group)) if joined else (0, 1)
+        self.rank = dist.get_rank(group) if joined else 0
+        self.size = dist.get_world_size(group) if joined else 1
 
     def each(self, do: Callable[[], _T]) -> _T:
-        """Do something on every rank, and return when all have done it.
+        """Call ``do`` on every rank; return this rank's result when all ranks are done.
 
         Raises:
-            CheckpointError: it failed on a rank, which is named.
-            RankError: the same, for what is no failure of the storage.
+            CheckpointError: saving or loading failed on a rank, which is named.
+            RankError: another error on a rank, which is named.
         """
         done: list[_T] = []
         self.reduce(lambda: done.append(do()), lambda _: None)
         return done[0]
 
     def reduce(self, give: Callable[[], Any], combine: Callable[[list[Any]], Any]) -> Any:
-        """What ``combine``, on the first rank, makes of what ``give`` returns on each; both return JSON.
+        """Call ``give`` on each rank, and ``combine`` on the first rank with all results; return its result everywhere.
+
+        Both functions return JSON values.
 
         Raises:
-            CheckpointError: one of them failed; every rank raises it, naming the rank whose ``give`` it was.
-            RankError: the same, for what is no failure of the storage.
+            CheckpointError: on every rank, if a call failed while saving or loading; a rank whose ``give`` failed is
+                named.
+            RankError: likewise, for any other error.
         """
-        own: BaseException | None = None
-        told: dict[str, Any] = {}
-        try:
-            told = {"value": give()}
-        except BaseException as error:
-            own, told = error, {"error": {"rank": self.rank, **_describe(error)}}
-        everyone = self._gather(told)
+        own, message = self._attempt(give, self.rank)
+        messages = self._gather(message)
         if self.rank == 0:
-            failures = [one["error"] for one in everyone if "error" in one]
+            failures = [one for one in messages if "error" in one]
             if failures:
-                told = {"error": failures[0]}
+                message = failures[0]
             else:
-                try:
-                    told = {"value": combine([one["value"] for one in everyone])}
-                except BaseException as error:
-                    own, told = error, {"error": {"rank": None, **_describe(error)}}
-        told = self._broadcast(told)
-        if "error" in told:
-            self._raise(told["error"], own)
-        return told["value"]
+                own, message = self._attempt(lambda: combine([one["value"] for one in messages]), None)
+        message = self._broadcast(message)
+        if "error" in message:
+            self._raise(message["error"], own)
+        return message["value"]
 
-    def _raise(self, told: dict[str, Any], own: BaseException | None) -> None:
-        shared = isinstance(own, (CheckpointError, OSError)) and self.size > 1 and told["rank"] is not None
+    def _attempt(self, call: Callable[[], Any], rank: int | None) -> tuple[BaseException | None, dict[str, Any]]:
+        """Call a function; return its error, and a message for the other ranks: its value or the error."""
+        try:
+            return None, {"value": call()}
+        except BaseException as error:
+            return error, {"error": {"rank": rank, **_describe(error)}}
+
+    def _raise(self, error: dict[str, Any], own: BaseException | None) -> None:
+        shared = isinstance(own, (CheckpointError, OSError)) and self.size > 1 and error["rank"] is not None
         if own is not None and not shared:
             raise own
-        where = "" if told["rank"] is None else f"rank {told['rank']}: "
-        # Who catches it asks its cause whether the storage failed; the cause itself stays on its rank.
-        cause = None if told["errno"] is None else OSError(told["errno"], told["text"])
-        if "reason" in told:
-            raise CheckpointError(told["file"], told["key"], where + told["reason"], fix=told["fix"]) from cause
-        raise RankError(f"{where}{told['text']}", fix="see what that rank printed") from cause
+        where = "" if error["rank"] is None else f"rank {error['rank']}: "
+        # Callers check the cause for an OSError; the original cause exists only on its rank.
+        cause = None if error["errno"] is None else OSError(error["errno"], error["text"])
+        if "reason" in error:
+            raise CheckpointError(error["file"], error["key"], where + error["reason"], fix=error["fix"]) from cause
+        raise RankError(f"{where}{error['text']}", fix="see what that rank printed") from cause
 
     def _gather(self, value: Any) -> list[Any]:
         if self.size == 1:
@@ -126,10 +129,10 @@ def _describe(error: BaseException) -> dict[str, Any]:
     cause = error if isinstance(error, OSError) else error.__cause__
     number = (cause.errno or errno.EIO) if isinstance(cause, OSError) else None
     text = str(cause) if number is not None else f"{type(error).__name__}: {error}"
-    told: dict[str, Any] = {"text": text, "errno": number}
+    found: dict[str, Any] = {"text": text, "errno": number}
     if isinstance(error, CheckpointError):
-        return {**told, "file": error.file, "key": error.key, "reason": error.reason, "fix": error.fix}
+        return {**found, "file": error.file, "key": error.key, "reason": error.reason, "fix": error.fix}
     if isinstance(error, OSError):
         file = str(error.filename or "the checkpoint")
-        return {**told, "file": file, "key": None, "reason": error.strerror or text, "fix": None}
-    return told
+        return {**found, "file": file, "key": None, "reason": error.strerror or text, "fix": None}
+    return found

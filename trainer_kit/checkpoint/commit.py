@@ -1,4 +1,9 @@
-"""Writing, replacing and removing checkpoints: at every instant a checkpoint is complete or absent."""
+"""Write, replace and remove checkpoints: at every instant a checkpoint is complete or absent.
+
+Hooks may write files into the work directory of a checkpoint before its commit. The manifest lists them under
+``extra``, by path, with size and checksum. A checkpoint with this entry may also get files from other programs later:
+files that the manifest does not list are ignored, and kept when the checkpoint is replaced.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,13 @@ from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
 from trainer_kit.checkpoint.codec import encode
-from trainer_kit.checkpoint.files import checksum, safetensors_bytes, write_file
+from trainer_kit.checkpoint.files import (
+    checksum,
+    make_directories,
+    missing_directories,
+    safetensors_bytes,
+    write_file,
+)
 from trainer_kit.checkpoint.lock import LOCK
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
@@ -42,16 +53,11 @@ from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
-    "STAGED",
     "Snapshot",
-    "carry_over",
-    "check_staged",
     "check_target",
     "clean_incomplete",
-    "delete_directory",
     "dump_document",
     "encode_info",
-    "holds_only_a_save",
     "io_failure",
     "name_parts",
     "remove_checkpoint",
@@ -65,16 +71,18 @@ __all__ = [
 ]
 
 _SINGLE_FILES: Final = ("index.json", LOCK)
+_STAGED: Final = ".staged"
+"""A file in a work directory until just before the commit: it marks the directory as an unfinished save."""
 
 
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """A state encoded for writing: from here on it is only I/O.
+    """An encoded state. Writing it is only I/O.
 
     Attributes:
         document: the bytes of ``state.json``.
-        tensors: by part, the tensors by name; a part without any has an empty dict.
+        tensors: the tensors by part and name; the dict of a part without tensors is empty.
         info: encoded, for the manifest.
     """
 
@@ -90,12 +98,12 @@ def take_snapshot(
 
     Args:
         state: parts by name, such as ``{"model": ..., "optimizers": ...}``.
-        info: what to know without reading the state: step, epoch, world size, … No tensors.
-        copy: give every tensor memory of its own, so that training may go on before the snapshot is written; with
-            buffers, the memory of the snapshot before, which must be written by then.
+        info: values that are readable without the state: step, epoch, world size, … No tensors.
+        copy: copy every tensor, so that training may change it before the snapshot is written. `HostBuffers` reuse
+            the memory of the previous snapshot, which must be written already.
 
     Raises:
-        CheckpointError: for a value that cannot be saved, naming its key path.
+        CheckpointError: a value cannot be saved; its key path is named.
 
     Example:
         >>> take_snapshot({"progress": {"step": 3}}).document
@@ -103,21 +111,21 @@ def take_snapshot(
     """
     trees: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
-    how = copy.copy if isinstance(copy, HostBuffers) else copy
+    copier = copy.copy if isinstance(copy, HostBuffers) else copy
     for part, value in state.items():
         if not isinstance(part, str):
             raise CheckpointError("the state to save", repr(part), "the parts of a checkpoint are named by strings")
-        trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=how)
+        trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=copier)
     if isinstance(copy, HostBuffers):
         copy.end()
     return Snapshot(dump_document(trees), tensors, encode_info(info))
 
 
 def dump_document(trees: Mapping[str, Any]) -> bytes:
-    """The bytes of ``state.json``.
+    """Return the bytes of ``state.json``.
 
     Raises:
-        CheckpointError: they are more than can be read.
+        CheckpointError: the bytes are more than `read_checkpoint` accepts.
     """
     document = json.dumps(trees, allow_nan=False).encode()
     if len(document) > DOCUMENT_MOST:
@@ -127,17 +135,16 @@ def dump_document(trees: Mapping[str, Any]) -> bytes:
 
 
 def encode_info(info: Mapping[str, Any] | None) -> Any:
-    """The info of a manifest.
+    """Encode the info of a manifest.
 
     Raises:
-        CheckpointError: there are tensors in it, or what cannot be saved at all.
+        CheckpointError: ``info`` holds a tensor, an array, or another value that cannot be saved.
     """
-    loose: dict[str, Tensor] = {}
-    header = encode(dict(info or {}), loose, at="info", copy=False)
-    if loose:
-        raise CheckpointError(
-            "the state to save", f"info.{next(iter(loose))}", "the info of a checkpoint holds no tensors or arrays"
-        )
+    tensors: dict[str, Tensor] = {}
+    header = encode(dict(info or {}), tensors, at="info", copy=False)
+    if tensors:
+        reason = "the info of a checkpoint holds no tensors or arrays"
+        raise CheckpointError("the state to save", f"info.{next(iter(tensors))}", reason)
     return header
 
 
@@ -149,21 +156,21 @@ def write_checkpoint(
     overwrite: bool = False,
     staged: Path | None = None,
 ) -> Location:
-    """Write a checkpoint directory; when this returns it is durable, when it raises there is nothing new.
+    """Write a checkpoint directory. It is durable when this function returns; an error leaves no new checkpoint.
 
     Args:
-        path: the directory to make, or its URL; its parents are made too.
-        state: parts by name. Tensors of the part ``model`` go to ``model.safetensors``, and so on; all else to
-            ``state.json``. See `trainer_kit.checkpoint.codec.encode` for what can be saved.
-        info: small plain data kept in the manifest, such as ``{"step": 1200, "epoch": 3}``.
-        overwrite: replace a checkpoint that is there. Until the new one is durable the old one stays whole.
-        staged: from `stage`: what was written there becomes part of the checkpoint.
+        path: the directory to make, or its URL; missing parents are made.
+        state: parts by name. The tensors of the part ``model`` go to ``model.safetensors``, and so on; all other
+            values go to ``state.json``. `trainer_kit.checkpoint.codec.encode` lists the types that can be saved.
+        info: small plain data for the manifest, such as ``{"step": 1200, "epoch": 3}``.
+        overwrite: replace an existing checkpoint. The old one stays whole until the new one is durable.
+        staged: from `stage`: the files in this directory become part of the checkpoint.
 
     Returns:
         ``path``, absolute.
 
     Raises:
-        CheckpointError: for a value that cannot be saved, a target that exists, too little space, or failed I/O.
+        CheckpointError: a value cannot be saved, the target exists, the space is too small, or I/O fails.
 
     Example:
         >>> import tempfile
@@ -180,7 +187,7 @@ def write_checkpoint(
 def write_snapshot(
     path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False, staged: Path | None = None
 ) -> Location:
-    """The second half of `write_checkpoint`: no training state is touched, so any thread may run it."""
+    """Write a snapshot as `write_checkpoint` does; this touches no training state, so any thread may call it."""
     target = check_target(path, overwrite)
     parts = name_parts(snapshot.tensors, taken=() if staged is None else os.listdir(staged))
     shards = {name: safetensors_bytes(snapshot.tensors[part]) for part, name in parts.items() if name is not None}
@@ -194,19 +201,19 @@ def write_snapshot(
 
 
 def stage(target: Path) -> Path:
-    """A work directory in which others may write before the checkpoint ``target`` is written over it, and committed.
+    """Make a hidden work directory beside ``target``, into which hooks may write before the checkpoint is written.
 
-    It is beside ``target``, hidden, and replaces what is there at the commit. `shutil.rmtree` gives it up.
+    The commit of the checkpoint renames it to ``target``. `shutil.rmtree` abandons it.
 
     Raises:
-        CheckpointError: ``target`` stays as it is, or the directory cannot be made.
+        CheckpointError: ``target`` is not a checkpoint and may not be replaced, or the directory cannot be made.
     """
     work = hidden_path(target, "tmp")
     check_target(target, overwrite=True)
     try:
-        _make_parents(_missing_parents(target))
+        make_directories(missing_directories(target.parent))
         work.mkdir()
-        write_file(work / STAGED, [])
+        write_file(work / _STAGED, [])
     except OSError as error:
         raise io_failure(target, error, 0) from error
     return work
@@ -216,20 +223,19 @@ def stage(target: Path) -> Path:
 def work_directory(
     target: Location, needed: int, *, overwrite: bool = False, staged: Path | None = None
 ) -> Iterator[Location]:
-    """A hidden directory beside ``target``, which becomes ``target`` durably at the end, or is gone after an error.
+    """Yield a hidden directory beside ``target``; at the end rename it to ``target``, after an error delete it.
 
-    At a URL it is one that `trainer_kit.checkpoint.remote.upload_directory` makes.
-
-    Whoever writes into it syncs its files, and writes the manifest last.
+    At a URL, `trainer_kit.checkpoint.remote.upload_directory` makes the directory. The caller syncs the files that it
+    writes, and writes the manifest last.
 
     Args:
-        target: from `check_target`; its parents are made too.
-        needed: bytes that will be written.
-        overwrite: replace a checkpoint that is there.
-        staged: from `stage`, to be this directory.
+        target: from `check_target`; missing parents are made.
+        needed: the number of bytes that will be written.
+        overwrite: replace an existing checkpoint.
+        staged: from `stage`: use this directory.
 
     Raises:
-        CheckpointError: for too little space, or any failed I/O, also of the code inside.
+        CheckpointError: the space is too small, or I/O fails here or in the code inside.
     """
     if isinstance(target, RemotePath):
         try:
@@ -238,16 +244,17 @@ def work_directory(
         except OSError as error:
             raise io_failure(target, error, needed) from error
         return
-    work, made = staged or hidden_path(target, "tmp"), _missing_parents(target)
+    work = staged or hidden_path(target, "tmp")
+    made = missing_directories(target.parent)
     try:
-        _make_parents(made)
+        make_directories(made)
         _check_space(target, needed)
         if staged is None:
             work.mkdir()
         else:
-            check_staged(staged)
+            _check_staged(staged)
         yield work
-        (work / STAGED).unlink(missing_ok=True)
+        (work / _STAGED).unlink(missing_ok=True)
         sync_directory(work)
         if overwrite and target.exists():
             _replace(work, target)
@@ -256,12 +263,12 @@ def work_directory(
             try:
                 sync_directory(target.parent)
             except BaseException:
-                os.rename(target, work)  # whether its name is on disk, nobody can say: it does not exist
+                os.rename(target, work)  # the name may not be durable, so the checkpoint must not exist
                 raise
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         for parent in made:
-            with suppress(OSError):  # somebody else uses it by now
+            with suppress(OSError):  # another process uses it now
                 parent.rmdir()
         if isinstance(error, OSError):
             raise io_failure(target, error, needed) from error
@@ -269,10 +276,10 @@ def work_directory(
 
 
 def remove_checkpoint(path: str | os.PathLike[str]) -> None:
-    """Delete a checkpoint, also a damaged one; it is gone at once, never half there.
+    """Delete a checkpoint, whole or damaged, in one step.
 
     Raises:
-        CheckpointError: when it is not a checkpoint of this library, or cannot be deleted.
+        CheckpointError: ``path`` is not a checkpoint of this library, or cannot be deleted.
     """
     target = absolute(path)
     if not is_ours(target):
@@ -284,38 +291,38 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         hidden = hidden_path(target, "tmp")
         os.rename(target, hidden)
         sync_directory(target.parent)
-        delete_directory(hidden)
+        _delete_directory(hidden)
     except OSError as error:
         raise CheckpointError(target, None, f"could not be deleted: {error}") from error
 
 
 def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
-    """Remove what dead processes of this host left half written or half deleted; put back what they half replaced.
+    """Delete the unfinished saves and deletions of dead processes of this host; restore half-replaced checkpoints.
 
-    Names that this library did not give, and work of living processes and of other hosts, are left alone.
+    Names that this library did not give, and the work of live processes and of other hosts, stay.
 
     Returns:
-        The names that the entries were meant to have, of all that were removed or put back.
+        The target names of all entries that were deleted or restored.
     """
     root, found = locate(directory), list[str]()
     if isinstance(root, RemotePath):
         return clean_uploads(root)
     if not root.is_dir():
         return found
-    for entry in sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")):  # old ones are put back first
+    for entry in sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")):  # restores .old entries first
         hidden = Hidden.parse(entry.name)
         if hidden is None or not hidden.stale or entry.is_symlink():
             continue
-        with suppress(FileNotFoundError):  # another rank cleans too
+        with suppress(FileNotFoundError):  # another rank may clean at the same time
             if entry.is_file() and hidden.target in _SINGLE_FILES:
                 entry.unlink()
                 found.append(hidden.target)
             elif entry.is_dir() and hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
-                if not (is_ours(entry) or holds_only_a_save(entry)):
+                if not (is_ours(entry) or _holds_only_a_save(entry)):
                     continue
                 os.rename(entry, root / hidden.target)
                 found.append(hidden.target)
-            elif entry.is_dir() and holds_only_a_save(entry):
+            elif entry.is_dir() and _holds_only_a_save(entry):
                 shutil.rmtree(entry, ignore_errors=True)
                 found.append(hidden.target)
     if found:
@@ -324,10 +331,10 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
 
 
 def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
-    """``path``, absolute, when a checkpoint may be written there.
+    """Return ``path``, absolute, if a checkpoint may be written there.
 
     Raises:
-        CheckpointError: it may not: the name is hidden, or something is there that stays.
+        CheckpointError: the name is hidden, or something exists there that may not be replaced.
     """
     target = absolute(path)
     if not target.name or target.name.startswith("."):
@@ -347,18 +354,18 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
 def name_parts(
     tensors: Mapping[str, Collection[Any]], suffix: str = SHARD, taken: Iterable[str] = ()
 ) -> dict[str, str | None]:
-    """A file name for each part, the part's own where that is possible; None for a part without tensors.
+    """Return a file name for each part, made from the part's name if possible; None for a part without tensors.
 
     Args:
-        tensors: of each part.
-        suffix: of the names.
+        tensors: the tensors of each part.
+        suffix: the suffix of the file names.
         taken: names of other files.
     """
     names: dict[str, str | None] = {}
     taken = {name.casefold() for name in taken}
     for part, members in tensors.items():
         name = part + suffix
-        # Case is folded because some file systems do.
+        # Some file systems ignore case.
         if not FILE_NAME.fullmatch(name) or name.casefold() in taken:
             several = (f"part{i}{suffix}" for i in range(len(taken) + 1))
             name = next(name for name in several if name.casefold() not in taken)
@@ -368,29 +375,14 @@ def name_parts(
     return names
 
 
-def _make_parents(missing: list[Path]) -> None:
-    for parent in reversed(missing):
-        parent.mkdir(exist_ok=True)
-        sync_directory(parent.parent)
-
-
-def _missing_parents(target: Path) -> list[Path]:
-    missing = []
-    for parent in target.parents:
-        if parent.exists():
-            break
-        missing.append(parent)
-    return missing
-
-
 def _check_space(target: Path, needed: int) -> None:
     usage = shutil.disk_usage(target.parent)
-    if usage.total and needed > usage.free:  # some network file systems report nothing at all
+    if usage.total and needed > usage.free:  # some network file systems report a total of 0
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def io_failure(target: Location, error: OSError, needed: int) -> CheckpointError:
-    """What ``error`` means for who wanted to write ``needed`` bytes there."""
+    """Make the `CheckpointError` for an ``error`` while ``needed`` bytes were written to ``target``."""
     if isinstance(target, RemotePath):
         reason = error.strerror or str(error) or type(error).__name__
         return CheckpointError(target, None, f"{reason} (need {in_units(needed)})")
@@ -418,7 +410,7 @@ def _replace(work: Path, target: Path) -> None:
             raise
     else:
         aside = hidden_path(target, "old")
-        os.rename(target, aside)  # from here `clean_incomplete` would put it back
+        os.rename(target, aside)  # after a kill from here on, `clean_incomplete` restores it
         try:
             os.rename(work, target)
             try:
@@ -429,13 +421,13 @@ def _replace(work: Path, target: Path) -> None:
         except BaseException:
             os.rename(aside, target)
             raise
-    with suppress(OSError):  # the new one is durable: leftovers are for `clean_incomplete`
-        carry_over(aside, target)
-        delete_directory(aside)
+    with suppress(OSError):  # the new checkpoint is durable; `clean_incomplete` deletes leftovers
+        _carry_over(aside, target)
+        _delete_directory(aside)
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two directories in one step, where kernel and file system can (renameat2, RENAME_EXCHANGE)."""
+    """Swap two directories in one step (renameat2, RENAME_EXCHANGE); False if kernel or file system cannot."""
     if sys.platform != "linux":
         return False
     import ctypes
@@ -447,7 +439,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 @cache
 def versions() -> dict[str, str]:
-    """Of the libraries that write here."""
+    """Return the versions of trainer_kit and torch."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -457,62 +449,41 @@ def versions() -> dict[str, str]:
     return {"trainer_kit": own, "torch": str(torch.__version__)}
 
 
-STAGED: Final = ".staged"
-"""In a work directory until the moment before it is renamed: everything in it belongs to an unfinished save."""
-
-
-def check_staged(work: Path) -> None:
-    """Refuse files of hooks that have the names of a checkpoint's own.
-
-    Raises:
-        CheckpointError: naming the file.
-    """
+def _check_staged(work: Path) -> None:
+    """Refuse files of hooks that have the name of a checkpoint's own file."""
     for name in (MANIFEST, DOCUMENT, LAYOUT):
         if os.path.lexists(work / name):
-            raise CheckpointError(
-                work / name,
-                None,
-                f"a hook wrote {name}, which is a file of the checkpoint itself",
-                fix="let the hook write into a directory of its own: os.path.join(output_dir, 'mine')",
-            )
+            reason = f"a hook wrote {name}, which is a file of the checkpoint itself"
+            fix = "let the hook write into its own directory: os.path.join(output_dir, 'mine')"
+            raise CheckpointError(work / name, None, reason, fix=fix)
 
 
 def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
-    """What others wrote into a work directory, made durable: by path, the manifest's entries.
+    """Make the files that hooks wrote into a work directory durable, and return their manifest entries by path.
 
     Args:
         work: the directory.
         own: the files of the checkpoint itself.
 
     Raises:
-        CheckpointError: something is neither a file nor a directory.
+        CheckpointError: an entry is neither a file nor a directory.
     """
     found: dict[str, Any] = {}
     for directory, names, files in os.walk(work):
         for path in (Path(directory, name) for name in (*names, *files)):
             relative, mode = path.relative_to(work).as_posix(), path.lstat().st_mode
-            if relative in own or relative == STAGED or stat.S_ISDIR(mode):
+            if relative in own or relative == _STAGED or stat.S_ISDIR(mode):
                 continue
             if not stat.S_ISREG(mode):
                 raise CheckpointError(path, None, "a hook wrote something that is neither a file nor a directory")
-            _sync(path)
+            sync_directory(path)  # syncs a file too; not on Windows, where a read-only file cannot be synced
             found[relative] = {"size": path.stat().st_size, "xxh3_64": checksum(path)}
         sync_directory(Path(directory))
     return dict(sorted(found.items()))
 
 
-def _sync(file: Path) -> None:
-    if os.name == "nt":  # it syncs only what is open for writing, and a hook's file may be read-only
-        return
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def carry_over(old: Path, new: Path) -> None:
-    """Move what other programs put into a checkpoint that is replaced into the one that replaces it."""
+def _carry_over(old: Path, new: Path) -> None:
+    """Move the files that other programs wrote into a replaced checkpoint to its replacement."""
     try:
         manifest = read_manifest(old)
     except CheckpointError:
@@ -525,10 +496,10 @@ def carry_over(old: Path, new: Path) -> None:
             os.rename(entry, new / entry.name)
 
 
-def holds_only_a_save(directory: Path) -> bool:
-    """Whether nothing is in a hidden directory but what a save, or a deletion, of this library left there."""
+def _holds_only_a_save(directory: Path) -> bool:
+    """Whether a hidden directory holds only files of an unfinished save or deletion of this library."""
     others = {file.name for file in directory.iterdir() if not may_be_ours(file)}
-    if not others or STAGED in others:
+    if not others or _STAGED in others:
         return True
     try:
         return others <= _first_names(read_manifest(directory).get("extra", {}))
@@ -536,14 +507,14 @@ def holds_only_a_save(directory: Path) -> bool:
         return False
 
 
-def delete_directory(directory: Path) -> None:
-    """Delete a hidden directory; the files of others first, so that `holds_only_a_save` is true of what is left."""
+def _delete_directory(directory: Path) -> None:
+    """Delete a hidden directory, foreign files first: after a kill `_holds_only_a_save` is True for the rest."""
     for entry in directory.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry, ignore_errors=True)
         elif not may_be_ours(entry):
             entry.unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=False)
+    shutil.rmtree(directory)
 
 
 def _first_names(paths: Collection[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Where two checkpoints differ: by part, key path and tensor."""
+"""Compare two checkpoints by part, key path and tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import flatten
+from trainer_kit.checkpoint.files import dtype_name, same_bits
 from trainer_kit.checkpoint.read import read_checkpoint, read_info
 from trainer_kit.core.errors import CheckpointError
 
@@ -24,16 +24,16 @@ _ABSENT: Final = object()
 @final
 @dataclass(frozen=True)
 class Difference:
-    """One place in which two checkpoints differ.
+    """One difference between two checkpoints.
 
     Attributes:
-        part: of the checkpoint (``model``, ``optimizer_states``, …), or ``info``.
-        key: the path within the part, joined with dots; empty for the whole part.
-        kind: ``missing`` in one of them, another ``shape``, ``dtype`` or ``type``, or another ``value``.
-        a: what the first has, shortened; empty where it has nothing.
-        b: the same of the second.
-        max_abs: of tensors and arrays of one shape the largest absolute difference; NaN where only one of them is NaN,
-            0.0 where only bits differ (-0.0 and 0.0). Else None.
+        part: a part of the checkpoint (``model``, ``optimizer_states``, …), or ``info``.
+        key: the key path within the part, joined with dots; empty for the whole part.
+        kind: ``missing`` in one of the two, or another ``shape``, ``dtype``, ``type`` or ``value``.
+        a: the first checkpoint's value, shortened; empty if it is missing there.
+        b: the second checkpoint's value, likewise.
+        max_abs: for tensors and arrays of equal shape the largest absolute difference; NaN if only one of them is NaN,
+            0.0 if only bits differ (-0.0 and 0.0). Else None.
     """
 
     part: str
@@ -53,14 +53,14 @@ class Difference:
 
 
 def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Difference]:
-    """Every difference between two checkpoints, bit by bit; equal ones have none.
+    """Return every difference between two checkpoints, compared bit by bit.
 
     Args:
         a: a checkpoint directory.
-        b: another one.
+        b: another checkpoint directory.
 
     Raises:
-        CheckpointError: when one of them is damaged.
+        CheckpointError: one of them is damaged.
 
     Example:
         >>> import tempfile
@@ -76,13 +76,10 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
     one = {"info": read_info(a), **read_checkpoint(a)}
     two = {"info": read_info(b), **read_checkpoint(b)}
     try:
-        return [found for part in {**one, **two} for found in _differences(part, one, two)]
+        parts = {**one, **two}
+        return [found for p in parts for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))]
     except RecursionError:
         raise CheckpointError(a, None, "it is nested too deeply to be compared") from None
-
-
-def _differences(part: str, one: dict[str, Any], two: dict[str, Any]) -> Iterator[Difference]:
-    yield from _walk(part, (), one.get(part, _ABSENT), two.get(part, _ABSENT))
 
 
 def _walk(part: str, path: tuple[str, ...], a: Any, b: Any) -> Iterator[Difference]:
@@ -110,25 +107,22 @@ def _tensors(part: str, key: str, a: Tensor, b: Tensor) -> Iterator[Difference]:
     if a.shape != b.shape:
         yield Difference(part, key, "shape", str(list(a.shape)), str(list(b.shape)))
     elif a.dtype != b.dtype:
-        yield Difference(part, key, "dtype", _name(a.dtype), _name(b.dtype))
-    elif not torch.equal(flatten(a).view(torch.uint8), flatten(b).view(torch.uint8)):
+        yield Difference(part, key, "dtype", dtype_name(a.dtype), dtype_name(b.dtype))
+    elif not same_bits(a, b):
         yield Difference(part, key, "value", _show(a), _show(b), _largest(a, b))
 
 
 def _largest(a: Tensor, b: Tensor) -> float:
     wide = torch.complex128 if a.is_complex() else torch.float64
-    a, b = a.to(wide), b.to(wide)
-    apart = (a - b).abs()
-    apart[(a == b) | (a.isnan() & b.isnan())] = 0.0  # equal infinities, too
-    return float(apart.max())
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    a = a.to(wide)
+    b = b.to(wide)
+    difference = (a - b).abs()
+    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0  # the difference of equal infinities is NaN
+    return float(difference.max())
 
 
 def _show(value: Any, most: int | None = _SHOWN) -> str:
     if isinstance(value, Tensor):
-        return f"{_name(value.dtype)} {list(value.shape)}"
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
     text = repr(sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value)
     return text if most is None or len(text) <= most else f"{text[: most - 1]}…"

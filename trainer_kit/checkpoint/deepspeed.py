@@ -1,6 +1,10 @@
-"""Directories that DeepSpeed itself wrote: where weights lie in them, and which of them only DeepSpeed can read.
+"""Read checkpoint directories that DeepSpeed wrote: weights in full precision, Adam's moments, and the schedule.
 
-A file format, not a part of the engine: weights load into every strategy, without DeepSpeed and without its engine.
+``ds_to_universal`` writes master weights to ``zero/<name>/fp32.pt``, and the moments to ``exp_avg.pt`` and
+``exp_avg_sq.pt`` beside it: in the shape of the parameter for stages 1 and 2, flat for stage 3. Without ZeRO the state
+of an optimizer is by position, as in torch.
+
+This is a file format, not a part of the engine: weights load into every strategy, without DeepSpeed.
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ _MOST: Final = 4096  # bytes of a name
 
 @dataclass(frozen=True)
 class DeepSpeedFiles:
-    """What can be read.
+    """The readable files of a DeepSpeed directory.
 
     Attributes:
-        parameters: the file of each, with the tensor under ``param``; none where ``states`` holds them.
-        states: the engine's, with what the module's ``state_dict`` had under ``module``; of stage 3 one of each rank.
+        parameters: the file of each parameter, with the tensor under ``param``; empty if ``states`` holds them.
+        states: the engine's state files, with the module's ``state_dict`` under ``module``; for stage 3 one per rank.
     """
 
     parameters: Mapping[str, Path]
@@ -39,13 +43,13 @@ class DeepSpeedFiles:
 
 
 def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
-    """What is in what ``ds_to_universal`` wrote, or DeepSpeed without ZeRO; None where DeepSpeed wrote nothing.
+    """Find the files that ``ds_to_universal``, or DeepSpeed without ZeRO, wrote; None in any other directory.
 
     Args:
-        path: a directory with the steps in it, or that of one step.
+        path: a directory of steps, or the directory of one step.
 
     Raises:
-        CheckpointError: ZeRO wrote it, in pickles that only DeepSpeed puts together; the command is in the error.
+        CheckpointError: ZeRO wrote the directory as pickles that only DeepSpeed can assemble; the fix has the command.
     """
     tag = _tag(path)
     if tag is None:
@@ -56,24 +60,25 @@ def find_deepspeed(path: Path) -> DeepSpeedFiles | None:
         return DeepSpeedFiles(parameters, sorted(states, key=_rank))
     if len(states) == 1 and not any(tag.glob("*_optim_states.pt")):
         return DeepSpeedFiles({}, states)
-    made = f"{tag.parent}-universal"
+    universal = f"{tag.parent}-universal"
+    command = f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {tag}"
     raise CheckpointError(
         tag,
         None,
-        "DeepSpeed wrote it, in parts that only DeepSpeed puts together",
-        fix=f"python -m deepspeed.checkpoint.ds_to_universal --input_folder {tag} --output_folder {made}/{tag.name}"
-        f" --inject_missing_state, and pass {made}, as weights, or to accelerator.load_state to go on from it",
+        "DeepSpeed wrote it, in parts that only DeepSpeed can assemble",
+        fix=f"{command} --output_folder {universal}/{tag.name} --inject_missing_state, and pass {universal} as weights,"
+        " or to accelerator.load_state to resume from it",
     )
 
 
 def _rank(file: Path) -> int:
-    """By number: of ten ranks and more, names are in another order."""
+    """Return the rank in a file name; sorted as text, names of ten or more ranks are in another order."""
     found = re.match(r"zero_pp_rank_(\d+)_", file.name)
     return 0 if found is None else int(found[1])
 
 
 def _tag(path: Path) -> Path | None:
-    """The directory of one step."""
+    """Return the directory of one step, or None."""
     if any(path.glob(_STATES)):
         return path
     for pointer in _POINTERS:
@@ -88,21 +93,20 @@ def _tag(path: Path) -> Path | None:
 
 
 _MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-_STEP: Final = "step"
 
 
 @final
 @dataclass
 class DeepSpeedContent:
-    """What a run goes on from.
+    """The state that a run resumes from.
 
     Attributes:
-        weights: by name; what is trained in full precision where ZeRO wrote it.
-        moments: of each parameter, by name.
-        placed: without ZeRO: moments of each group's parameters in order, with the ``master`` in half precision.
-        rates: learning rates of the groups; none where nobody says.
-        schedule: the scheduler's state; None where the engine had none.
-        step: optimizer steps of the run, those that were skipped among them.
+        weights: by name; trained weights in full precision if ZeRO wrote them.
+        moments: the moments of each parameter, by name.
+        placed: without ZeRO: the moments of each group's parameters in order, in half precision with the ``master``.
+        rates: the learning rates of the groups; empty if they are unknown.
+        schedule: the scheduler's state; None if the engine had no scheduler.
+        step: optimizer steps of the run, including skipped steps.
     """
 
     weights: dict[str, Tensor]
@@ -114,16 +118,16 @@ class DeepSpeedContent:
 
 
 def deepspeed_weights(theirs: DeepSpeedFiles, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """A module's tensors by name.
+    """Return a module's tensors by name.
 
     Raises:
-        CheckpointError: files are damaged, missing, or not what DeepSpeed writes.
+        CheckpointError: a file is missing, damaged, or not in DeepSpeed's format.
     """
     return _weights(theirs, _engine_state(theirs.states[0], device), device)
 
 
 def deepspeed_content(theirs: DeepSpeedFiles) -> DeepSpeedContent:
-    """All that is read of them; every tensor whole, on the CPU.
+    """Return the state of a run, with whole tensors on the CPU.
 
     Raises:
         CheckpointError: as `deepspeed_weights`.
@@ -155,21 +159,22 @@ def _weights(theirs: DeepSpeedFiles, state: Mapping[str, Any], device: torch.dev
     kept, size = state["module"], first.stat().st_size
     if not theirs.parameters:
         return tensors_of(first, kept, size)
-    # What is trained lies apart in full precision, and buffers as float32: those of the module are as they were.
-    buffers, frozen = state.get("buffer_names") or (), state.get("frozen_param_shapes") or {}
+    # Trained weights are in their own files in full precision. Take buffers from the module: its dtypes are unchanged.
+    buffers = state.get("buffer_names") or ()
+    frozen = state.get("frozen_param_shapes") or {}
     shapes = _shapes(state)
     divided = any(isinstance(kept.get(name), Tensor) and kept[name].shape != shape for name, shape in frozen.items())
     weights = tensors_of(first, {n: v for n, v in kept.items() if n in buffers or (n in frozen and not divided)}, size)
     if divided:
-        weights |= _put_together(theirs, frozen, device)
+        weights |= _assemble_frozen(theirs, frozen, device)
     for name, file in theirs.parameters.items():
         if name not in weights and name not in frozen:
-            weights[name] = _one(file, name, device, shapes.get(name))
+            weights[name] = _read_tensor(file, name, device, shapes.get(name))
     return weights | {name: weights[one] for name, one in _shared(state).items() if one in weights}
 
 
 def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
-    """Of what is trained, whole: stage 3 writes it flat."""
+    """Return the shapes of trained parameters, which stage 3 writes flat."""
     groups = state.get("param_shapes")
     return {name: shape for group in groups for name, shape in group.items()} if isinstance(groups, list) else {}
 
@@ -179,10 +184,10 @@ def _shared(state: Mapping[str, Any]) -> dict[str, str]:
     return dict(shared) if isinstance(shared, dict) else {}
 
 
-def _put_together(
+def _assemble_frozen(
     theirs: DeepSpeedFiles, frozen: Mapping[str, torch.Size], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Stage 3: what is frozen lies in the files of all ranks, a part in each."""
+    """Assemble frozen parameters of stage 3 from the files of all ranks, each of which holds a part."""
     parts = [(file, _engine_state(file, device).get("frozen_param_fragments") or {}) for file in theirs.states]
     found = {}
     for name, shape in frozen.items():
@@ -191,7 +196,7 @@ def _put_together(
     return found
 
 
-def _one(file: Path, name: str, device: torch.device | str, shape: torch.Size | None) -> Tensor:
+def _read_tensor(file: Path, name: str, device: torch.device | str, shape: torch.Size | None) -> Tensor:
     content = torch_load(file, device)
     value = content.get("param") if isinstance(content, dict) else content
     tensor = tensors_of(file, {name: value}, file.stat().st_size)[name]
@@ -199,11 +204,11 @@ def _one(file: Path, name: str, device: torch.device | str, shape: torch.Size | 
 
 
 def _shaped(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
-    """Of a flat one, which may be filled up behind."""
+    """Return a tensor in ``shape``; it may be flat with padding at its end."""
     if tensor.shape == shape:
         return tensor
     if tensor.dim() != 1 or tensor.numel() < shape.numel():
-        raise CheckpointError(file, name, f"a tensor of {list(tensor.shape)} where {list(shape)} is said")
+        raise CheckpointError(file, name, f"a tensor of {list(tensor.shape)} where {list(shape)} is expected")
     return tensor[: shape.numel()].view(shape)
 
 
@@ -214,19 +219,19 @@ def _moments(
     for name, file in theirs.parameters.items():
         files = {key: file.with_name(f"{key}.pt") for key in _MOMENTS}
         if not all(one.exists() for one in files.values()):
-            continue  # it has never had a gradient, is frozen, or no parameter
-        own: dict[str, Any] = {key: _one(one, name, "cpu", weights[name].shape) for key, one in files.items()}
+            continue  # it never had a gradient, is frozen, or is a buffer
+        own: dict[str, Any] = {key: _read_tensor(one, name, "cpu", weights[name].shape) for key, one in files.items()}
         counted = file.with_name("step.pt")
-        # Stage 3 and fused optimizers count for all parameters at once; all of them are stepped in each step.
+        # Stage 3 and fused optimizers have one count for all parameters, which are all updated in each step.
         number = torch_load(counted, "cpu") if counted.exists() else steps
-        own[_STEP] = torch.as_tensor(number, dtype=torch.float32)
+        own["step"] = torch.as_tensor(number, dtype=torch.float32)
         yield name, own
-        if name in aliases:  # the module may call what is shared by the other name
+        if name in aliases:  # the module may use the other name of a shared parameter
             yield aliases[name], own
 
 
 def _placed(file: Path, state: Any) -> tuple[list[list[dict[str, Any]]], list[float]]:
-    """Without ZeRO: torch's ``state_dict``, around which half precision has masters."""
+    """Return moments and learning rates without ZeRO, from torch's ``state_dict``; in half precision with masters."""
     if not isinstance(state, dict):
         return [], []
     inner = state.get("optimizer_state_dict", state)
@@ -235,9 +240,11 @@ def _placed(file: Path, state: Any) -> tuple[list[list[dict[str, Any]]], list[fl
     masters: Sequence[Any] | None = state.get("fp32_groups")
     if "fp32_groups_flat" in state:
         raise CheckpointError(
-            file, "fp32_groups_flat", "masters are in flat groups, which say nothing of their parameters",
-            fix="train its last steps with ZeRO's stage 1, and pass what ds_to_universal makes of that",
-        )  # fmt: skip
+            file,
+            "fp32_groups_flat",
+            "masters are in flat groups, which do not name their parameters",
+            fix="train its last steps with ZeRO's stage 1, and pass the output of ds_to_universal",
+        )
     groups = []
     for number, group in enumerate(inner["param_groups"]):
         own = [dict(inner["state"].get(index, {})) for index in group["params"]]

@@ -1,4 +1,4 @@
-"""Single files: written once, synced, and checksummed from memory while they are written."""
+"""Single files: write and sync them with a checksum made from memory, and read safetensors and ``torch.save`` files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import stat
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +21,7 @@ import xxhash
 from safetensors import safe_open
 from torch import Tensor
 
+from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
@@ -29,14 +31,19 @@ __all__ = [
     "EXTRA_STATE",
     "TENSOR_DTYPES",
     "checksum",
+    "dtype_name",
     "flatten",
     "identity",
     "in_bytes",
+    "make_directories",
+    "missing_directories",
     "numpy_dtype",
     "read_file",
     "read_header",
+    "read_start",
     "read_tensors",
     "safetensors_bytes",
+    "same_bits",
     "stated_size",
     "tensors_of",
     "tied_names",
@@ -58,13 +65,13 @@ CARRIERS: Final = {
     }.items()
     if hasattr(torch, name)
 }
-"""Dtypes that safetensors does not hold everywhere: flattened and looked at as these."""
+"""Dtypes that not every safetensors release holds, with the dtype as which their flattened content is stored."""
 
 _PLAIN_DTYPE: Final = re.compile(r"[<>|=](?:[biufcSU]\d{1,10}|[mM]8(?:\[\d{0,9}[a-zA-Zμ]{1,2}\])?)", re.ASCII)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of this name; TypeError for anything else in torch."""
+    """Return the dtype of this name; TypeError for any other name in torch."""
     # Not getattr(torch, name): some names there import whole packages.
     dtype = vars(torch).get(name)
     if not isinstance(dtype, torch.dtype):
@@ -73,10 +80,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The dtype of numbers, strings or dates of this name; TypeError for every other one."""
-    if not _PLAIN_DTYPE.fullmatch(name):  # NumPy's other notations are evaluated as Python
+    """Return the dtype of numbers, strings or dates of this name; TypeError for any other name."""
+    if not _PLAIN_DTYPE.fullmatch(name):  # NumPy evaluates its other notations as Python
         raise TypeError(f"{name!r} is not a plain dtype")
     return np.dtype(name)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the prefix ``torch.``, such as ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
 
 
 TENSOR_DTYPES: Final = {
@@ -96,7 +108,7 @@ TENSOR_DTYPES: Final = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The dtypes that every safetensors release we support can hold, by the name the format gives them."""
+"""The dtypes that every supported safetensors release can hold, with their name in the format."""
 
 _DTYPES: Final = {name: dtype for dtype, name in TENSOR_DTYPES.items()}
 _UNITS: Final = {"": 1, **{f"{p}B": 1000**i for i, p in enumerate(("", "K", "M", "G", "T"))}}
@@ -105,22 +117,22 @@ _FORMAT_KEY: Final = "format"
 """In the metadata of every safetensors file; the other keys there may be further names of a tied weight."""
 _CHUNK: Final = 4 << 20
 _LONGEST_HEADER: Final = 100_000_000
-"""Bytes; the library of the format takes no longer one."""
+"""Bytes; the safetensors library accepts no longer header."""
 _PIECE: Final = 64 << 20
-"""Of a file of this machine. Each call lets go of the interpreter lock and waits for it again, 5 ms where the training
+"""Bytes of a local file per call. Each call releases the interpreter lock and waits for it again, 5 ms if the training
 thread runs Python, so a file is hashed and written in few calls."""
 
 
 def in_bytes(size: int | str, name: str, least: int = 0) -> int:
-    """The number of bytes that people mean.
+    """Parse a number of bytes.
 
     Args:
         size: a number, or ``"5GB"``, ``"200MB"``, ``"1GiB"``.
-        name: what it is, for messages.
-        least: what it may be.
+        name: the name of the argument, for messages.
+        least: the smallest number that is valid.
 
     Raises:
-        ConfigurationError: it is no such number.
+        ConfigurationError: ``size`` is no such number.
 
     Example:
         >>> in_bytes("1.5 kB", "size"), in_bytes("2GiB", "size"), in_bytes(7, "size")
@@ -137,18 +149,30 @@ def in_bytes(size: int | str, name: str, least: int = 0) -> int:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """All elements in one dimension of stride 1: a single element counts as contiguous with any stride."""
+    """Return all elements in one dim of stride 1; `view(-1)` keeps the stride of a single element."""
     return tensor.contiguous().as_strided((tensor.numel(),), (1,))
 
 
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype and bits; a NaN equals itself.
+
+    Example:
+        >>> same_bits(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
+        True
+    """
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(flatten(one).view(torch.uint8), flatten(other).view(torch.uint8))
+
+
 def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]]:
-    """A safetensors file as a size in bytes and the buffers that make it up, one tensor at a time on the host.
+    """Return the size of a safetensors file in bytes, and its buffers, one tensor at a time on the host.
 
-    The library's own writer returns after the bytes are on disk; a checksum made then would bless whatever landed
-    there. This one lets the checksum be made from memory. Format: https://huggingface.co/docs/safetensors
+    The safetensors library writes the file before a checksum can be made, so a checksum of the file could not detect a
+    failed write. Here the checksum is made from memory. Format: https://huggingface.co/docs/safetensors
 
-    A tensor with several names (a tied weight) is written once, under the first of them; the metadata of the file maps
-    the other names to it, as ``safetensors.torch.save_model`` does.
+    A tensor with several names (a tied weight) is written once, under its first name; the metadata of the file maps the
+    other names to it, as ``safetensors.torch.save_model`` does.
     """
     tied = tied_names(tensors)
     header: dict[str, Any] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
@@ -172,10 +196,10 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
 
 
 def identity(tensor: Tensor) -> tuple[Any, ...]:
-    """Equal for two tensors that are the same elements of the same memory; both must be alive.
+    """Return a key that is equal for two tensors with the same elements of the same memory; both must be alive.
 
-    Of a tensor that is divided among ranks, this rank's part is looked at. The storage counts, not the address of its
-    data: a rank may hold nothing of a tensor, and must still find the names that the other ranks find.
+    For a tensor that is divided among ranks, the key describes this rank's part. It contains the storage and not the
+    address of the data: a rank that holds no elements must find the same tied names as the other ranks.
     """
     held: Any = tensor
     part = held.to_local() if hasattr(tensor, "placements") else held
@@ -184,7 +208,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The names of tensors that an earlier name has already, with that name.
+    """Return each name whose tensor already has an earlier name, with that earlier name.
 
     Example:
         >>> weight = torch.ones(2, 3)
@@ -202,10 +226,10 @@ def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dic
     Args:
         path: the file.
         buffers: its content.
-        mode: permissions on this machine, of which the umask takes its part.
+        mode: permissions of a local file, before the umask.
 
     Raises:
-        OSError: when it exists or cannot be written.
+        OSError: the file exists or cannot be written.
     """
     digest, size = xxhash.xxh3_64(), 0
 
@@ -230,8 +254,20 @@ def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dic
     return {"size": size, "xxh3_64": digest.hexdigest()}
 
 
+def missing_directories(path: Path) -> list[Path]:
+    """Return ``path`` and its parents as far as they do not exist, innermost first."""
+    return list(takewhile(lambda directory: not os.path.lexists(directory), (path, *path.parents)))
+
+
+def make_directories(missing: list[Path]) -> None:
+    """Make the directories that `missing_directories` returned, durably."""
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        sync_directory(directory.parent)  # a checkpoint is only as durable as the name of its directory
+
+
 def checksum(path: Location) -> str:
-    """The xxh3-64 of a file's bytes, in hex."""
+    """Return the xxh3-64 of a file's bytes, in hex."""
     digest = xxhash.xxh3_64()
     if isinstance(path, RemotePath):
         for part in path.read_chunks():
@@ -244,14 +280,14 @@ def checksum(path: Location) -> str:
 
 
 def read_file(path: Location, most: int) -> bytes:
-    """All bytes of a regular file: no link is followed, and nothing that stands there in its place is waited for.
+    """Return all bytes of a regular file; follow no link, and do not wait for a pipe.
 
     Args:
         path: the file.
-        most: bytes that it may have, so that no file can ask for all memory.
+        most: the largest number of bytes to read, so that no file can exhaust the memory.
 
     Raises:
-        OSError: it is not there, larger, something else, or cannot be read.
+        OSError: the file is absent, too large, not a regular file, or cannot be read.
     """
     if isinstance(path, RemotePath):
         _check_file(path.lstat(), most)
@@ -269,67 +305,76 @@ def _check_file(status: os.stat_result, most: int) -> None:
 
 
 def _open_itself(path: str, flags: int) -> int:
-    # A pipe would be waited for without O_NONBLOCK; on regular files it does nothing.
+    # Without O_NONBLOCK the open of a pipe blocks; for regular files the flag has no effect.
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """All tensors of a safetensors file, each with memory of its own; names of one tied weight have one tensor.
+    """Return copies of all tensors of a safetensors file; the names of a tied weight share one tensor.
 
     Raises:
-        CheckpointError: when it is not a whole safetensors file.
+        CheckpointError: the file is not a whole safetensors file.
     """
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
-            # Some releases hand out views of a mapping of the file, which must not outlive the file.
+            # Some releases return views of the mapped file, which must not outlive the file.
             found = {name: file.get_tensor(name).clone() for name in list(file.keys())}
             return {**found, **{name: found[kept] for name, kept in _stored_ties(file).items()}}
-    except Exception as error:  # the header is data: torch refuses what it asks for in many ways
+    except Exception as error:  # a damaged header can cause any error in torch
         raise CheckpointError(path, None, f"not a readable safetensors file: {error}") from error
 
 
 def stated_size(path: Location) -> int:
-    """The bytes of a whole safetensors file, as its header gives them; only the header is read.
+    """Return the size of a whole safetensors file, computed from its header; only the header is read.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no header of a safetensors file.
+        OSError: the file cannot be read.
+        ValueError: the file does not begin with the header of a safetensors file.
     """
-    length = struct.unpack("<Q", _start(path, 8))[0]
+    length = struct.unpack("<Q", _header_start(path, 8))[0]
     if length > _LONGEST_HEADER:
         raise ValueError(f"a header of {in_units(length)}")
-    header = json.loads(_start(path, 8 + length)[8:])
+    header = json.loads(_header_start(path, 8 + length)[8:])
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
     return 8 + int(length) + max(ends, default=0)
 
 
-def _start(path: Location, size: int) -> bytes:
-    if isinstance(path, RemotePath):
-        start = b""
-        for chunk in path.read_chunks(min(size, _CHUNK)):
-            start += chunk
-            if len(start) >= size:
-                break
-    else:
+def read_start(path: Location, size: int) -> bytes:
+    """Return the first ``size`` bytes of a file, or all bytes of a shorter file; follow no link.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    if not isinstance(path, RemotePath):
         with open(path, "rb", opener=_open_itself) as file:
-            start = file.read(size)
-    if len(start) < size:
-        raise ValueError(f"{len(start)} bytes, where a header of {size} begins")
+            return file.read(size)
+    start = b""
+    for chunk in path.read_chunks(min(size, _CHUNK)):
+        start += chunk
+        if len(start) >= size:
+            break
     return start[:size]
 
 
+def _header_start(path: Location, size: int) -> bytes:
+    start = read_start(path, size)
+    if len(start) < size:
+        raise ValueError(f"{len(start)} bytes, where a header of {size} begins")
+    return start
+
+
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file without their content, on torch's ``meta`` device; only the header is read.
+    """Return the tensors of a safetensors file on the meta device; only the header is read.
 
     Raises:
-        CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
+        CheckpointError: the file is not a whole safetensors file, or holds a dtype that torch lacks.
     """
     try:
         with safe_open(str(file), framework="pt") as content:
             entries = {name: content.get_slice(name) for name in list(content.keys())}
             found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
             ties = _stored_ties(content)
-    except Exception as error:  # the header is data: whatever it provokes
+    except Exception as error:  # a damaged header can cause any error
         raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
     for name, (word, _) in found.items():
         if word not in _DTYPES:
@@ -344,57 +389,53 @@ def _stored_ties(file: Any) -> dict[str, str]:
 
 
 EXTRA_STATE: Final = "_extra_state"
-"""What torch calls what modules keep besides tensors."""
+"""The suffix of state_dict keys under which torch stores what modules keep besides tensors."""
 _UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
 
 
 def torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> Any:
-    """The content of a file.
+    """Load a ``torch.save`` file with ``weights_only=True``, never in another way.
 
     Args:
-        file: of this machine.
-        device: where tensors go.
-        mapped: nothing of them is read before it is used.
+        file: a local file.
+        device: the device of the tensors.
+        mapped: map the file, so that a tensor is read when it is used.
 
     Raises:
-        CheckpointError: it needs more than tensors and plain values, and could run code.
+        CheckpointError: the file is damaged, or needs more than tensors and plain values and could run code.
     """
     try:
         if zipfile.is_zipfile(file):
             with zipfile.ZipFile(file) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("it is compressed, as torch.save never writes it")
-        content = torch.load(file, map_location=device, weights_only=True, mmap=mapped)
-    except Exception as error:  # whatever a hostile file provokes
+        return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
+    except Exception as error:  # a hostile file can cause any error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error
-    return content
 
 
 def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str, Tensor]:
-    """The tensors of a state_dict.
+    """Return the tensors of a state_dict, without extra state.
 
     Args:
-        file: where it lies, for the error.
-        content: of it.
-        most: bytes that one of them can have.
+        file: the file of the state_dict, for messages.
+        content: the state_dict.
+        most: the largest size of a tensor in bytes.
 
     Raises:
-        CheckpointError: something else is in it.
+        CheckpointError: the state_dict holds other values, or a tensor is larger than ``most``.
     """
     if not isinstance(content, dict):
         raise CheckpointError(file, None, f"it holds a {type(content).__name__}, not a state_dict")
     weights = {}
     for name, value in content.items():
         if isinstance(value, Tensor) and isinstance(name, str):
-            if value.numel() * value.element_size() > most:  # strides of 0 make a byte stand for all memory
+            if value.numel() * value.element_size() > most:  # strides of 0 repeat few bytes without end
                 raise CheckpointError(file, name, f"a tensor of {list(value.shape)} is larger than its file")
             weights[name] = value.detach()
         elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
-            raise CheckpointError(
-                file,
-                name if isinstance(name, str) else f"a {type(name).__name__}",
-                f"a {type(value).__name__} where a state_dict has a tensor",
-                fix="save a state_dict",
-            )
+            key = name if isinstance(name, str) else f"a {type(name).__name__}"
+            reason = f"a {type(value).__name__} where a state_dict has a tensor"
+            raise CheckpointError(file, key, reason, fix="save a state_dict")
     return weights

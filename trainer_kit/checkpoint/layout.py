@@ -1,4 +1,4 @@
-"""``layout.json``: of which chunks each tensor of a sharded checkpoint consists, and in which file each one is."""
+"""``layout.json``: the chunks of each tensor of a sharded checkpoint, and the file of each chunk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, read_file, read_header
+from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, dtype_name, read_file, read_header
 from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, load_json
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
@@ -27,38 +27,30 @@ __all__ = [
     "ShardFiles",
     "TensorLayout",
     "check_cover",
-    "dtype_name",
     "dump_layout",
     "named_dtype",
     "read_layout",
     "tensors_in",
 ]
 
-_DTYPES: Final[dict[str, torch.dtype]] = {
-    str(dtype).removeprefix("torch."): dtype for dtype in (*TENSOR_DTYPES, *CARRIERS)
-}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """What a layout calls it, such as ``"float32"``."""
-    return str(dtype).removeprefix("torch.")
+_DTYPES: Final[dict[str, torch.dtype]] = {dtype_name(dtype): dtype for dtype in (*TENSOR_DTYPES, *CARRIERS)}
 
 
 def named_dtype(name: str) -> torch.dtype:
-    """The dtype that a layout calls so; KeyError when none that can be saved is."""
+    """Return the dtype of this name; KeyError for a dtype that cannot be saved."""
     return _DTYPES[name]
 
 
 @final
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor, as one rank wrote it.
+    """A box of a tensor that one rank wrote.
 
     Attributes:
-        offsets: where it begins in the whole tensor, by dimension.
-        sizes: how many elements it has in each.
+        offsets: its start in the whole tensor, by dim.
+        sizes: its number of elements, by dim.
         file: the shard that holds it.
-        key: its name there.
+        key: its name in the shard.
     """
 
     offsets: tuple[int, ...]
@@ -70,11 +62,11 @@ class Chunk:
 @final
 @dataclass(frozen=True)
 class TensorLayout:
-    """A whole tensor: chunks that cover it exactly. One without elements has none.
+    """A whole tensor and the chunks that cover it exactly; a tensor without elements has no chunks.
 
     Attributes:
-        dtype: of its elements.
-        shape: of the whole.
+        dtype: of the elements.
+        shape: of the whole tensor.
         chunks: in any order.
     """
 
@@ -82,21 +74,24 @@ class TensorLayout:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
+    def viewed_as(self, dtype: torch.dtype, shape: tuple[int, ...]) -> TensorLayout:
+        """Return the layout of a tensor of this dtype and shape that is stored flat in another dtype (`CARRIERS`)."""
+        chunks = (Chunk((0,) * len(shape), shape, chunk.file, chunk.key) for chunk in self.chunks)
+        return TensorLayout(dtype, shape, tuple(chunks))
+
 
 def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
-    """The bytes of ``layout.json``: by part and name dtype, shape and chunks.
+    """Return the bytes of ``layout.json``: dtype, shape and chunks by part and name.
 
     Raises:
-        CheckpointError: they are more than can be read.
+        CheckpointError: the bytes are more than `read_layout` accepts.
     """
     content = {
         part: {
             name: {
                 "dtype": dtype_name(tensor.dtype),
                 "shape": tensor.shape,
-                "chunks": [
-                    {"offsets": c.offsets, "sizes": c.sizes, "file": c.file, "key": c.key} for c in tensor.chunks
-                ],
+                "chunks": [vars(chunk) for chunk in tensor.chunks],
             }
             for name, tensor in tensors.items()
         }
@@ -110,11 +105,11 @@ def dump_layout(layout: Mapping[str, Mapping[str, TensorLayout]]) -> bytes:
 
 
 def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, TensorLayout]]:
-    """The layout of the checkpoint at ``path``, by part and name, checked before anything is allocated for it.
+    """Return the layout of the checkpoint at ``path`` by part and name, checked before any memory is allocated for it.
 
     Raises:
-        CheckpointError: chunks reach over a tensor's bounds, overlap or leave gaps, or need more bytes than their
-            files have; a file is not one of its part's; or it is damaged.
+        CheckpointError: chunks exceed a tensor's bounds, overlap or leave gaps, or need more bytes than their files
+            have; a file is not a file of its part; or ``layout.json`` is damaged.
     """
     file = path / LAYOUT
     try:
@@ -144,14 +139,12 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, 
 
 def _tensor(file: Path, key: str, entry: Any) -> TensorLayout:
     try:
-        dtype, chunks = named_dtype(entry["dtype"]), entry["chunks"]
-        shape = _numbers(entry["shape"])
-        found = tuple(
-            Chunk(_numbers(c["offsets"]), _numbers(c["sizes"]), str(c["file"]), str(c["key"])) for c in chunks
+        chunks = tuple(
+            Chunk(_numbers(c["offsets"]), _numbers(c["sizes"]), str(c["file"]), str(c["key"])) for c in entry["chunks"]
         )
+        return TensorLayout(named_dtype(entry["dtype"]), _numbers(entry["shape"]), chunks)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(file, key, f"damaged layout: {type(error).__name__}: {error}") from error
-    return TensorLayout(dtype, shape, found)
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
@@ -161,10 +154,10 @@ def _numbers(value: Any) -> tuple[int, ...]:
 
 
 def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
-    """Every element of the tensor is in exactly one chunk.
+    """Check that every element of the tensor is in exactly one chunk.
 
     Raises:
-        CheckpointError: naming ``key``; chunks reach over the bounds, overlap, or leave something out.
+        CheckpointError: naming ``key``; chunks exceed the bounds, overlap, or leave gaps.
     """
     shape, chunks = tensor.shape, tensor.chunks
     for chunk in chunks:
@@ -177,19 +170,20 @@ def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
     filled = sum(math.prod(chunk.sizes) for chunk in chunks)
     if filled != math.prod(shape):
         raise CheckpointError(file, key, f"chunks of {filled} elements for a tensor of {math.prod(shape)}")
-    if len(chunks) < 2 or not shape:  # as many elements as there are: two scalars are too many already
+    if len(chunks) < 2 or not shape:  # the sum above already refuses two chunks of a scalar
         return
+    # Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
     starts = [len({chunk.offsets[dim] for chunk in chunks}) for dim in range(len(shape))]
-    axis = starts.index(max(starts))
-    open_ones: list[tuple[int, int]] = []  # where they end on the axis, and which
-    for index in sorted(range(len(chunks)), key=lambda index: chunks[index].offsets[axis]):
+    dim = starts.index(max(starts))
+    still_open: list[tuple[int, int]] = []  # end on the dim, index of the chunk
+    for index in sorted(range(len(chunks)), key=lambda index: chunks[index].offsets[dim]):
         one = chunks[index]
-        del open_ones[: bisect_right(open_ones, (one.offsets[axis], len(chunks)))]
-        for _, other in open_ones:
+        del still_open[: bisect_right(still_open, (one.offsets[dim], len(chunks)))]
+        for _, other in still_open:
             if _overlap(one, chunks[other]):
                 at = f"{list(one.offsets)} and {list(chunks[other].offsets)}"
                 raise CheckpointError(file, key, f"the chunks at {at} overlap")
-        insort(open_ones, (one.offsets[axis] + one.sizes[axis], index))
+        insort(still_open, (one.offsets[dim] + one.sizes[dim], index))
 
 
 def _overlap(one: Chunk, other: Chunk) -> bool:
@@ -199,7 +193,7 @@ def _overlap(one: Chunk, other: Chunk) -> bool:
 
 @final
 class ShardFiles:
-    """The shards of a checkpoint, opened when they are needed; a context manager that closes them.
+    """The shards of a checkpoint, each opened at its first use; a context manager that closes them.
 
     Args:
         root: the checkpoint's directory.
@@ -217,10 +211,10 @@ class ShardFiles:
         self._stack.close()
 
     def read(self, tensor: TensorLayout, chunk: Chunk, starts: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
-        """A box of a chunk, on the CPU; it may alias the file, so it is copied before this is closed.
+        """Return a box of a chunk on the CPU; it may alias the file, so copy it before this object is closed.
 
         Raises:
-            CheckpointError: the file holds something else under the chunk's key, or is not a safetensors file.
+            CheckpointError: the file holds another tensor under the chunk's key, or is not a safetensors file.
         """
         path = self._root / chunk.file
         carrier = CARRIERS.get(tensor.dtype)
@@ -241,18 +235,18 @@ class ShardFiles:
             return torch.as_tensor(view[:]).view(tensor.dtype).reshape(chunk.sizes)[box]
         except CheckpointError:
             raise
-        except Exception as error:  # the header is data: it is refused in many ways
+        except Exception as error:  # a damaged header can cause any error
             raise CheckpointError(path, chunk.key, f"it cannot be read: {error}") from error
 
 
 @final
 class Assembled(Mapping[str, Tensor]):
-    """Whole tensors by name, each put together from its chunks when it is asked for.
+    """Whole tensors by name; each access assembles a new tensor from its chunks.
 
     Args:
-        files: where the chunks are.
-        tensors: of one part.
-        device: where the tensors go, each with memory of its own.
+        files: the files of the chunks.
+        tensors: the layouts of one part.
+        device: the device of the tensors.
     """
 
     def __init__(
@@ -278,14 +272,14 @@ class Assembled(Mapping[str, Tensor]):
 
 
 def tensors_in(file: Path) -> dict[str, TensorLayout]:
-    """The tensors of a safetensors file, each as one chunk: how a checkpoint that was not sharded looks.
+    """Return the layout of the tensors of a safetensors file, each as one chunk.
 
     Raises:
-        CheckpointError: it is no whole safetensors file, or holds a dtype that torch lacks.
+        CheckpointError: the file is not a whole safetensors file, or holds a dtype that torch lacks.
     """
     layout, keys = {}, dict[int, str]()
     for name, tensor in read_header(file).items():
-        key = keys.setdefault(id(tensor), name)  # a tied weight is stored under one of its names
+        key = keys.setdefault(id(tensor), name)  # a tied weight is stored only under its first name
         chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, key)
         layout[name] = TensorLayout(tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ())
     return layout

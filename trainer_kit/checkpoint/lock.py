@@ -1,4 +1,4 @@
-"""One writer a directory: a file says which process it is, and that it may write there at all."""
+"""Allow one writer per directory: a lock file names the process that writes there."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Final, final
 
-from trainer_kit.checkpoint.files import read_file, write_file
-from trainer_kit.core.atomic_files import Process, hidden_path, sync_directory
+from trainer_kit.checkpoint.files import make_directories, missing_directories, read_file, write_file
+from trainer_kit.core.atomic_files import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
-__all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
+__all__ = ["LOCK", "DirectoryLock", "is_free", "owner_of"]
 
 LOCK: Final = ".lock"
 _MOST: Final = 1 << 16  # bytes of a lock
 _ATTEMPTS: Final = 20
 _SETTLED: Final = 0.05
-"""Seconds after which a takeover is looked at again."""
+"""Seconds after which a takeover is verified."""
 _DENIED: Final = "choose a directory that this process may write to (dirpath=, default_root_dir=)"
 
 
 @final
 @dataclass(frozen=True)
 class Owner:
-    """Who holds a lock.
+    """The owner of a lock.
 
     Attributes:
-        process: the process.
-        since: when it took the lock (UTC), for people.
+        process: the process that holds the lock.
+        since: when it took the lock (UTC), for messages.
     """
 
     process: Process
@@ -45,13 +45,12 @@ class Owner:
 
 @final
 class DirectoryLock:
-    """The right to write into one directory; the directory is made, and writing into it is tried.
+    """The right to write into one directory. The constructor makes the directory and tests that it is writable.
 
-    It is held from its making to `release`. A lock whose owner is dead is taken over. A process that is forked from
-    this one does not hold it.
+    The lock is held until `release`. The lock of a dead owner is taken over. A forked process does not hold the lock.
 
     Args:
-        directory: of checkpoints. It is made, and removed again by `release` if nothing was put there.
+        directory: of checkpoints. `release` removes it if this lock made it and it is empty.
 
     Raises:
         CheckpointError: another process holds the lock, or the directory cannot be made or written to.
@@ -86,7 +85,7 @@ class DirectoryLock:
             raise
 
     def release(self) -> None:
-        """Let go; a second time, in a forked process, or once somebody else holds the lock, nothing happens."""
+        """Release the lock; no effect if it is released already, or in a forked process, or after a takeover."""
         if self.owner.process.pid != os.getpid():
             return
         with suppress(OSError):
@@ -98,20 +97,14 @@ class DirectoryLock:
         if isinstance(self.directory, RemotePath):
             self.directory.mkdir()
             return
-        missing = []
-        for path in (self.directory, *self.directory.parents):
-            if os.path.lexists(path):
-                break
-            missing.append(path)
-        for path in reversed(missing):
-            path.mkdir(exist_ok=True)
-            self._made.append(path)
-            sync_directory(path.parent)  # no checkpoint is safer than the name of its directory
+        self._made = missing_directories(self.directory)
+        make_directories(self._made)
 
     def _remove_directory(self) -> None:
-        while self._made:
-            with suppress(OSError):  # it is in use by now
-                self._made.pop().rmdir()
+        for directory in self._made:
+            with suppress(OSError):  # it is in use now, or was never made
+                directory.rmdir()
+        self._made = []
 
     def _content(self) -> bytes:
         return (json.dumps({**asdict(self.owner.process), "since": self.owner.since}) + "\n").encode()
@@ -128,7 +121,7 @@ class DirectoryLock:
         raise self._refusal("others that take the lock at the same time")
 
     def _take_over(self, work: Path, file: Path) -> bool:
-        """Put ``work`` in the place of a dead owner's lock; False when it changed hands meanwhile."""
+        """Replace the lock of a dead owner by ``work``; False if another process took it over first."""
         owner = _read(file)
         if owner is not None and not owner.process.dead:
             raise self._refusal(str(owner))
@@ -141,19 +134,19 @@ class DirectoryLock:
                 os.replace(work, file)
         except FileNotFoundError:
             return False
-        time.sleep(_SETTLED)  # where files cannot be locked, another one may have done the same just now
+        time.sleep(_SETTLED)  # without file locks, another process may have done the same at the same time
         if not os.path.samestat(mine, os.stat(file)):
             raise self._refusal(str(_read(file)))
         return True
 
     def _acquire_remote(self, file: RemotePath) -> None:
-        """Where the storage can create a file only once, one of two gets it; elsewhere who comes last keeps it."""
-        probe = hidden_path(file, "tmp")  # deleting is tried as well
+        """If the storage can create a file exclusively, the first process wins; else the last one to write wins."""
+        probe = hidden_path(file, "tmp")  # tests that files can be written and deleted
         probe.write_bytes(self._content())
         probe.unlink()
         if file.exists():
             owner = _read(file)
-            if owner is None:  # somebody may be writing it
+            if owner is None:  # another process may be writing it
                 time.sleep(_SETTLED)
                 owner = _read(file)
             if owner is not None and not owner.process.dead:
@@ -170,12 +163,12 @@ class DirectoryLock:
             self.directory,
             None,
             f"locked by {by}: two runs cannot write checkpoints to one directory",
-            fix=f"give this run a directory of its own, or wait; if that run is dead, delete {self._file}",
+            fix=f"give this run its own directory, or wait; if that run is dead, delete {self._file}",
         )
 
 
 def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
-    """Who writes here now; None for nobody, or for somebody who is dead."""
+    """Return the live owner of a directory's lock; None if there is no lock, or its owner is dead."""
     with suppress(OSError):
         owner = _read(locate(directory) / LOCK)
         return None if owner is None or owner.process.dead else owner
@@ -183,13 +176,13 @@ def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
 
 
 def is_free(directory: str | os.PathLike[str]) -> bool:
-    """Whether no other process writes here now."""
+    """Whether no other live process holds the lock of a directory."""
     owner = owner_of(directory)
     return owner is None or owner.process == Process.this()
 
 
 def _read(file: Location) -> Owner | None:
-    """None where there is no lock, or a file that no process wrote to its end: nobody is hindered by that."""
+    """Return the owner in a lock file; None if there is no file or it is incomplete: such a file locks nothing."""
     try:
         content: Any = json.loads(read_file(file, _MOST).decode())
         process = Process(str(content["host"]), int(content["pid"]), str(content["start"]))
@@ -199,12 +192,12 @@ def _read(file: Location) -> Owner | None:
 
 
 def _put(work: Path, file: Path) -> bool:
-    """Give ``work`` the name ``file``, whole, unless that is taken."""
+    """Give ``work`` the name ``file`` in one step; False if that name exists."""
     try:
         os.link(work, file)
     except FileExistsError:
         return False
-    except OSError:  # a file system without hard links
+    except OSError:  # the file system has no hard links
         try:
             with open(file, "xb") as stream:
                 stream.write(work.read_bytes())
@@ -215,13 +208,13 @@ def _put(work: Path, file: Path) -> bool:
 
 def _open(file: Path) -> IO[bytes]:
     try:
-        return open(file, "r+b")  # a network file system locks only what may be written
+        return open(file, "r+b")  # network file systems lock only files that are open for writing
     except PermissionError:
         return open(file, "rb")
 
 
 def _wait_for(file: IO[bytes]) -> None:
-    """Wait until nobody else takes over this very file, where the file system can."""
+    """Wait until no other process takes over this file, if the file system has locks."""
     if os.name == "nt":
         return
     import fcntl

@@ -1,4 +1,4 @@
-"""``manifest.json``: what a checkpoint consists of. A directory without a valid one is not a checkpoint."""
+"""``manifest.json`` lists the files of a checkpoint. A directory without a valid manifest is not a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from trainer_kit.checkpoint.files import checksum, read_file, stated_size
+from trainer_kit.checkpoint.files import checksum, read_file, read_start, stated_size
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
@@ -45,20 +45,22 @@ __all__ = [
 MANIFEST: Final = "manifest.json"
 DOCUMENT: Final = "state.json"
 DOCUMENT_MOST: Final = 256 << 20
-"""Bytes of a ``state.json``: parsed, it takes up to twenty times as many."""
+"""Bytes of a ``state.json``; the parsed content takes up to twenty times as much memory."""
 LAYOUT: Final = "layout.json"
 SHARD: Final = ".safetensors"
 FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}")
-"""Names a manifest may list: nothing hidden, nothing with a separator."""
+"""File names that a manifest may list: not hidden, and without a separator."""
 AGAIN: Final = re.compile(r"again-[0-9a-f]{8}")
-"""Directories within a checkpoint at a URL that was written more than once: one of them holds its files."""
+"""Directories within a checkpoint at a URL that was overwritten: one of them holds its files."""
 DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
-"""Names of checkpoints that were found damaged and set aside."""
+"""Names of damaged checkpoints that were set aside."""
 
 _MOST: Final = 64 << 20  # bytes of a manifest
-_FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # a name on disk; written whole it would read as an import
-_PLAIN, _SHARDED = 1, 2
-"""Versions: a part is one file or none; ranks wrote a file each, and ``layout.json`` says what is where."""
+_FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # joined: the architecture test reads literals as imports
+_PLAIN: Final = 1
+"""Version of a checkpoint that one process wrote: a part has one file or none."""
+_SHARDED: Final = 2
+"""Version of a sharded checkpoint: each rank wrote its own files, and ``layout.json`` lists the chunks in them."""
 
 _FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
 
@@ -71,40 +73,38 @@ def new_manifest(
     shards: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
-    """A manifest's content; nothing in it depends on the time or the machine, so equal states give equal bytes.
+    """Make a manifest's content. It depends on no time and no machine, so equal states give equal bytes.
 
     Args:
-        files: name to size, checksum and, of a rank's file, the rank's number from 1 as ``shard``.
-        parts: name to file; of a sharded checkpoint to its files.
+        files: size and checksum by file name; for a rank's file also the rank's number, from 1, as ``shard``.
+        parts: the file of each part; of a sharded checkpoint its files.
         info: encoded.
-        versions: of the libraries that wrote it.
-        shards: how many ranks wrote a sharded checkpoint; None for one that is not.
-        extra: by path, entries of what others wrote into it; None where no others may.
+        versions: of the libraries that write the checkpoint.
+        shards: the number of ranks that write a sharded checkpoint; None for one process.
+        extra: entries of files that hooks wrote, by path; None if no hooks may write.
     """
-    sharded = {} if shards is None else {"shards": shards}
-    others = {} if extra is None else {"extra": extra}
     return {
         "format": _FORMAT,
         "version": _PLAIN if shards is None else _SHARDED,
         "info": info,
         "versions": versions,
-        **sharded,
+        **({} if shards is None else {"shards": shards}),
         "parts": parts,
         "files": files,
-        **others,
+        **({} if extra is None else {"extra": extra}),
     }
 
 
 def dump_manifest(content: dict[str, Any]) -> bytes:
-    """The bytes of the manifest with its own SHA-256 inside, made over its canonical JSON."""
+    """Return the bytes of the manifest, with the SHA-256 of its canonical JSON."""
     return (json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False) + "\n").encode()
 
 
 def read_manifest(path: Location) -> dict[str, Any]:
-    """The manifest of the checkpoint at ``path``, itself verified; the files it lists are not looked at.
+    """Return the verified manifest of the checkpoint at ``path``; the files that it lists are not checked.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged, foreign, or of a newer format.
+        CheckpointError: there is no manifest, or it is damaged, foreign, or of a newer format.
     """
     file = path / MANIFEST
     try:
@@ -127,7 +127,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
         raise CheckpointError(file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX)
     recorded = manifest.pop("sha256", None)
     try:
-        # The bytes are compared too: some changes of the text do not change what it says.
+        # Compare the bytes too: some changes of the text do not change the parsed content.
         unchanged = recorded == digest(manifest) and raw == dump_manifest(manifest)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
@@ -135,30 +135,26 @@ def read_manifest(path: Location) -> dict[str, Any]:
         raise CheckpointError(file, "sha256", "the manifest was changed after it was written", fix=_FIX)
     version = manifest.get("version")
     if type(version) is not int or version not in (_PLAIN, _SHARDED):
-        raise CheckpointError(
-            file,
-            "version",
-            f"format {version!r}, this library reads {_PLAIN} and {_SHARDED}",
-            fix="upgrade trainer_kit",
-        )
+        reason = f"format {version!r}, this library reads {_PLAIN} and {_SHARDED}"
+        raise CheckpointError(file, "version", reason, fix="upgrade trainer_kit")
     _check_shape(file, manifest)
     return manifest
 
 
 def files_of(path: Location, manifest: dict[str, Any]) -> Location:
-    """Where the files are that the manifest at ``path`` lists."""
+    """Return the directory of the files that the manifest at ``path`` lists."""
     return path / manifest["within"] if "within" in manifest else path
 
 
 def listed(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of all files, those that others wrote into the checkpoint too."""
+    """Return the entries of all files, including those that hooks wrote."""
     return {**manifest["files"], **manifest.get("extra", {})}
 
 
 def check_files(path: Location, manifest: dict[str, Any]) -> None:
-    """Exactly the listed files are there, regular and of their size. Reads no content.
+    """Check that exactly the listed files exist, are regular and have the listed size; read no content.
 
-    Where others may write into the checkpoint (``extra``) further names are left alone.
+    In a checkpoint with ``extra`` further names are ignored: other programs may write there.
 
     Raises:
         CheckpointError: naming the missing, foreign or resized file.
@@ -167,7 +163,7 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
         entries = [(entry.name, entry.lstat()) for entry in path.iterdir()]
     except OSError as error:
         raise CheckpointError(path, None, f"the directory cannot be read: {error}") from error
-    # At a URL it may be under way to be replaced.
+    # A checkpoint at a URL may be in the process of being replaced.
     found = {n: s for n, s in entries if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))}
     for name, status in sorted(found.items()):
         if "extra" in manifest and name not in manifest["files"] and name != MANIFEST:
@@ -179,15 +175,11 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(path / name, None, "a foreign file, not in the manifest", fix="move it elsewhere")
     for name, entry in manifest["files"].items():
         if name not in found:
-            number = entry.get("shard")
-            lost = "the file is missing"
-            if number is not None:
-                lost = f"{_name(path)} lacks shard {number} of {manifest['shards']}"
-            raise CheckpointError(path / name, None, lost, fix=_FIX)
+            shard = f"{_name(path)} lacks shard {entry['shard']} of {manifest['shards']}" if "shard" in entry else None
+            raise CheckpointError(path / name, None, shard or "the file is missing", fix=_FIX)
         if found[name].st_size != entry["size"]:
-            raise CheckpointError(
-                path / name, None, f"{found[name].st_size} bytes, but {entry['size']} were written", fix=_FIX
-            )
+            reason = f"{found[name].st_size} bytes, but {entry['size']} were written"
+            raise CheckpointError(path / name, None, reason, fix=_FIX)
     for name, entry in manifest.get("extra", {}).items():
         _check_extra(path, name, entry["size"])
 
@@ -213,13 +205,13 @@ def _name(path: Location) -> str:
 
 
 def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
-    """The sizes in the manifest are those of such files, so that no more is read than a checkpoint can hold.
+    """Check the sizes in the manifest against the files' headers, before any content is read or fetched.
 
     Raises:
         CheckpointError: naming a file that is larger than the tensors in its header, or than a description may be.
     """
     for name in names:
-        if name not in manifest["files"]:  # what hooks write may be anything
+        if name not in manifest["files"]:  # files of hooks may have any content
             continue
         size = manifest["files"][name]["size"]
         if name in (DOCUMENT, LAYOUT) and size > DOCUMENT_MOST:
@@ -240,7 +232,7 @@ def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> N
 
 
 def check_content(path: Location, manifest: dict[str, Any], names: list[str]) -> None:
-    """The listed files hold the bytes that were written. Sizes are compared before any content is read.
+    """Check that the named files hold the bytes that were written; compare sizes before reading any content.
 
     Raises:
         CheckpointError: naming the damaged file.
@@ -257,34 +249,29 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
 
 
 def is_sharded(manifest: Mapping[str, Any]) -> bool:
-    """Whether several ranks wrote it, each its chunks."""
+    """Whether several ranks wrote the checkpoint, each its chunks."""
     return bool(manifest["version"] == _SHARDED)
 
 
 def shards_of(manifest: Mapping[str, Any], part: str) -> list[str]:
-    """The files with a part's tensors."""
+    """Return the names of the files with a part's tensors."""
     found = manifest["parts"][part]
     return list(found) if isinstance(found, list) else [] if found is None else [found]
 
 
 def is_ours(path: Location) -> bool:
-    """Whether a directory was once a checkpoint of this library, damaged or not: what may be deleted."""
+    """Whether a directory is or was a checkpoint of this library, so that it may be deleted."""
     file = path / MANIFEST
     try:
         if path.is_symlink() or not stat.S_ISREG(file.lstat().st_mode):
             return False
-        if isinstance(file, RemotePath):
-            start = next(file.read_chunks(128), b"")
-        else:
-            with open(file, "rb") as stream:
-                start = stream.read(128)
-        return f'"{_FORMAT}"'.encode() in start
+        return f'"{_FORMAT}"'.encode() in read_start(file, 128)
     except OSError:
         return False
 
 
 def may_be_ours(file: Location) -> bool:
-    """Whether this is a file with a name that this library gives."""
+    """Whether this is a regular file whose name this library gives."""
     return _named_as_ours(file) and file.is_file() and not file.is_symlink()
 
 
@@ -293,44 +280,42 @@ def _named_as_ours(file: Location) -> bool:
 
 
 def was_checkpoint(path: Location) -> bool:
-    """As `is_ours`, also where the manifest itself is damaged, gone, or something else than a file, but no other name
-    is in the directory.
-    """
+    """Like `is_ours`, but also True for a directory with a damaged or missing manifest and no foreign names."""
     if isinstance(path, RemotePath) and not (path / MANIFEST).exists():
-        return False  # there, what has none is an upload under way, or was one
+        return False  # an unfinished upload
     if is_ours(path):
         return True
     try:
         files: list[Any] = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
-    except OSError:  # nobody can say what it is
+    except OSError:
         return False
     return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(_named_as_ours, files))
 
 
 def load_json(file: Location, raw: bytes) -> Any:
-    """Parse JSON strictly.
+    """Parse JSON strictly: no NaN, no infinite or very large numbers, no repeated keys.
 
     Raises:
-        CheckpointError: for anything that is not JSON.
+        CheckpointError: ``raw`` is not such JSON.
     """
     try:
         return json.loads(
             raw.decode(),
-            parse_constant=_no_constant,
+            parse_constant=_refuse_constant,
             parse_int=_integer,
             parse_float=_finite,
-            object_pairs_hook=_without_twins,
+            object_pairs_hook=_unique_keys,
         )
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
 
 
-def _no_constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
 def _integer(text: str) -> int:
-    value = int(text) if len(text) <= 20 else 2**63  # the time that Python takes grows with the square of the digits
+    value = int(text) if len(text) <= 20 else 2**63  # int() takes time quadratic in the digits
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"an integer of {len(text)} digits is beyond 64 bits")
     return value
@@ -343,15 +328,15 @@ def _finite(text: str) -> float:
     return value
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key stands twice in one object")
-    return made
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("an object has the same key twice")
+    return found
 
 
 def digest(content: Any) -> str:
-    """The SHA-256, in hex, of plain data as canonical JSON."""
+    """Return the SHA-256, in hex, of the canonical JSON of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -365,8 +350,7 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
     for name, entry in files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST:
             raise CheckpointError(file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX)
-        if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
-            raise CheckpointError(file, f"files.{name}", "an entry without size and checksum", fix=_FIX)
+        _check_entry(file, f"files.{name}", entry)
     _check_extra_names(file, manifest)
     if is_sharded(manifest):
         _check_shards(file, manifest)
@@ -384,8 +368,12 @@ def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
         first, *rest = name.split("/")
         if {"", ".", ".."} & {first, *rest} or "\0" in name or first in (MANIFEST, *manifest["files"]):
             raise CheckpointError(file, f"extra.{name}", "a path that could lead out of the checkpoint", fix=_FIX)
-        if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
-            raise CheckpointError(file, f"extra.{name}", "an entry without size and checksum", fix=_FIX)
+        _check_entry(file, f"extra.{name}", entry)
+
+
+def _check_entry(file: Location, key: str, entry: Any) -> None:
+    if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
+        raise CheckpointError(file, key, "an entry without size and checksum", fix=_FIX)
 
 
 def _check_shards(file: Location, manifest: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
-"""Reading checkpoints: the manifest first, then checksums, then the state."""
+"""Read checkpoints: first the manifest, then checksums, then the state."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ from trainer_kit.core.errors import CheckpointError, did_you_mean
 from trainer_kit.core.location import Location, locate
 
 __all__ = [
-    "check_parts",
     "descriptions",
+    "files_for",
     "is_complete",
+    "opened",
     "read_checkpoint",
     "read_info",
     "read_trees",
@@ -51,14 +53,13 @@ def read_checkpoint(
     verify: bool = True,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """The state that was written, by part; what several ranks wrote is put together whole.
+    """Return the state of a checkpoint by part; sharded tensors are assembled.
 
     Args:
         path: a checkpoint directory, or its URL.
-        parts: which parts to read; None for all. Only their files are read, and checksummed.
-        verify: compare checksums before anything is decoded. The manifest, the list of files and their sizes are
-            checked in any case.
-        device: where tensors go, each with memory of its own. Generator states belong on the CPU.
+        parts: the parts to read; None for all. Only their files are read and verified.
+        verify: compare checksums before decoding. The manifest, the list of files and their sizes are always checked.
+        device: the device of the tensors, which share no memory. Generator states belong on the CPU.
 
     Raises:
         CheckpointError: naming file and reason, for a missing, damaged or foreign file or an unknown part.
@@ -71,16 +72,48 @@ def read_checkpoint(
         ...     read_checkpoint(path, parts=["model"])
         {'model': {'w': tensor([1., 1.])}}
     """
+    with opened(path, parts) as (root, manifest, wanted):
+        if verify:
+            check_content(root, manifest, files_for(manifest, wanted))
+        return _decode(root, manifest, wanted, device)
+
+
+@contextmanager
+def opened(
+    path: str | os.PathLike[str], parts: Iterable[str] | None
+) -> Iterator[tuple[Path, dict[str, Any], list[str]]]:
+    """Check the manifest, the list of files and their sizes, and fetch the files of ``parts`` from a URL.
+
+    Yields:
+        A local directory with the files, the manifest, and the names of the parts.
+
+    Raises:
+        CheckpointError: as `read_checkpoint`.
+    """
+    root, manifest = _checked(path)
+    known = manifest["parts"]
+    wanted = list(known if parts is None else parts)
+    for part in wanted:
+        if part not in known:
+            fix = did_you_mean(part, known) if known else None
+            raise CheckpointError(root, part, "this checkpoint has no such part", fix=fix)
+    names = files_for(manifest, wanted)
+    check_sizes(root, manifest, names)  # before any file is fetched
+    with fetched(root, names) as here:
+        yield here, manifest, wanted
+
+
+def _checked(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
+    """Return the directory of a checkpoint's files and its manifest, both checked without reading content."""
     manifest = read_manifest(locate(path))
     root = files_of(locate(path), manifest)
     check_files(root, manifest)
-    wanted = check_parts(root, manifest, parts)
-    names = [*descriptions(manifest), *(name for part in wanted for name in shards_of(manifest, part))]
-    check_sizes(root, manifest, names)  # before anything is fetched
-    with fetched(root, names) as here:
-        if verify:
-            check_content(here, manifest, names)
-        return _decode(here, manifest, wanted, device)
+    return root, manifest
+
+
+def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
+    """Return the names of the files that hold these parts, including their descriptions."""
+    return [*descriptions(manifest), *(name for part in parts for name in shards_of(manifest, part))]
 
 
 def _decode(root: Path, manifest: Mapping[str, Any], parts: list[str], device: torch.device | str) -> dict[str, Any]:
@@ -99,31 +132,16 @@ def _decode(root: Path, manifest: Mapping[str, Any], parts: list[str], device: t
     return state
 
 
-def check_parts(root: Location, manifest: Mapping[str, Any], parts: Iterable[str] | None) -> list[str]:
-    """The names in ``parts``, None for all there are.
-
-    Raises:
-        CheckpointError: the checkpoint has no such part.
-    """
-    known = manifest["parts"]
-    wanted = list(known if parts is None else parts)
-    for part in wanted:
-        if part not in known:
-            fix = did_you_mean(part, known) if known else None
-            raise CheckpointError(root, part, "this checkpoint has no such part", fix=fix)
-    return wanted
-
-
 def descriptions(manifest: Mapping[str, Any]) -> list[str]:
-    """The files that say how the others are to be read."""
+    """Return the names of the files that describe the tensors in the other files."""
     return [DOCUMENT, LAYOUT] if is_sharded(manifest) else [DOCUMENT]
 
 
 def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
-    """What ``state.json`` holds of these parts, not yet decoded.
+    """Return the content of ``state.json`` by part, not yet decoded.
 
     Raises:
-        CheckpointError: it is damaged, or lacks one of them.
+        CheckpointError: the file is damaged, or lacks one of ``parts``.
     """
     document = root / DOCUMENT
     try:
@@ -138,19 +156,17 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Check the manifest, the list of files, and every byte of them.
+    """Check the manifest, the list of files, and every byte of the files.
 
     Returns:
-        The manifest: ``format``, ``version``, ``info``, ``versions``, ``parts`` (name to tensor file, or, where
-        there are ``shards``, to the files of the ranks) and ``files`` (name to size in bytes and xxh3-64); and, where
-        others may write into it, as hooks do, ``extra`` (likewise, by path).
+        The manifest: ``format``, ``version``, ``info``, ``versions``, ``parts`` (the tensor file of each part; in a
+        checkpoint with ``shards`` the files of the ranks) and ``files`` (size in bytes and xxh3-64 by name). A
+        checkpoint into which hooks may write has ``extra`` (size and xxh3-64 by path).
 
     Raises:
-        CheckpointError: naming the first file that is missing, foreign or damaged, and why.
+        CheckpointError: naming the first file that is missing, foreign or damaged, and the reason.
     """
-    manifest = read_manifest(locate(path))
-    root = files_of(locate(path), manifest)
-    check_files(root, manifest)
+    root, manifest = _checked(path)
     check_content(root, manifest, list(listed(manifest)))
     if is_sharded(manifest):
         with fetched(root, [LAYOUT]) as here:
@@ -159,10 +175,10 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The ``info`` a checkpoint was written with; reads only its manifest.
+    """Return the ``info`` that a checkpoint was written with; read only its manifest.
 
     Raises:
-        CheckpointError: when there is no manifest, or it is damaged.
+        CheckpointError: there is no manifest, or it is damaged.
     """
     root = locate(path)
     info = decode(read_manifest(root).get("info"), {}, at="info", file=root / MANIFEST)
@@ -172,21 +188,20 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def size_of(path: str | os.PathLike[str]) -> int:
-    """The bytes of a checkpoint's files, as its manifest lists them."""
+    """Return the size of a checkpoint's files in bytes, from its manifest."""
     return sum(entry["size"] for entry in listed(read_manifest(locate(path))).values())
 
 
 def step_of(info: Mapping[str, Any]) -> int | None:
-    """The optimizer steps that an ``info`` speaks of; None where it has no such number."""
+    """Return the number of optimizer steps in an ``info``; None if it has no valid number."""
     step = info.get("step")
     return step if type(step) is int and -(2**63) <= step < 2**63 else None
 
 
 def is_complete(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint stands here with every file in its full size; checksums are not read."""
+    """Whether ``path`` is a checkpoint with every file in its full size; checksums are not compared."""
     try:
-        manifest = read_manifest(locate(path))
-        check_files(files_of(locate(path), manifest), manifest)
+        _checked(path)
     except CheckpointError:
         return False
     return True

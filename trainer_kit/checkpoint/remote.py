@@ -1,7 +1,8 @@
-"""Checkpoints at a URL: a storage without rename and fsync, where the manifest alone makes a checkpoint.
+"""Checkpoints at a URL. The storage has no rename and no fsync; a directory with a manifest is a checkpoint.
 
-It is uploaded last and deleted first. Beside a checkpoint that is being uploaded or deleted stands a small file under a
-hidden name (see `trainer_kit.core.atomic_files`), so that what a dead process left can be told from work that goes on.
+The manifest is uploaded last and deleted first. While a checkpoint is uploaded or deleted, a small file with a hidden
+name (see `trainer_kit.core.atomic_files`) stands beside it, which tells the work of a dead process from that of a live
+one.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ __all__ = ["clean_uploads", "delete", "fetched", "is_vacant", "move", "upload_di
 
 @contextmanager
 def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
-    """Where to upload the files of ``target`` to, the manifest last; after an error nothing new is there.
+    """Yield the directory to which to upload the files of ``target``, the manifest last; undo the upload on an error.
 
-    What is there stays whole until the new manifest replaces the old one, in one request: until then the new files
-    stand in a directory of their own within it, and stay there.
+    An existing checkpoint stays whole until one request replaces its manifest. The new files are uploaded to a separate
+    directory within it, and stay there.
 
     Raises:
         OSError: the storage failed, also in the code inside.
@@ -38,17 +39,17 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
     sign = _declare(target)
     try:
         if not again:
-            _discard(target)  # of an upload that nobody finished
+            _discard(target)  # leftovers of an unfinished upload
         work.mkdir()
         yield work
     except BaseException:
-        with suppress(OSError):  # what stays, and the sign with it, is for `clean_uploads`
+        with suppress(OSError):  # `clean_uploads` deletes what stays, because the sign stays too
             (work / MANIFEST).unlink(missing_ok=True)
             _remove_tree(work)
             sign.unlink()
         raise
     if again:
-        # A request that failed may have arrived: what either manifest means stays, the rest is for `clean_uploads`.
+        # A failed request may have arrived: keep the files of both manifests; `clean_uploads` deletes the rest.
         _point(target, work)
     with suppress(OSError):
         if again:
@@ -57,7 +58,7 @@ def upload_directory(target: RemotePath) -> Iterator[RemotePath]:
 
 
 def delete(target: RemotePath) -> None:
-    """Delete a checkpoint: from its first file on it is none."""
+    """Delete a checkpoint, the manifest first."""
     sign = _declare(target)
     (target / MANIFEST).unlink(missing_ok=True)
     _remove_tree(target)
@@ -65,7 +66,7 @@ def delete(target: RemotePath) -> None:
 
 
 def move(old: RemotePath, new: RemotePath) -> None:
-    """Copy all files, then delete the old ones: killed in between, both are there."""
+    """Copy all files, then delete the old ones; after a kill in between both exist."""
     for file in _files(old):
         copy = new / file.url.removeprefix(f"{old}/")
         copy.parent.mkdir()
@@ -74,12 +75,12 @@ def move(old: RemotePath, new: RemotePath) -> None:
 
 
 def clean_uploads(root: RemotePath) -> list[str]:
-    """Remove what no manifest lists of uploads and deletions that dead processes began.
+    """Delete the files of unfinished uploads and deletions of dead processes that no manifest lists.
 
-    Whoever holds the directory's lock also takes those of other hosts for dead.
+    If this process holds the directory's lock, processes of other hosts count as dead.
 
     Returns:
-        The names that they were meant to have.
+        The target names of these uploads and deletions.
     """
     owner, found = owner_of(root), list[str]()
     held = owner is not None and owner.process == Process.this()
@@ -95,7 +96,7 @@ def clean_uploads(root: RemotePath) -> list[str]:
 
 
 def is_vacant(target: RemotePath) -> bool:
-    """Whether nothing is there but what an upload left that nobody finished."""
+    """Whether the target is absent, or holds only leftovers of an unfinished upload."""
     if target.is_file() or (target / MANIFEST).exists():
         return False
     return all(map(_may_go, target.iterdir())) if target.is_dir() else True
@@ -103,7 +104,7 @@ def is_vacant(target: RemotePath) -> bool:
 
 @contextmanager
 def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
-    """A directory of this machine with these files of ``root``: itself, or a temporary one. Errors name ``root``.
+    """Yield a local directory with these files of ``root``: itself, or a temporary one. Errors name ``root``.
 
     Raises:
         CheckpointError: a file cannot be fetched.
@@ -129,21 +130,21 @@ def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
 
 def _declare(target: RemotePath) -> RemotePath:
     sign = hidden_path(target, "tmp")
-    sign.write_bytes(b"1\n")  # some storages take an empty file for a directory
+    sign.write_bytes(b"1\n")  # some storages treat an empty file as a directory
     return sign
 
 
 def _point(target: RemotePath, work: RemotePath) -> None:
-    """Let ``target`` be the checkpoint that stands in ``work``, within it."""
+    """Write a manifest that makes ``target`` the checkpoint whose files are in ``work``, within it."""
     try:
         manifest = read_manifest(work)
     except CheckpointError as error:
-        raise OSError(f"what was written came back otherwise: {error.reason}") from error
+        raise OSError(f"the uploaded files were read back with another content: {error.reason}") from error
     (target / MANIFEST).write_bytes(dump_manifest({**manifest, "within": work.name}))
 
 
 def _discard(target: RemotePath) -> None:
-    """Delete what its manifest does not list; all of it where there is none."""
+    """Delete the files that the manifest does not list; without a manifest, all files."""
     kept: set[Any] = set()
     if (target / MANIFEST).exists():
         try:
@@ -151,7 +152,7 @@ def _discard(target: RemotePath) -> None:
         except CheckpointError as error:
             if isinstance(error.__cause__, OSError):
                 raise error.__cause__ from error
-            # Where the storage does not write a file at once, the new manifest may be torn: its files are there.
+            # If the storage does not write a file in one step, the new manifest may be torn while its files are whole.
             whole = sorted((_time(entry), entry) for entry in target.iterdir() if _is_whole(entry))
             if whole:
                 _point(target, whole[-1][1])

@@ -1,7 +1,7 @@
-"""Checkpoints that several ranks write, each the tensors it holds, and that any other layout can load.
+"""Sharded checkpoints: each rank writes the tensors that it holds, and any other layout can load them.
 
-torch's planner for distributed checkpoints decides who writes which part of which tensor. The bytes are ours: each rank
-writes safetensors files into one hidden directory, and the first one commits it, as any checkpoint is committed.
+torch's planner for distributed checkpoints finds the part of each tensor that a rank holds. The files are ours: each
+rank writes safetensors files into one hidden directory, and the first rank commits it like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ from trainer_kit.checkpoint.commit import (
     versions,
     work_directory,
 )
-from trainer_kit.checkpoint.files import CARRIERS, flatten, safetensors_bytes, write_file
+from trainer_kit.checkpoint.files import CARRIERS, dtype_name, flatten, safetensors_bytes, write_file
 from trainer_kit.checkpoint.layout import (
     Assembled,
     Chunk,
     ShardFiles,
     TensorLayout,
     check_cover,
-    dtype_name,
     dump_layout,
     named_dtype,
     read_layout,
@@ -51,17 +50,12 @@ from trainer_kit.checkpoint.manifest import (
     MANIFEST,
     SHARD,
     check_content,
-    check_files,
-    check_sizes,
     dump_manifest,
-    files_of,
     is_sharded,
     new_manifest,
-    read_manifest,
     shards_of,
 )
-from trainer_kit.checkpoint.read import check_parts, descriptions, read_trees
-from trainer_kit.checkpoint.remote import fetched
+from trainer_kit.checkpoint.read import descriptions, opened, read_trees
 from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.errors import CheckpointError, did_you_mean
 from trainer_kit.core.location import Location, absolute, is_url, locate
@@ -86,14 +80,14 @@ _SOURCE = "the state to save"
 @final
 @dataclass(frozen=True)
 class ShardedSnapshot:
-    """What one rank is to write: from here on it is only I/O.
+    """The content that one rank writes. Writing it is only I/O.
 
     Attributes:
-        shards: of this rank, by file and key.
-        document: the bytes of ``state.json``; this and what follows only on the first rank.
-        layout: by part and name, which chunks all ranks write.
-        info: encoded, for the manifest.
-        number: of ranks.
+        shards: the chunks of this rank, by file and key.
+        document: the bytes of ``state.json``; empty on all ranks but the first.
+        layout: the chunks of all ranks, by part and name; only on the first rank.
+        info: encoded, for the manifest; only on the first rank.
+        number: the number of ranks.
     """
 
     shards: Mapping[str, Mapping[str, Tensor]]
@@ -112,20 +106,20 @@ def write_sharded(
     overwrite: bool = False,
     staged: Path | None = None,
 ) -> Location:
-    """Write a checkpoint together; when this returns it is durable, when it raises there is nothing new.
+    """Write a checkpoint together. It is durable when this function returns; an error leaves no new checkpoint.
 
-    What several ranks hold alike (a plain tensor, a replicated dimension) is written by one of them; who writes what is
-    spread by size. Other values are those of the first rank; keys of dicts that only later ranks have are added, so
-    the stages of a pipeline make one state.
+    A chunk that several ranks hold (a plain tensor, a replicated axis) is written by one of them; the ranks write
+    about the same number of bytes. Other values are taken from the first rank; keys of dicts that only later ranks have
+    are added, so the stages of a pipeline make one state.
 
     Args:
-        path: the directory to make, or its URL, the same on all ranks, on storage that all of them see.
+        path: the directory to make, or its URL, the same on all ranks, on storage that all ranks see.
         state: parts by name, as for `trainer_kit.checkpoint.commit.write_checkpoint`; its tensors may be ``DTensor``,
-            such as in what ``torch.distributed.checkpoint.state_dict.get_state_dict`` returns.
-        info: small plain data kept in the manifest, such as ``{"step": 1200}``; the first rank's counts.
+            as in the result of ``torch.distributed.checkpoint.state_dict.get_state_dict``.
+        info: small plain data for the manifest, such as ``{"step": 1200}``; only the first rank's is used.
         group: every rank of it calls this; it must take CPU tensors (gloo). None: the default group, or this process
-            alone where there is none.
-        overwrite: replace a checkpoint that is there. Until the new one is durable the old one stays whole.
+            alone if there is none.
+        overwrite: replace an existing checkpoint. The old one stays whole until the new one is durable.
         staged: from `trainer_kit.checkpoint.commit.stage`, the same on all ranks.
 
     Returns:
@@ -133,8 +127,8 @@ def write_sharded(
 
     Raises:
         CheckpointError: on every rank, for a value that cannot be saved, a target that exists, too little space, or
-            failed I/O on any rank, which is then named.
-        RankError: on every rank, when one of them fails in any other way.
+            failed I/O on a rank, which is named.
+        RankError: on every rank, if any other error occurs on a rank.
 
     Example:
         >>> import tempfile, torch
@@ -156,34 +150,34 @@ def take_sharded_snapshot(
     group: ProcessGroup | None = None,
     copy: HostBuffers | None,
 ) -> ShardedSnapshot:
-    """The first half of `write_sharded`: who writes what is agreed upon, and encoded.
+    """The first half of `write_sharded`: encode the state, and agree on the chunks that each rank writes.
 
     Args:
-        state: as there.
-        info: as there.
-        group: as there.
-        copy: buffers that this rank's chunks are copied into, so that training may go on before they are written; the
-            snapshot before must be written by then. None: not copied.
+        state: as for `write_sharded`.
+        info: as for `write_sharded`.
+        group: as for `write_sharded`.
+        copy: buffers for copies of this rank's chunks, so that training may change the tensors before they are written;
+            the previous snapshot must be written already. None: do not copy.
 
     Raises:
         CheckpointError: on every rank, for a value that cannot be saved, naming rank and key path.
-        RankError: on every rank, when one of them fails in any other way.
+        RankError: on every rank, if any other error occurs on a rank.
     """
     ranks = Collective(group)
     own = ranks.each(lambda: _Local(state, info, first=ranks.rank == 0))
-    whole: list[_Whole] = []
+    plans: list[_Plan] = []  # on the first rank
 
-    def plan(everyone: list[Any]) -> Any:
-        whole.append(_Whole(everyone))
-        return whole[0].kept, whole[0].parts
+    def plan(descriptions: list[Any]) -> Any:
+        plans.append(_Plan(descriptions))
+        return plans[0].kept, plans[0].parts
 
     kept, parts = ranks.reduce(own.describe, plan)
     names = _file_names(parts, ranks.rank, ranks.size)
     mine = kept[ranks.rank]
     shards = ranks.each(lambda: own.resolve(mine, names, copy))
-    if not whole:
+    if not plans:
         return ShardedSnapshot(shards, b"", {}, None, ranks.size)
-    return ShardedSnapshot(shards, whole[0].document, whole[0].layout, own.info, ranks.size)
+    return ShardedSnapshot(shards, plans[0].document, plans[0].layout, own.info, ranks.size)
 
 
 def write_sharded_snapshot(
@@ -194,18 +188,18 @@ def write_sharded_snapshot(
     overwrite: bool = False,
     staged: Path | None = None,
 ) -> Location:
-    """The second half of `write_sharded`: no training state is touched, so any thread may run it.
+    """The second half of `write_sharded`: it touches no training state, so any thread may call it.
 
     Args:
-        path: as there.
+        path: as for `write_sharded`.
         snapshot: of this rank.
-        group: of the ranks that took it, and of CPU tensors; one that nobody else uses at the same time.
-        overwrite: as there.
-        staged: as there.
+        group: of the ranks that took the snapshot, for CPU tensors; no other thread may use it at the same time.
+        overwrite: as for `write_sharded`.
+        staged: as for `write_sharded`.
 
     Raises:
-        CheckpointError: on every rank; nothing was committed, and the work directory is gone.
-        RankError: the same, when a rank fails in any other way than at I/O.
+        CheckpointError: on every rank, for failed I/O; nothing is committed, and the work directory is deleted.
+        RankError: likewise, for any other error on a rank.
     """
     ranks = Collective(group)
     target = absolute(path)
@@ -222,7 +216,7 @@ def write_sharded_snapshot(
                 _describe(work, snapshot, written, staged)
             except OSError as error:
                 raise io_failure(target, error, needed) from error
-            stack.close()  # it becomes the target, or is gone
+            stack.close()  # commits the work directory, or deletes it
 
         work = locate(ranks.reduce(lambda: None, begin))
         ranks.reduce(lambda: _write_shards(work, target, snapshot.shards), commit)
@@ -237,7 +231,7 @@ def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping
             files[name] = write_file(work / name, buffers)
         except OSError as error:
             raise io_failure(target / name, error, size) from error
-    if shards and isinstance(work, Path):  # other machines see their names only then
+    if shards and isinstance(work, Path):  # makes the names of the files visible to other machines
         sync_directory(work)
     return files
 
@@ -270,7 +264,7 @@ def _flat(part: str, name: str) -> str:
 
 
 def _keys(items: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """The key of each chunk in its file: its tensor's name, numbered where a rank holds several chunks."""
+    """Yield the key of each chunk in its file: its tensor's name, numbered if a rank holds several of its chunks."""
     taken = set()
     for file, name in items:
         key, count = name, 1
@@ -283,7 +277,7 @@ def _keys(items: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 @final
 class _Local:
-    """What one rank holds, planned but not yet read."""
+    """The state of one rank, encoded, with a plan of its chunks; tensors are not read yet."""
 
     def __init__(self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool) -> None:
         self.trees: dict[str, Any] = {}
@@ -300,19 +294,19 @@ class _Local:
                 flat[_flat(part, name)] = tensor
                 self._places[_flat(part, name)] = (part, name)
         self._planner = _planner(flat, first)
-        # A rank may hold nothing of a tensor; an item for that would claim a place at its end.
+        # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
         self._items = [item for item in self._planner.create_local_plan().items if math.prod(_box(item)[1])]
         self._shapes = {key: (list(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in flat.items()}
 
     def describe(self) -> Any:
-        """For the first rank: the trees; each tensor's place, shape and dtype; and each chunk's tensor and box."""
+        """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
         tensors = [[*self._places[key], *self._shapes[key]] for key in self._shapes]
         return self.trees, tensors, [[*self._places[item.index.fqn], *_box(item)] for item in self._items]
 
     def resolve(
         self, kept: list[int], names: Mapping[str, str], buffers: HostBuffers | None
     ) -> dict[str, dict[str, Tensor]]:
-        """The chunks that this rank is to write, by file and key."""
+        """Return the chunks that this rank writes, by file and key."""
         items = [self._items[index] for index in kept]
         places = [self._places[item.index.fqn] for item in items]
         shards: dict[str, dict[str, Tensor]] = {}
@@ -334,7 +328,7 @@ def _planner(flat: dict[str, Tensor], first: bool) -> DefaultSavePlanner:
 
 
 def _box(item: WriteItem) -> tuple[list[int], list[int]]:
-    assert item.tensor_data is not None  # everything else is in the trees
+    assert item.tensor_data is not None  # all other values are in the trees
     return list(item.tensor_data.chunk.offsets), list(item.tensor_data.chunk.sizes)
 
 
@@ -346,8 +340,8 @@ def _check_whole(key: str, tensor: Tensor) -> None:
 
 
 def _plain(key: str, chunk: Any) -> Tensor:
-    """What safetensors can hold of a chunk; where that is possible, without copying it."""
-    wait = getattr(chunk, "wait", None)  # the result of a collective that may be under way
+    """Return a chunk as a plain tensor that safetensors can hold, without a copy if possible."""
+    wait = getattr(chunk, "wait", None)  # the result of a collective that may still run
     tensor = (chunk if wait is None else wait()).detach()
     if type(tensor) is not Tensor:
         raise CheckpointError(_SOURCE, key, f"chunks of type {type(tensor).__name__} cannot be saved")
@@ -358,34 +352,32 @@ def _plain(key: str, chunk: Any) -> Tensor:
 
 
 @final
-class _Whole:
-    """What all ranks hold together, and who writes what of it; on the first rank.
+class _Plan:
+    """The merged state of all ranks, and the chunks that each rank writes; made on the first rank.
 
     Attributes:
         document: the bytes of ``state.json``.
         layout: by part and name.
-        kept: of each rank's items those that it is to write.
-        parts: that have tensors.
+        kept: for each rank the indices of the items that it writes.
+        parts: the parts that have tensors.
     """
 
-    def __init__(self, everyone: list[Any]) -> None:
-        trees = reduce(merge, (trees for trees, _, _ in everyone))
+    def __init__(self, descriptions: list[Any]) -> None:
+        trees = reduce(merge, (trees for trees, _, _ in descriptions))
         self.document = dump_document(trees)
         whole: dict[tuple[str, str], tuple[list[int], str]] = {}
-        for _, tensors, _ in everyone:
+        for _, tensors, _ in descriptions:
             for part, name, shape, dtype in tensors:
-                if whole.setdefault((part, name), (shape, dtype)) != (shape, dtype):
-                    raise CheckpointError(
-                        _SOURCE,
-                        f"{part}.{name}",
-                        f"{dtype} {shape} on one rank, {whole[part, name][1]} {whole[part, name][0]} on another",
-                    )
+                known = whole.setdefault((part, name), (shape, dtype))
+                if known != (shape, dtype):
+                    reason = f"{dtype} {shape} on one rank, {known[1]} {known[0]} on another"
+                    raise CheckpointError(_SOURCE, f"{part}.{name}", reason)
         self.parts = list(dict.fromkeys(part for part, _ in whole))
-        items = [items for _, _, items in everyone]
+        items = [items for _, _, items in descriptions]
         self.kept = _divide(items, whole)
         chunks: dict[tuple[str, str], list[Chunk]] = {place: [] for place in whole}
         for rank, (held, kept) in enumerate(zip(items, self.kept, strict=True)):
-            names = _file_names(self.parts, rank, len(everyone))
+            names = _file_names(self.parts, rank, len(descriptions))
             mine = [held[index] for index in kept]
             for (part, name, offsets, sizes), key in zip(mine, _keys((names[i[0]], i[1]) for i in mine), strict=True):
                 chunks[part, name].append(Chunk(tuple(offsets), tuple(sizes), names[part], key))
@@ -397,7 +389,7 @@ class _Whole:
 
 
 def _divide(items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[int], str]]) -> list[list[int]]:
-    """Of each rank's items the indices of those that it writes; what several hold goes to who has least to write."""
+    """Return for each rank the indices of the items that it writes; of shared items the rank with the least load."""
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, own in enumerate(items):
         for index, (part, name, offsets, sizes) in enumerate(own):
@@ -412,7 +404,7 @@ def _divide(items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[i
 
 
 _ELSEWHERE: Final = object()
-"""In place of what is not read."""
+"""Replaces a value that is not read on this rank."""
 
 
 def read_sharded(
@@ -422,28 +414,28 @@ def read_sharded(
     group: ProcessGroup | None = None,
     verify: bool = True,
 ) -> str | None:
-    """Load a checkpoint into ``state``, in place; each rank reads only what it holds.
+    """Load a checkpoint into ``state``, in place; each rank reads only the parts that it holds.
 
-    Whatever wrote the checkpoint, also `trainer_kit.checkpoint.commit.write_checkpoint`: any layout loads into any
-    other. Tensors of ``state`` are filled where they are, in their own dtype; every other value is replaced by the
-    stored one, dicts key by key and lists with tensors item by item. What ``state`` lacks is not read, and None takes
-    whatever is stored there, with whole tensors.
+    The checkpoint may have any layout, and may also be written by `trainer_kit.checkpoint.commit.write_checkpoint`. The
+    tensors of ``state`` are filled in place, in their own dtype; every other value is replaced by the stored one, dicts
+    key by key and lists with tensors item by item. Keys that ``state`` lacks are not read. None is replaced by whatever
+    is stored, with whole tensors.
 
     Args:
         path: a checkpoint directory, or its URL, the same on all ranks.
-        state: parts by name, such as what ``get_state_dict`` returns before ``set_state_dict`` is called with it; its
+        state: parts by name, such as the result of ``get_state_dict``, which is then passed to ``set_state_dict``; its
             tensors may be ``DTensor``.
         group: every rank of it calls this; it must take CPU tensors (gloo). None: the default group, or this process
-            alone where there is none.
-        verify: compare the checksums of the files that are read, each on one rank, before anything is loaded.
+            alone if there is none.
+        verify: compare the checksums of the files that are read, each file on one rank, before loading.
 
     Returns:
-        ``"resharding 8 → 6"`` when another number of ranks wrote it, else None.
+        ``"resharding 8 → 6"`` if another number of ranks wrote the checkpoint, else None.
 
     Raises:
         CheckpointError: on every rank, for a missing, damaged or foreign file, or a value of ``state`` that is not
-            stored or has another shape; file or key, and rank, are named. ``state`` is then not to be used.
-        RankError: on every rank, when one of them fails in any other way.
+            stored or has another shape; file or key, and rank, are named. ``state`` must not be used afterwards.
+        RankError: on every rank, if any other error occurs on a rank.
 
     Example:
         >>> import tempfile
@@ -457,7 +449,7 @@ def read_sharded(
     """
     ranks = Collective(group)
     with ExitStack() as stack:
-        source = ranks.each(lambda: _open(path, list(state), stack))
+        source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, list(state)))))
         _fill_together(path, source, state, ranks, verify)
         return None if source.number == ranks.size else f"resharding {source.number} → {ranks.size}"
 
@@ -471,24 +463,24 @@ def read_divided(
     group: ProcessGroup | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
-    """The state that was written, by part, with what belongs to a divided tensor divided as that is.
+    """Return the state of a checkpoint by part, with tensors divided among ranks as the tensors in ``like`` are.
 
-    Whatever wrote the checkpoint; a rank reads what it holds. A tensor belongs to a name in ``like`` when that is one
-    of the keys on the way to it, and it has the same shape: weights, their averages, and what optimizers keep of them.
-    Every other tensor is whole.
+    The checkpoint may have any layout; each rank reads the parts that it holds. A stored tensor is divided like
+    ``like[name]`` if ``name`` is one of the keys of its key path and the shapes are equal: so weights, their averages
+    and the optimizer's state of each weight are divided. Every other tensor is whole.
 
     Args:
         path: a checkpoint directory, or its URL, the same on all ranks.
-        like: by name; those that are ``DTensor`` count.
-        parts: which parts to read; None for all.
-        elsewhere: by part, keys under which nothing is read, for only other ranks need it: a tensor there is on the
-            meta device, anything else None.
+        like: tensors by name; only ``DTensor`` values have an effect.
+        parts: the parts to read; None for all.
+        elsewhere: by part, keys that only other ranks need: below them a tensor is returned on the meta device, and any
+            other value as None.
         group: as for `read_sharded`.
-        verify: likewise.
+        verify: as for `read_sharded`.
 
     Raises:
         CheckpointError: on every rank, for a missing, damaged or foreign file.
-        RankError: on every rank, when one of them fails in any other way.
+        RankError: on every rank, if any other error occurs on a rank.
 
     Example:
         >>> import tempfile
@@ -500,12 +492,10 @@ def read_divided(
     """
     ranks = Collective(group)
     divided = {name: tensor for name, tensor in like.items() if hasattr(tensor, "placements")}
+    absent = elsewhere or {}
     with ExitStack() as stack:
-        source = ranks.each(lambda: _open(path, parts, stack))
-        absent = elsewhere or {}
-        state = ranks.each(
-            lambda: {part: source.template(part, divided, absent.get(part, ())) for part in source.parts}
-        )
+        source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, parts))))
+        state = ranks.each(lambda: {p: source.template(p, divided, absent.get(p, ())) for p in source.parts})
         _fill_together(path, source, state, ranks, verify)
         return state
 
@@ -514,9 +504,10 @@ def _fill_together(
     path: str | os.PathLike[str], source: _Source, state: MutableMapping[str, Any], ranks: Collective, verify: bool
 ) -> None:
     if verify:
-        # From a URL each rank has fetched files of its own.
-        share = (0, 1) if is_url(path) else (ranks.rank, ranks.size)
-        ranks.each(lambda: _verify(source, *share))
+        shards = sorted(file for part in source.parts for file in shards_of(source.manifest, part))
+        # Each rank verifies its share of the files; from a URL each rank has fetched its own copies.
+        share = shards if is_url(path) else shards[ranks.rank :: ranks.size]
+        ranks.each(lambda: check_content(source.root, source.manifest, share))
     with ShardFiles(source.root) as files:
         target = ranks.each(lambda: _Target(source, files, state))
         ranks.reduce(target.strided, _check_boxes)
@@ -525,11 +516,14 @@ def _fill_together(
 
 @final
 class _Source:
-    """A checkpoint as it is on disk: manifest, trees, and layout by part and name."""
+    """A checkpoint on disk: manifest, encoded trees, and layouts by part and name."""
 
     def __init__(self, root: Path, manifest: dict[str, Any], parts: list[str]) -> None:
-        self.root, self.manifest, self.parts = root, manifest, parts
+        self.root = root
+        self.manifest = manifest
+        self.parts = parts
         self.number = manifest.get("shards", 1)
+        self.document = root / DOCUMENT
         check_content(root, manifest, descriptions(manifest))
         self.trees = read_trees(root, parts)
         self.layout: dict[str, dict[str, TensorLayout]] = {part: {} for part in parts}
@@ -540,59 +534,50 @@ class _Source:
                 for file in shards_of(manifest, part):
                     self.layout[part] |= tensors_in(root / file)
 
-    def template(self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]) -> Any:
-        """What of a part is to be filled: memory for tensors that are divided; None takes whatever is stored."""
-        whole = {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}
-        return self._template(self.trees[part], self.layout[part], whole, (part,), None)
+    def stored(self, tree: Any, part: str, key: str) -> TensorLayout | None:
+        """Return the layout of the tensor that ``tree`` is the record of; None if there is no such tensor."""
+        record = tensor_record(tree)
+        found = None if record is None else self.layout[part].get(str(record.get("v")))
+        if record is None or found is None or "dtype" not in record:
+            return found
+        try:
+            return found.viewed_as(named_dtype(record["dtype"]), tuple(int(size) for size in record["shape"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(self.document, key, f"damaged record of a tensor: {error}") from error
 
-    def _template(
-        self, tree: Any, layout: Mapping[str, TensorLayout], like: Mapping[str, Any], at: tuple[str, ...], own: Any
-    ) -> Any:
+    def template(self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]) -> Any:
+        """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
+        return self._template(self.trees[part], {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}, (part,), None)
+
+    def _template(self, tree: Any, like: Mapping[str, Any], at: tuple[str, ...], own: Any) -> Any:
         if own is _ELSEWHERE:
             return own
-        document = self.root / DOCUMENT
-        record = tensor_record(tree)
-        if record is not None:
-            stored = None if own is None else layout.get(str(record.get("v")))
-            if stored is not None and "dtype" in record:
-                stored = _carried(record, stored, document, ".".join(at))
+        key = ".".join(at)
+        if tensor_record(tree) is not None:
+            stored = None if own is None else self.stored(tree, at[0], key)
             if stored is None or stored.shape != tuple(own.shape):
                 return None
             return torch.empty_like(own, dtype=stored.dtype, requires_grad=False)
-        inside = children(tree, at=".".join(at), file=document)
+        inside = children(tree, at=key, file=self.document)
         if inside is None:
             return None
         pairs = enumerate(inside) if isinstance(inside, list) else inside.items()
-        made = {
-            key: self._template(value, layout, like, (*at, str(key)), like.get(key, own) if type(key) is str else own)
-            for key, value in pairs
+        found = {
+            name: self._template(value, like, (*at, str(name)), like.get(name, own) if type(name) is str else own)
+            for name, value in pairs
         }
-        if all(value is None for value in made.values()):
+        if all(value is None for value in found.values()):
             return None
-        return list(made.values()) if isinstance(inside, list) else made
-
-
-def _open(path: str | os.PathLike[str], parts: Iterable[str] | None, stack: ExitStack) -> _Source:
-    manifest = read_manifest(locate(path))
-    root = files_of(locate(path), manifest)
-    check_files(root, manifest)
-    wanted = check_parts(root, manifest, parts)
-    names = [*descriptions(manifest), *(name for part in wanted for name in shards_of(manifest, part))]
-    check_sizes(root, manifest, names)  # before anything is fetched
-    return _Source(stack.enter_context(fetched(root, names)), manifest, wanted)
-
-
-def _verify(source: _Source, rank: int, size: int) -> None:
-    shards = sorted(file for part in source.parts for file in shards_of(source.manifest, part))
-    check_content(source.root, source.manifest, shards[rank::size])
+        return list(found.values()) if isinstance(inside, list) else found
 
 
 @final
 class _Target:
-    """The state to be filled: other values at once, tensors all together."""
+    """The state to be filled: the constructor replaces plain values, `load` fills all tensors."""
 
     def __init__(self, source: _Source, files: ShardFiles, state: MutableMapping[str, Any]) -> None:
-        self._source, self._files = source, files
+        self._source = source
+        self._files = files
         self._tensors: dict[str, Tensor] = {}
         self._layouts: dict[str, TensorLayout] = {}
         self._places: dict[str, str] = {}
@@ -600,7 +585,7 @@ class _Target:
             state[part] = self._fill(state[part], source.trees[part], part, ())
 
     def strided(self) -> list[Any]:
-        """Name, shape and boxes of what is held here of tensors that were split twice along one dimension."""
+        """Return name, shape and boxes of this rank's tensors that are split twice along one dim."""
         found: list[Any] = []
         for name, tensor in self._tensors.items():
             if any(type(placement).__name__ == "_StridedShard" for placement in getattr(tensor, "placements", ())):
@@ -610,13 +595,14 @@ class _Target:
         return found
 
     def _fill(self, value: Any, tree: Any, part: str, at: tuple[str, ...]) -> Any:
-        """``value`` with what ``tree`` holds; tensors are noted for `load`."""
-        key, document = ".".join((part, *at)), self._source.root / DOCUMENT
+        """Return ``value`` with the content of ``tree``; register tensors for `load`."""
+        key = ".".join((part, *at))
         if value is _ELSEWHERE:
-            return self._unread(tree, part, key)
+            layout = self._source.stored(tree, part, key)
+            return None if layout is None else torch.empty(layout.shape, dtype=layout.dtype, device="meta")
         if isinstance(value, Tensor):
-            return self._note(value, tree, part, key)
-        inside = children(tree, at=key, file=document)
+            return self._register(value, tree, part, key)
+        inside = children(tree, at=key, file=self._source.document)
         if isinstance(value, MutableMapping) and isinstance(inside, Mapping):
             for name in list(value):
                 if name not in inside:
@@ -633,10 +619,10 @@ class _Target:
                 return tuple(items)
             value[:] = items
             return value
-        return decode(tree, Assembled(self._files, self._source.layout[part]), at=key, file=document)
+        return decode(tree, Assembled(self._files, self._source.layout[part]), at=key, file=self._source.document)
 
     def load(self) -> None:
-        """Fill the tensors: torch's planner says which chunks overlap with what is held here."""
+        """Fill the tensors; torch's planner finds the stored chunks that overlap with this rank's parts."""
         from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner  # half a second
         from torch.distributed.checkpoint.metadata import (
             ChunkStorageMetadata,
@@ -646,49 +632,39 @@ class _Target:
         )
 
         stored: dict[str, Any] = {}
-        places: dict[tuple[str, tuple[int, ...]], Chunk] = {}
+        chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
         for name, layout in self._layouts.items():
             boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in layout.chunks]
             stored[name] = TensorStorageMetadata(TensorProperties(layout.dtype), torch.Size(layout.shape), boxes)
-            places.update({(name, chunk.offsets): chunk for chunk in layout.chunks})
+            chunks.update({(name, chunk.offsets): chunk for chunk in layout.chunks})
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self._tensors, Metadata(stored))
         for item in planner.create_local_plan().items:
             name = item.dest_index.fqn
             offset = item.storage_index.offset
-            assert offset is not None  # of a tensor
-            chunk = places[name, tuple(offset)]
+            assert offset is not None  # every item is a tensor
+            chunk = chunks[name, tuple(offset)]
             found = self._files.read(self._layouts[name], chunk, tuple(item.storage_offsets), tuple(item.lengths))
             planner.resolve_tensor(item).detach().copy_(found)
 
-    def _unread(self, tree: Any, part: str, key: str) -> Tensor | None:
-        record = tensor_record(tree)
-        layout = None if record is None else self._source.layout[part].get(str(record.get("v")))
-        if record is None or layout is None:
-            return None
-        if "dtype" in record:
-            layout = _carried(record, layout, self._source.root / DOCUMENT, key)
-        return torch.empty(layout.shape, dtype=layout.dtype, device="meta")
-
-    def _note(self, value: Tensor, tree: Any, part: str, key: str) -> Tensor:
-        record, root = tensor_record(tree), self._source.root
-        layout = None if record is None else self._source.layout[part].get(str(record.get("v")))
-        if record is None or layout is None:
+    def _register(self, value: Tensor, tree: Any, part: str, key: str) -> Tensor:
+        root = self._source.root
+        layout = self._source.stored(tree, part, key)
+        if layout is None:
             raise CheckpointError(root, key, "the state has a tensor where the checkpoint has none")
-        if "dtype" in record:
-            layout = _carried(record, layout, root / DOCUMENT, key)
         if layout.shape != tuple(value.shape):
             raise CheckpointError(root, key, f"{list(layout.shape)} is stored, the state has {list(value.shape)}")
         if value.is_meta:
             raise CheckpointError(root, key, "the state's tensor has no memory", fix="call module.to_empty() first")
         name = f"{len(self._tensors)}/{key}"
-        self._tensors[name], self._layouts[name] = value, layout
-        self._places[name] = f"{part}.{record['v']}"  # where it is stored: the same on all ranks
+        self._tensors[name] = value
+        self._layouts[name] = layout
+        self._places[name] = f"{part}.{tree['v']}"  # its stored name, which is the same on all ranks
         return value
 
 
 def _check_boxes(everyone: list[list[Any]]) -> None:
-    """torch takes what a rank holds for a box, also where it is every other row: then the boxes do not fit together."""
+    """Refuse layouts that torch describes wrongly: it treats a strided part of a tensor as a box, and boxes overlap."""
     boxes: dict[str, set[Chunk]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape, held in (tensor for own in everyone for tensor in own):
@@ -697,16 +673,6 @@ def _check_boxes(everyone: list[list[Any]]) -> None:
         boxes.setdefault(name, set()).update(chunks)
     for name, found in boxes.items():
         check_cover("the state to fill", name, TensorLayout(torch.float32, shapes[name], tuple(found)))
-
-
-def _carried(record: Mapping[str, Any], stored: TensorLayout, file: Path, key: str) -> TensorLayout:
-    """What one process wrote flat and as another dtype."""
-    try:
-        dtype, shape = named_dtype(record["dtype"]), tuple(int(size) for size in record["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(file, key, f"damaged record of a tensor: {error}") from error
-    chunks = tuple(Chunk((0,) * len(shape), shape, chunk.file, chunk.key) for chunk in stored.chunks)
-    return TensorLayout(dtype, shape, chunks)
 
 
 def _holds_tensors(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are there, and which of them are called ``last`` and ``best``."""
+"""A directory of checkpoints: list them, name them ``last`` and ``best``, and set damaged ones aside."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ __all__ = [
 _INDEX: Final = "index.json"
 _FORMAT: Final = "trainer_kit.index"
 _MOST: Final = 16 << 20  # bytes of an index
-_LATEST: Final = 253402300799  # the last second that a datetime can say
+_LATEST: Final = 253402300799  # the last second that a datetime can represent
 
 
 @final
 @dataclass(frozen=True)
 class CheckpointRecord(os.PathLike[str]):
-    """A complete checkpoint, usable wherever a path is.
+    """A complete checkpoint; it can be passed as a path.
 
     Attributes:
         path: its directory; at a URL a `RemotePath`, whose text is the URL.
-        step: optimizer steps it was taken after, from its info; None when that does not say.
-        created: when it was finished (UTC), as the file system says: nothing timed is inside a checkpoint.
-        info: what it was written with.
+        step: the number of optimizer steps before it was taken, from its info; None if the info has no step.
+        created: when it was finished (UTC), from the file system: a checkpoint contains no time.
+        info: the info that it was written with.
     """
 
     path: Location
@@ -65,11 +65,10 @@ class CheckpointRecord(os.PathLike[str]):
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
-    """The complete checkpoints directly in ``directory``, by step (those without one first), then by age.
+    """Return the complete checkpoints directly in ``directory``, by step (those without a step first), then by age.
 
-    Hidden, torn and foreign entries, symbolic links and what was set aside as damaged are not counted. Sizes are
-    compared, checksums are not: `trainer_kit.checkpoint.read.verify_checkpoint` does that. An absent directory has
-    none.
+    Hidden, torn, foreign and damaged entries and symbolic links are skipped. Sizes are compared, checksums are not:
+    `trainer_kit.checkpoint.read.verify_checkpoint` compares them. For an absent directory the list is empty.
 
     Example:
         >>> import tempfile
@@ -86,7 +85,7 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
             continue
         try:
             info, time = read_info(entry), (entry / MANIFEST).stat().st_mtime_ns
-        except (CheckpointError, OSError):  # deleted while we look
+        except (CheckpointError, OSError):  # deleted in the meantime
             continue
         created = datetime.fromtimestamp(min(max(time / 1e9, 0), _LATEST), timezone.utc)
         records.append((time, CheckpointRecord(entry, step_of(info), created, info)))
@@ -95,10 +94,10 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
 
 
 def entries(root: Location) -> list[Any]:
-    """What stands directly in a directory; an absent one has nothing.
+    """Return the entries of a directory; an absent directory has no entries.
 
     Raises:
-        CheckpointError: nobody can say what is there.
+        CheckpointError: the directory cannot be read.
     """
     try:
         return list(root.iterdir()) if root.is_dir() else []
@@ -107,12 +106,12 @@ def entries(root: Location) -> list[Any]:
 
 
 def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None) -> None:
-    """Give checkpoints of ``directory`` names, durably and all at once; None takes a name away.
+    """Give names to checkpoints of ``directory``, durably and all at once; None removes a name.
 
-    Where the new ``last`` cannot be written down, the index goes: what it says of it is out of date.
+    If a new ``last`` cannot be written, the index is deleted: its ``last`` is out of date.
 
     Raises:
-        CheckpointError: when a path is not a complete checkpoint inside ``directory``, or the index cannot be written.
+        CheckpointError: a path is not a complete checkpoint inside ``directory``, or the index cannot be written.
 
     Example:
         >>> import tempfile
@@ -127,7 +126,7 @@ def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | No
         _mark(root, names)
     except CheckpointError:
         if names.get("last") is not None:
-            # An old index would lead back behind a checkpoint that is there; without one it is found by its step.
+            # An old index would name an earlier checkpoint; without an index the newest one is found by its step.
             with suppress(OSError):
                 (root / _INDEX).unlink()
         raise
@@ -160,10 +159,9 @@ def _within(root: Location, target: Location) -> str | None:
 
 
 def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
-    """The checkpoint of this name, or None.
+    """Return the checkpoint of this name, or None.
 
-    ``last`` is found without the index too: where the index is missing, damaged, or points at a checkpoint that is
-    gone or torn, it is the newest complete checkpoint.
+    If the index is missing or damaged, or its ``last`` is absent or torn, ``last`` is the newest complete checkpoint.
     """
     root = locate(directory)
     entry = (read_index(root) or {}).get(name)
@@ -176,17 +174,17 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
 
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
-    """The names given in a directory, with the paths within it; None where there is no index or it is damaged.
+    """Return the paths of the named checkpoints of a directory; None if there is no index or it is damaged.
 
     Raises:
-        CheckpointError: a storage fails.
+        CheckpointError: the storage fails.
     """
     file = locate(directory) / _INDEX
     try:
         content = load_json(file, read_file(file, _MOST))
     except (OSError, CheckpointError) as error:
         if isinstance(file, RemotePath) and not isinstance(error, (FileNotFoundError, CheckpointError)):
-            raise CheckpointError(file, None, f"cannot be read: {error}") from error  # a new one would lose its names
+            raise CheckpointError(file, None, f"cannot be read: {error}") from error  # a new index would lose its names
         return None
     names = content.get("names") if isinstance(content, dict) and content.get("format") == _FORMAT else None
     if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(names):
@@ -197,26 +195,26 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
 def _inside(path: PurePosixPath) -> bool:
     try:
         os.fsencode(path)
-    except ValueError:  # no file system has such a name
+    except ValueError:  # not a valid file name
         return False
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in str(path)
 
 
-_ANYBODY: Final = object()
-"""Who wrote what cannot be read."""
+_ANY_RUN: Final = object()
+"""The run of a checkpoint whose manifest cannot be read."""
 _NUMBER: Final = re.compile(r"(\d+)(?:-v\d+)?$")
 
 
 @final
 @dataclass(frozen=True)
 class Repair:
-    """What `repair` found and did.
+    """The result of `repair`.
 
     Attributes:
         sound: the checkpoints that verify, newest first.
-        damaged: what was set aside, under its new name, with what is wrong with it.
-        left: what is left alone because it cannot be judged: of a newer format, or not readable for this user.
-        discarded: how many half-written entries of dead processes were removed or put back.
+        damaged: the checkpoints that were set aside, under their new names, with the error of each.
+        left: checkpoints that cannot be verified: of a newer format, or not readable for this user. They stay.
+        discarded: the number of unfinished entries of dead processes that were deleted or restored.
     """
 
     sound: list[Location]
@@ -226,14 +224,14 @@ class Repair:
 
 
 def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False) -> list[Location]:
-    """What is or was a checkpoint in ``directory``, damaged or not, the best to go on from first.
+    """Return the checkpoints of ``directory``, whole or damaged, in the order in which a resume should try them.
 
-    That is what the index calls ``last``; then what was taken before it, by falling step; then the others.
+    First the ``last`` of the index; then checkpoints from before it, by falling step; then the others.
 
     Args:
         directory: of checkpoints.
-        run: leave out what another run wrote, and what holds weights alone.
-        whole_first: what holds weights alone comes behind all that a run can go on from.
+        run: omit checkpoints of other runs, and those that hold only weights.
+        whole_first: put checkpoints that hold only weights last.
     """
     root = locate(directory)
     index = read_index(root) or {}
@@ -241,7 +239,7 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_
     mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
     try:
         known = {e: _content(e) if whole_first or run is not None else (None, True) for e in mine}
-        ours = (e for e, (by, _) in known.items() if run is None or by in (run, _ANYBODY))
+        ours = (e for e, (by, _) in known.items() if run is None or by in (run, _ANY_RUN))
         found = sorted(((_step(e), _time(e), e) for e in ours), reverse=True)
     except OSError as error:
         raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
@@ -256,15 +254,15 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_
 def newest_verified(
     directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False
 ) -> tuple[Location | None, list[tuple[Location, CheckpointError]]]:
-    """The first of `candidates` of which every byte is as it was written, and the damaged ones ahead of it.
+    """Return the first of `candidates` that verifies, or None, and the damaged ones before it.
 
     Args:
         directory: of checkpoints.
-        run: only what this run can go on from.
+        run: only checkpoints that this run can resume from.
         whole_first: as for `candidates`.
 
     Raises:
-        CheckpointError: one cannot be judged: it is of a newer format, or may not be read.
+        CheckpointError: a checkpoint cannot be verified: it is of a newer format, or not readable.
     """
     damaged: list[tuple[Location, CheckpointError]] = []
     for path in candidates(directory, run, whole_first):
@@ -276,10 +274,10 @@ def newest_verified(
 
 
 def set_aside(path: str | os.PathLike[str]) -> Location:
-    """Rename a damaged checkpoint to ``<name>.damaged``, where nothing counts it any more; returns where it is now.
+    """Rename a damaged checkpoint to ``<name>.damaged``, so that it is ignored; return the new path.
 
     Raises:
-        CheckpointError: it cannot be renamed.
+        CheckpointError: the checkpoint cannot be renamed.
     """
     old = absolute(path)
     new, count = old.with_name(f"{old.name}.damaged"), 1
@@ -298,13 +296,13 @@ def set_aside(path: str | os.PathLike[str]) -> Location:
 
 
 def repair(directory: str | os.PathLike[str]) -> Repair:
-    """Verify every checkpoint of ``directory``, set damaged ones aside, clean up, and write its index anew.
+    """Verify every checkpoint of ``directory``, set damaged ones aside, clean up, and rewrite the index.
 
-    Nothing is deleted but what a dead process left half written; files of others are not touched. Names in the index
-    stay where they point at a sound checkpoint; ``last`` is else the newest one.
+    Only unfinished entries of dead processes are deleted; foreign files stay. A name in the index stays if it points to
+    a sound checkpoint; otherwise ``last`` becomes the newest sound checkpoint.
 
     Raises:
-        CheckpointError: a run writes there now, or the directory is not there or cannot be written to.
+        CheckpointError: a run writes there now, or the directory is absent or not writable.
 
     Example:
         >>> import tempfile
@@ -350,11 +348,11 @@ def _rebuild_index(root: Location, sound: list[Location]) -> None:
 
 
 def _content(path: Location) -> tuple[Any, bool]:
-    """Which run wrote it, and whether a run can go on from it: it holds more than weights."""
+    """Return the run that wrote a checkpoint, and whether a run can resume from it: it holds more than weights."""
     try:
         manifest = read_manifest(path)
     except CheckpointError:
-        return _ANYBODY, True  # nobody can tell: it is to be named
+        return _ANY_RUN, True  # unknown; the caller must see the damage
     info = manifest.get("info")
     return info.get("run") if isinstance(info, dict) else None, "progress" in manifest["parts"]
 
@@ -377,12 +375,12 @@ def _is_closed(path: Location) -> bool:
 
 
 def _is_named(path: Location, index: Mapping[str, str]) -> bool:
-    """Whether it is called as a checkpoint is, by its name or by the index."""
+    """Whether a directory has the name of a checkpoint, or the index names it."""
     return _NUMBER.search(path.name) is not None or path.name in index.values()
 
 
 def _step(path: Location) -> int:
-    """From its info if that is about these files, else from its name, else -1."""
+    """Return the step from the info of a complete checkpoint, else from its name, else -1."""
     number = _NUMBER.search(path.name)
     step = None if number is None else int(number[1])
     if is_complete(path):

@@ -1,4 +1,4 @@
-"""Weights from wherever they come: our checkpoints, safetensors, ``torch.save``, Lightning, DeepSpeed."""
+"""Read weights by name from any supported file, and export them for other programs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer_kit.checkpoint.files import (
     torch_load,
     write_file,
 )
-from trainer_kit.checkpoint.layout import Chunk, TensorLayout, read_layout, tensors_in
+from trainer_kit.checkpoint.layout import TensorLayout, read_layout, tensors_in
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
@@ -42,42 +42,37 @@ from trainer_kit.checkpoint.manifest import (
     read_manifest,
     shards_of,
 )
-from trainer_kit.checkpoint.read import descriptions, read_checkpoint, read_trees
+from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
-    "ExportFormat",
     "export",
-    "find_weight_files",
     "holds_weight_files",
     "map_weights",
     "read_index",
     "read_module",
-    "read_weight_files",
     "read_weights",
+    "weight_format",
     "weight_layout",
     "weight_shapes",
 ]
 
-_ZIP, _PICKLE, _JSON = b"PK", b"\x80", b"{"
-
 
 def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """A module's tensors by name, for ``module.load_state_dict``.
+    """Return a module's tensors by name, for ``module.load_state_dict``.
 
     Args:
-        path: a checkpoint directory of ours (its part ``model``); a safetensors file, or a directory of them as Hugging
-            Face writes it; a ``torch.save`` file that holds a state_dict; or a Lightning ``.ckpt`` (its
-            ``state_dict``); or a directory of DeepSpeed's, universal or without ZeRO. The content decides, not the
-            suffix.
-        device: where the tensors go.
+        path: a checkpoint directory of ours (its part ``model``); a safetensors file, or a directory of safetensors in
+            Hugging Face's layout; a ``torch.save`` file of a state_dict; a Lightning ``.ckpt`` (its ``state_dict``); or
+            a DeepSpeed directory, universal or without ZeRO. The content decides, not the suffix.
+        device: the device of the tensors.
 
     Raises:
-        CheckpointError: for anything else. ``torch.save`` files are read with ``weights_only=True`` and no other way:
-            one that needs more could run code, and is refused.
+        CheckpointError: ``path`` is none of these. ``torch.save`` files are read only with ``weights_only=True``: a
+            file that needs more could run code, and is refused.
 
     Example:
         >>> import tempfile
@@ -88,7 +83,7 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     """
     file = locate(path)
     if isinstance(file, Path) and holds_weight_files(file):
-        return read_weight_files(find_weight_files(file), device)
+        return _read_weight_files(_find_weight_files(file), device)
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
         return deepspeed_weights(theirs, device)
     if file.is_dir():
@@ -96,11 +91,28 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
     if isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
             return read_weights(here / file.name, device)
-    start = _start(file)
-    if start[8:] == _JSON:  # behind the length of the header
+    if weight_format(file) == "safetensors":
         return read_tensors(file, device)
-    if start.startswith((_ZIP, _PICKLE)):
-        return tensors_of(file, _state_dict(torch_load(file, device)), file.stat().st_size)
+    return tensors_of(file, _state_dict(torch_load(file, device)), file.stat().st_size)
+
+
+def weight_format(file: Path) -> Literal["safetensors", "torch"]:
+    """Return the format of a file, from its first bytes.
+
+    Raises:
+        CheckpointError: the file is in neither format, not a regular file, or cannot be read.
+    """
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):  # the read of a pipe would block
+            raise CheckpointError(file, None, "this is not a regular file")
+        with open(file, "rb") as stream:
+            start = stream.read(9)
+    except OSError as error:
+        raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
+    if start[8:] == b"{":  # the JSON header follows its length
+        return "safetensors"
+    if start.startswith((b"PK", b"\x80")):  # a zip file, or a pickle of torch before 1.6
+        return "torch"
     raise CheckpointError(
         file,
         None,
@@ -110,10 +122,10 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
 
 
 def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """As `read_weights`, on torch's ``meta`` device: only headers are read, whatever the size.
+    """Like `read_weights`, but on the meta device: only headers are read.
 
     Raises:
-        CheckpointError: for anything but a checkpoint directory of ours, a safetensors file, or a directory of them.
+        CheckpointError: ``path`` is not a checkpoint directory of ours, a safetensors file, or a directory of them.
 
     Example:
         >>> import tempfile
@@ -130,22 +142,22 @@ def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def weight_layout(
     path: str | os.PathLike[str], *, index: Path | None = None, verify: bool = False
 ) -> tuple[Path, dict[str, TensorLayout]]:
-    """Where each tensor of a module lies, for reading one at a time: a directory, and chunks of its files.
+    """Return a directory and the layouts of a module's tensors in its files, to read tensors one at a time.
 
     Args:
         path: as for `weight_shapes`.
-        index: the index of safetensors files, where there are several.
-        verify: compare the checksums of a checkpoint of ours; other files have none.
+        index: the index of the safetensors files, if there are several indices.
+        verify: compare the checksums of a checkpoint of ours; other files have no checksums.
 
     Raises:
-        CheckpointError: as for `weight_shapes`; a file is damaged, or two hold the same name.
+        CheckpointError: as for `weight_shapes`; or a file is damaged, or two files hold the same name.
     """
     file = locate(path)
     if isinstance(file, RemotePath):
         raise CheckpointError(file, None, "headers are read on this machine", fix="copy it here first")
     if holds_weight_files(file):
         whole: dict[str, TensorLayout] = {}
-        for one in find_weight_files(file, index):
+        for one in _find_weight_files(file, index):
             found = tensors_in(one)
             if twice := whole.keys() & found:
                 raise CheckpointError(one, min(twice), "another file of this directory holds it too")
@@ -159,45 +171,30 @@ def weight_layout(
     names = shards_of(manifest, "model")
     if verify:
         check_files(file, manifest)
-        check_content(file, manifest, [*descriptions(manifest), *names])
+        check_content(file, manifest, files_for(manifest, ["model"]))
     if is_sharded(manifest):
         layout = dict(read_layout(file, manifest)["model"])
     else:
         layout = {key: one for name in names for key, one in tensors_in(file / name).items()}
     held = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in layout.items()}
     keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
-    tree = read_trees(file, ["model"])["model"]  # it knows the names, and dtypes that safetensors does not hold
+    # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
+    tree = read_trees(file, ["model"])["model"]
     weights = {}
     for name, tensor in tensors_of(file, decode(tree, held, at="model", file=file / DOCUMENT)).items():
         key = keys[tensor.untyped_storage()._cdata]
-        weights[name] = layout[key] if tensor.dtype == held[key].dtype else _carried(layout[key], tensor)
+        same = tensor.dtype == held[key].dtype
+        weights[name] = layout[key] if same else layout[key].viewed_as(tensor.dtype, tuple(tensor.shape))
     return file, weights
 
 
-def _carried(stored: TensorLayout, tensor: Tensor) -> TensorLayout:
-    """A tensor that is stored flat in another dtype."""
-    shape = tuple(tensor.shape)
-    chunks = [Chunk((0,) * len(shape), shape, chunk.file, chunk.key) for chunk in stored.chunks]
-    return TensorLayout(tensor.dtype, shape, tuple(chunks))
-
-
 def map_weights(file: Path) -> dict[str, Tensor]:
-    """The state_dict of a ``torch.save`` file, of which nothing is read before it is used.
+    """Map the state_dict of a ``torch.save`` file: a tensor is read when it is used.
 
     Raises:
         CheckpointError: as for `read_weights`. Files of torch before 1.6 are read whole.
     """
     return tensors_of(file, _state_dict(torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))), file.stat().st_size)
-
-
-def _start(file: Path) -> bytes:
-    try:
-        if not stat.S_ISREG(file.stat().st_mode):  # a pipe would be waited for
-            raise CheckpointError(file, None, "this is not a regular file")
-        with open(file, "rb") as stream:
-            return stream.read(9)
-    except OSError as error:
-        raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
 
 
 def _state_dict(content: Any) -> Any:
@@ -206,11 +203,11 @@ def _state_dict(content: Any) -> Any:
 
 
 def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, Any]:
-    """A module's ``state_dict`` and ``hyper_parameters`` (empty where there are none), for ``load_from_checkpoint``.
+    """Return a module's ``state_dict`` and ``hyper_parameters`` (possibly empty), for ``load_from_checkpoint``.
 
     Args:
-        path: as for `read_weights`; of a checkpoint of ours also what modules keep as extra state.
-        whole: everything else of a checkpoint, too, ours or Lightning's: what ``on_load_checkpoint`` looks for.
+        path: as for `read_weights`; from a checkpoint of ours the extra state of modules is read too.
+        whole: also return the other content of a checkpoint, ours or Lightning's, for ``on_load_checkpoint``.
 
     Raises:
         CheckpointError: as for `read_weights`.
@@ -228,14 +225,14 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
     elif isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
             return read_module(here / file.name, whole)
-    elif (start := _start(file))[8:] != _JSON and start.startswith((_ZIP, _PICKLE)):
+    elif weight_format(file) == "torch":
         loaded = torch_load(file, "cpu")
         weights = _state_dict(loaded)
-        beside = {} if weights is loaded else loaded
-        content = {name: beside[name] for name in (beside if whole else beside.keys() & {"hyper_parameters"})}
+        other = {} if weights is loaded else loaded
+        content = {name: other[name] for name in (other if whole else other.keys() & {"hyper_parameters"})}
         content["state_dict"] = tensors_of(file, weights, file.stat().st_size)
     else:
-        content["state_dict"] = read_weights(file)
+        content["state_dict"] = read_tensors(file)
     kept = content.setdefault("hyper_parameters", {})
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
@@ -252,23 +249,23 @@ _MOST: Final = 64 << 20
 
 
 def holds_weight_files(path: Path) -> bool:
-    """Whether this is a directory for `find_weight_files`: of weights, and no checkpoint of ours, whole or not."""
+    """Whether this is a directory of weights for `_find_weight_files`, and not a checkpoint of ours, whole or not."""
     if not path.is_dir() or any(os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)):
         return False
     signs = ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata")
     return any(True for sign in signs for _ in path.glob(sign))
 
 
-def find_weight_files(directory: Path, index: Path | None = None) -> list[Path]:
-    """The safetensors files of ``directory``, which an index must name, where there is one.
+def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]:
+    """Return the safetensors files of ``directory``, or only those that its index names.
 
     Args:
-        directory: where they are.
-        index: the file that names them, where there are several such.
+        directory: the directory.
+        index: the index to use, if there are several.
 
     Raises:
-        CheckpointError: there are none; the index lacks a file or names one elsewhere; or torch's distributed
-            checkpoint stands there, whose ``.metadata`` is a pickle and is not read.
+        CheckpointError: there are no files; the index names a missing file or a file elsewhere; or the directory is a
+            torch distributed checkpoint, whose ``.metadata`` is a pickle and is not read.
     """
     for metadata in (directory / ".metadata", *sorted(directory.glob("*/.metadata"))):
         if os.path.lexists(metadata):
@@ -292,15 +289,15 @@ def find_weight_files(directory: Path, index: Path | None = None) -> list[Path]:
     held = {name: file.name for file in files for name in read_header(file)}
     for name, file_name in places.items():
         if held.get(name) != file_name:
-            raise CheckpointError(directory / file_name, name, f"{indices[0].name} says it is here, and it is not")
+            raise CheckpointError(directory / file_name, name, f"{indices[0].name} names it here, and it is not here")
     return files
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The file that holds each weight, beside ``index``; each is there.
+    """Return the name of the file, beside ``index``, that holds each weight.
 
     Raises:
-        CheckpointError: it is no index of weights, or names a file that is missing or elsewhere.
+        CheckpointError: ``index`` is not an index of weights, or names a file that is missing or elsewhere.
     """
     try:
         content = load_json(index, read_file(index, _MOST))
@@ -320,12 +317,8 @@ def read_index(index: Path) -> dict[str, str]:
     return places
 
 
-def read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """All tensors of several files.
-
-    Raises:
-        CheckpointError: one cannot be read, or two hold the same name.
-    """
+def _read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return all tensors of several files; CheckpointError if one cannot be read, or two hold the same name."""
     weights: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_tensors(file, device).items():
@@ -353,16 +346,16 @@ def export(
     *,
     max_shard_size: int | str = "5GB",
 ) -> Path:
-    """Write the weights of a checkpoint as other programs read them; complete and durable, or absent.
+    """Write the weights of a checkpoint for other programs; the target is complete and durable, or absent.
 
     Args:
-        checkpoint: verified first; or anything else that `trainer_kit.checkpoint.weights.read_weights` reads; or the
-            weights themselves, by name.
-        target: what to make; its parents are made too.
-        format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, where that
+        checkpoint: a checkpoint of ours, which is verified first; or anything else that
+            `trainer_kit.checkpoint.weights.read_weights` reads; or the weights by name.
+        target: the file or directory to make; missing parents are made.
+        format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, if it
             would be larger than a shard, ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
             ``"torch"``: a ``torch.save`` file (a zip file with a pickle, for ``torch.load(weights_only=True)``). None:
-            by the suffix of ``target``; without one, Hugging Face's. A tied weight is stored once, under its first
+            by the suffix of ``target``; without a suffix Hugging Face's. A tied weight is stored once, under its first
             name.
         max_shard_size: bytes, or ``"5GB"``, ``"200MB"``, ``"1GiB"``; a single tensor may be larger.
 
@@ -372,7 +365,7 @@ def export(
     Raises:
         CheckpointError: the checkpoint is damaged, the target exists or cannot be written, or a tensor has a dtype
             that safetensors does not hold.
-        ConfigurationError: for a format or size that is not understood.
+        ConfigurationError: the format or the size is invalid.
 
     Example:
         >>> import tempfile
@@ -446,19 +439,20 @@ def _write(work: Path, kind: str, weights: dict[str, Tensor], limit: int) -> Non
 def _write_shards(work: Path, weights: Mapping[str, Tensor], limit: int) -> None:
     """Layout: https://huggingface.co/docs/transformers/big_models#sharded-checkpoints."""
     shards: list[dict[str, Tensor]] = [{}]
-    tied, shard_of = tied_names(weights), dict[str, dict[str, Tensor]]()
+    shard_of: dict[str, dict[str, Tensor]] = {}
+    tied = tied_names(weights)
     filled = total = 0
     for name, tensor in weights.items():
-        if name in tied:  # its file says that it is the same tensor; the index does not name it
+        if name in tied:  # the metadata of its file lists the name; the index does not
             shard_of[tied[name]][name] = tensor
             continue
-        size = tensor.numel() * tensor.element_size()
-        if shards[-1] and filled + size > limit:
+        if shards[-1] and filled + tensor.nbytes > limit:
             shards.append({})
             filled = 0
         shard_of[name] = shards[-1]
         shards[-1][name] = tensor
-        filled, total = filled + size, total + size
+        filled += tensor.nbytes
+        total += tensor.nbytes
     if len(shards) == 1:
         write_file(work / "model.safetensors", safetensors_bytes(shards[0])[1])
         return

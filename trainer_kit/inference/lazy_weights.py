@@ -180,7 +180,7 @@ def _indexed(index: Path) -> OnDisk | dict[str, Tensor]:
         weights |= map_weights(index.parent / name)
     for name, file in places.items():
         if name not in weights:
-            raise CheckpointError(index.parent / file, name, f"{index.name} says it is here, and it is not")
+            raise CheckpointError(index.parent / file, name, f"{index.name} names it here, and it is not here")
     return weights
 
 
