@@ -141,7 +141,7 @@ def test_states_of_a_loader_do_not_pile_up():
                 yield torch.zeros(1)
 
     data = accelerator.prepare_data_loader(Long())
-    most = max(len(data.feed.track._states) for _ in data)
+    most = max(len(data.feed.loader_state._states) for _ in data)
     assert most <= 4
 
 

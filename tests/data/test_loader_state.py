@@ -60,11 +60,11 @@ class Reader:
             yield self._done(epoch, at - left + 1, waiting.pop(0))
 
     def _done(self, epoch: int, at: int, batch: Any) -> tuple[Any, Any]:
-        self.feed.track.forget(at - 1)
-        return plain(batch), saved(self.feed.track.state_dict(epoch, at))
+        self.feed.loader_state.forget(at - 1)
+        return plain(batch), saved(self.feed.loader_state.state_dict(epoch, at))
 
     def at_end(self, epoch: int) -> Any:
-        return saved(self.feed.track.state_dict(epoch + 1, 0))
+        return saved(self.feed.loader_state.state_dict(epoch + 1, 0))
 
 
 def undisturbed(make: Callable[[], Any], epochs: int, **options: Any) -> list[list[Any]]:
@@ -89,13 +89,13 @@ def assert_resumes(make: Callable[[], Any], epochs: int = 3, ahead: int = 0, **o
             assert [batch for batch, _ in read] == whole[epoch][:at]
             state = read[-1][1]
             second = Reader(make, **options)
-            second.feed.track.load_state_dict([state], 0)
+            second.feed.loader_state.load_state_dict([state], 0)
             found = [batch for batch, _ in second.epoch(epoch, at, ahead)]
             assert found == whole[epoch][at:], (epoch, at)
             again = second.at_end(epoch)
             for e in range(epoch + 1, epochs):
                 third = Reader(make, **options)
-                third.feed.track.load_state_dict([again], 0)
+                third.feed.loader_state.load_state_dict([again], 0)
                 assert [batch for batch, _ in third.epoch(e)] == whole[e], (epoch, at, e)
                 again = third.at_end(e)
 
@@ -231,7 +231,7 @@ def test_what_was_read_of_a_combined_loader_is_not_read_again() -> None:
     state = list(islice(first.epoch(0), 5))[-1][1]
     read.clear()
     second = Reader(make)
-    second.feed.track.load_state_dict([state], 0)
+    second.feed.loader_state.load_state_dict([state], 0)
     assert len(list(second.epoch(0, 5))) == 4
     assert read == [1, 2, 0, 1, 2]  # in its second pass, and its last batch again
 
@@ -259,7 +259,7 @@ def test_a_stream_that_all_ranks_read(size: int) -> None:
     for at, (_, states) in enumerate(whole, 1):
         readers = ranks(make, size)
         for reader in readers:
-            reader.feed.track.load_state_dict(states, reader.rank)
+            reader.feed.loader_state.load_state_dict(states, reader.rank)
         assert [batches for batches, _ in rounds(readers, 0, at)] == [batches for batches, _ in whole[at:]]
 
 
@@ -272,7 +272,7 @@ def test_a_stream_goes_on_on_another_number_of_ranks(then: int, now: int) -> Non
     states = rounds(ranks(make, then), 0)[at - 1][1]
     readers = ranks(make, now)
     for reader in readers:
-        reader.feed.track.load_state_dict(states, reader.rank)
+        reader.feed.loader_state.load_state_dict(states, reader.rank)
     found = [i for batches, _ in rounds(readers, 0, at * then // now) for batch in batches for i in batch]
     assert found == list(range(at * then, 24))
 
@@ -280,20 +280,20 @@ def test_a_stream_goes_on_on_another_number_of_ranks(then: int, now: int) -> Non
 def test_a_stream_that_each_rank_divides_by_itself_stays_on_as_many() -> None:
     feed = Feed(Rewinding(9), shard=False, size=2)
     next(feed.epoch(0))
-    state = saved(feed.track.state_dict(0, 1))
+    state = saved(feed.loader_state.state_dict(0, 1))
     with pytest.raises(CheckpointError, match=r"(?s)each rank read its own Rewinding.*as many ranks"):
-        Feed(Rewinding(9), shard=False).track.load_state_dict([state, state], 0)
+        Feed(Rewinding(9), shard=False).loader_state.load_state_dict([state, state], 0)
     again = Feed(Rewinding(9), shard=False, size=2)
-    again.track.load_state_dict([state, state], 0)
+    again.loader_state.load_state_dict([state, state], 0)
     assert next(again.epoch(0, 1)).tolist() == [1]
 
 
 def test_a_rank_whose_data_ended_first_has_none_after_a_resume_either() -> None:
     feed = Feed(Rewinding(3), shard=False)
     assert len(list(feed.epoch(0))) == 3
-    state = saved(feed.track.state_dict(0, 5))  # the other ranks are further by now
+    state = saved(feed.loader_state.state_dict(0, 5))  # the other ranks are further by now
     again = Feed(Rewinding(3), shard=False)
-    again.track.load_state_dict([state], 0)
+    again.loader_state.load_state_dict([state], 0)
     assert list(again.epoch(0, 5)) == []
     assert [int(batch) for batch in again.epoch(1)] == [0, 1, 2]
 
@@ -304,9 +304,9 @@ def test_a_rank_whose_data_ended_first_has_none_after_a_resume_either() -> None:
 def test_another_number_of_workers_is_refused() -> None:
     feed = Feed(DataLoader(Sharded(), batch_size=2))
     next(feed.epoch(0))
-    state = saved(feed.track.state_dict(0, 1))
+    state = saved(feed.loader_state.state_dict(0, 1))
     with pytest.raises(CheckpointError, match=r"(?s)0 worker processes, and there are 2.*num_workers=0"):
-        Feed(DataLoader(Sharded(), batch_size=2, num_workers=2)).track.load_state_dict([state], 0)
+        Feed(DataLoader(Sharded(), batch_size=2, num_workers=2)).loader_state.load_state_dict([state], 0)
 
 
 def test_a_loader_in_place_of_another_begins_at_the_position() -> None:
@@ -314,7 +314,7 @@ def test_a_loader_in_place_of_another_begins_at_the_position() -> None:
         feed = Feed(loader)
         batches = feed.epoch(0)
         next(batches), next(batches)
-        return saved(feed.track.state_dict(0, 2))
+        return saved(feed.loader_state.state_dict(0, 2))
 
     loaders: list[Callable[[], Any]] = [
         lambda: Rewinding(4),
@@ -328,7 +328,7 @@ def test_a_loader_in_place_of_another_begins_at_the_position() -> None:
         for now in loaders:
             whole = [plain(batch) for batch in Feed(now()).epoch(0)]
             feed = Feed(now())
-            feed.track.load_state_dict([state(then())], 0)
+            feed.loader_state.load_state_dict([state(then())], 0)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # some read up to there
                 assert [plain(batch) for batch in feed.epoch(0, 2)] == whole[2:]
@@ -351,7 +351,7 @@ def test_reading_on_does_not_change_a_state_that_was_taken() -> None:
     feed = Feed(Live())
     batches = feed.epoch(0)
     next(batches), next(batches), next(batches)
-    state = feed.track.state_dict(0, 2)
+    state = feed.loader_state.state_dict(0, 2)
     assert state is not None
     assert state["state"]["loader"]["seen"] == {"all": [0]}
 
@@ -361,7 +361,7 @@ def test_plain_loaders_keep_nothing() -> None:
         feed = Feed(loader)
         assert not feed.stateful
         list(feed.epoch(0))
-        assert feed.track.state_dict(0, 2) is feed.track.state_dict(1, 0) is None
+        assert feed.loader_state.state_dict(0, 2) is feed.loader_state.state_dict(1, 0) is None
 
 
 def test_an_iterator_goes_on_over_epochs_by_reading_up_to_there() -> None:
@@ -372,9 +372,9 @@ def test_an_iterator_goes_on_over_epochs_by_reading_up_to_there() -> None:
     torch.manual_seed(3)
     feed = Feed(stream())
     whole = [[next(batches).item() for _ in range(3)] for batches in (feed.epoch(0), feed.epoch(1))]
-    state = saved(feed.track.state_dict(1, 1, read=4))
+    state = saved(feed.loader_state.state_dict(1, 1, read=4))
     again = Feed(iter(torch.tensor(whole).flatten()))
-    again.track.load_state_dict([state], 0)
+    again.loader_state.load_state_dict([state], 0)
     before = torch.get_rng_state()
     with pytest.warns(UserWarning, match="to start at batch 4, 4 batches were read and thrown away"):
         assert [batch.item() for batch in again.epoch(1, 1)] == whole[1][1:]
@@ -400,7 +400,7 @@ def test_a_stream_that_is_read_again_draws_its_order_as_it_did() -> None:
     for epoch, at in ((0, 1), (0, 4), (1, 3)):
         rng, state = states[6 * epoch + at - 1]
         again = Reader(lambda: DataLoader(Drawing(), batch_size=2))
-        again.feed.track.load_state_dict([state], 0)
+        again.feed.loader_state.load_state_dict([state], 0)
         restore_rng(rng)
         with pytest.warns(UserWarning, match=f"to start at batch {at}, {at} batches were read and thrown away"):
             found = [row for row, _ in again.epoch(epoch, at)]

@@ -98,7 +98,7 @@ def test_limits(length: int | None, limit: float | None, left: int | None) -> No
 @pytest.mark.parametrize(
     ("length", "limit", "problem"),
     [
-        (None, 0.5, "limit_val_batches is a fraction of a length that nobody knows"),
+        (None, 0.5, "limit_val_batches is a fraction of an unknown length"),
         (10, 1.5, "limit_val_batches as a float is a fraction"),
         (10, float("nan"), "limit_val_batches as a float is a fraction"),
         (10, -1, "limit_val_batches is a number of batches"),

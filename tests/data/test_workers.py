@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer_kit.data.workers import heard_context
+from trainer_kit.data.workers import checked_context
 
 SCRIPT = """
 import ctypes, os, signal, sys, time
@@ -126,4 +126,4 @@ def test_a_worker_that_stands_still_behind_its_fork_is_forked_again(tmp_path: Pa
 
 def test_workers_that_are_not_forked_begin_as_the_loader_says() -> None:
     given = multiprocessing.get_context("spawn")
-    assert heard_context(given) is given
+    assert checked_context(given) is given

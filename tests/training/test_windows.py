@@ -199,10 +199,10 @@ def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(leng
     for micro in made.epoch(Progress()):
         done = micro.first + micro.count
         again = windows(Placed(), length)
-        again.feed.track.load_state_dict([made.feed.track.state_dict(0, done)], 0)
+        again.feed.loader_state.load_state_dict([made.feed.loader_state.state_dict(0, done)], 0)
         rest = [batch for _, batches, *_ in turns(again, Progress(epoch_batch=done)) for batch in batches]
         assert rest == [[index] for index in range(done, 12)]
         # A window that is under way runs again.
         inside = windows(Placed(), length)
-        inside.feed.track.load_state_dict([made.feed.track.state_dict(0, micro.first)], 0)
+        inside.feed.loader_state.load_state_dict([made.feed.loader_state.state_dict(0, micro.first)], 0)
         assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[0].tolist() == [micro.first]

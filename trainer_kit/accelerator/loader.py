@@ -206,7 +206,7 @@ class PreparedLoader:
                 self._read += 1
                 self._position = (epoch, at)
                 if feed.stateful:
-                    feed.track.forget(at * self.group.size if self._shared else at)
+                    feed.loader_state.forget(at * self.group.size if self._shared else at)
                 window.batches = self
                 if device is not None:
                     batch = move_to_device(batch, device, self.non_blocking)
@@ -288,7 +288,7 @@ class PreparedLoader:
         inside = self._position is not None or self._resume is not None
         each = self.group.size if self._shared else 1
         feed = self.feed
-        state = feed.track.state_dict(epoch if inside or feed.once else None, batch * each, self._read * each)
+        state = feed.loader_state.state_dict(epoch if inside or feed.once else None, batch * each, self._read * each)
         place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self._read}
         return {**place, "seed": self.seed, "track": state}
 
@@ -314,10 +314,10 @@ class PreparedLoader:
         """Restore the readers; the main process has read all of a stream in both ways of reading."""
         rank, size = self.group.rank, self.group.size
         if not self._shared and self.feed.indexed:
-            self.feed.track.load_state_dict(tracks, rank)
+            self.feed.loader_state.load_state_dict(tracks, rank)
             return
         own = tracks[rank] if len(tracks) == size and self.dispatch is None else None
-        self.feed.track.load_state_dict([tracks[0] if own is None else own], 0)
+        self.feed.loader_state.load_state_dict([tracks[0] if own is None else own], 0)
 
     def describe(self) -> str:
         """One line: what is read, in which order, and how it is divided."""

@@ -1,4 +1,4 @@
-"""What reaches a step: which samples, in which order, on which rank, and how they get to the device."""
+"""Data for the steps: order and division of samples among ranks, and their transfer to the device."""
 
 from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
 from trainer_kit.data.feed import Feed

@@ -1,4 +1,4 @@
-"""Several loaders read together: `CombinedLoader` and the four ways to combine."""
+"""Read several loaders together: `CombinedLoader`, its four modes, and its `Source`."""
 
 from __future__ import annotations
 
@@ -40,42 +40,42 @@ MODES: Final[Mapping[str, str]] = {
 
 
 class Leaf(NamedTuple):
-    """One of the loaders that are combined."""
+    """One of the combined loaders."""
 
     length: int | None
-    """Batches of a pass, None when unknown."""
+    """Batches per pass, None if unknown."""
     open: Callable[[int, int], Iterator[Any]]
-    """``open(turn, start)``: the batches of pass ``turn`` from batch ``start`` on."""
+    """``open(turn, start)`` returns the batches of pass ``turn`` from batch ``start``."""
     again: Callable[[int, int], Iterator[Any]] | None = None
-    """The same for a second look at what was read before."""
+    """Like ``open``, to read earlier batches again without recording the position."""
 
 
 class Spot(NamedTuple):
-    """Where one of them is."""
+    """The position in one of the combined loaders."""
 
     turn: int
-    """Its passes before this one."""
+    """Completed passes."""
     batch: int
-    """Batches read of this one."""
+    """Batches read in the current pass."""
     over: bool
-    """Whether it has ended, and is not started again."""
+    """Whether the loader has ended and does not restart."""
 
 
 @final
 class CombinedLoader:
-    """Read several loaders as one.
+    """Read several loaders as one loader.
 
     Args:
-        iterables: a pytree (dict, list, tuple, nested) of loaders. A list or tuple inside it whose members are no
-            loaders is itself one: a list of batches.
-        mode: when it ends, and what it yields.
+        iterables: a pytree (dict, list, tuple, nested) of loaders. A list or tuple inside it that contains no loaders
+            is itself a loader: a list of batches.
+        mode: when an epoch ends, and what it yields.
 
-            - ``min_size``: with the shortest; a batch from each, in the shape of ``iterables``.
-            - ``max_size``: with the longest; None in place of those that have ended.
-            - ``max_size_cycle``: with the longest; those that have ended start again.
-            - ``sequential``: all of the first, then all of the second; each loader's own batches.
+            - ``min_size``: ends with the shortest; yields a batch from each, in the shape of ``iterables``.
+            - ``max_size``: ends with the longest; None replaces the batches of those that have ended.
+            - ``max_size_cycle``: ends with the longest; those that have ended restart.
+            - ``sequential``: all batches of the first, then all of the second, and so on.
 
-    Iterating yields what a step gets, the batch (Lightning's yields ``(batch, batch_idx, dataloader_idx)``).
+    Iterating yields the batch that a step gets (Lightning's yields ``(batch, batch_idx, dataloader_idx)``).
 
     Raises:
         DataError: an unknown mode.
@@ -107,12 +107,12 @@ class CombinedLoader:
         return combine(self.mode, leaves, self.join)
 
     def join(self, parts: Iterable[Any]) -> Any:
-        """One batch from each loader, in the shape of ``iterables``."""
+        """Return one batch from each loader in the shape of ``iterables``."""
         return tree_unflatten(parts, self._spec)
 
 
 class _Reopen:
-    """Opens a loader that is not divided among ranks."""
+    """Open a loader that is not divided among ranks."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -125,7 +125,7 @@ class _Reopen:
 def is_tree(loader: Any) -> bool:
     """Whether this is a container of loaders, rather than a loader or a list of batches.
 
-    A mapping always is; a list or tuple is when a loader is found in it.
+    A mapping always is; a list or tuple is if it contains a loader.
 
     Example:
         >>> is_tree({"a": [1, 2]}), is_tree([range(3), range(4)]), is_tree([[1, 2], [3, 4]])
@@ -133,13 +133,13 @@ def is_tree(loader: Any) -> bool:
     """
     if isinstance(loader, Mapping):
         return True
-    # The first members tell: a list of a million batches is not searched.
+    # The first members suffice: do not search a list of a million batches.
     members = islice(loader, 2) if isinstance(loader, (list, tuple)) else ()
     return any(_is_loader(member) or _holds_loader(member) for member in members)
 
 
 def read_together(loader: Any) -> Any:
-    """The loader as it is; a container of loaders becomes a `CombinedLoader` that cycles, as Lightning trains on it."""
+    """Return a loader unchanged, and a container of loaders as a `CombinedLoader` that cycles, as in Lightning."""
     return CombinedLoader(loader, "max_size_cycle") if is_tree(loader) else loader
 
 
@@ -159,7 +159,7 @@ def _is_node(node: Any, root: Any) -> bool:
 
 
 def combined_length(mode: Mode, lengths: list[int | None]) -> int | None:
-    """Batches of a pass; an unknown length counts as longer than any other.
+    """Return the batches per pass; an unknown length counts as longer than any other.
 
     Example:
         >>> combined_length("min_size", [3, None]), combined_length("max_size", [3, None])
@@ -174,7 +174,7 @@ def combined_length(mode: Mode, lengths: list[int | None]) -> int | None:
 
 
 def spots_at(mode: Mode, lengths: Sequence[int | None], start: int) -> list[Spot] | None:
-    """Where each loader is at batch ``start``; None where only reading would tell.
+    """Return the position of each loader at batch ``start``; None if it is unknown before reading.
 
     Example:
         >>> spots_at("max_size_cycle", [5, 2], 3)
@@ -204,17 +204,17 @@ def combine(
     start: int = 0,
     spots: Sequence[Spot] | None = None,
 ) -> Iterator[Any]:
-    """The batches of several loaders from batch ``start`` on.
+    """Return the batches of several loaders from batch ``start``.
 
-    Where a rank has no share of one loader's last global batch (`MISSING`): ``max_size`` gives None in its place,
-    ``max_size_cycle`` this rank's batch before it, ``min_size`` ends this rank's data with `MISSING`.
+    If a rank has no share of a loader's last global batch (`MISSING`), ``max_size`` yields None for it,
+    ``max_size_cycle`` this rank's previous batch, and ``min_size`` ends this rank's data with `MISSING`.
 
     Args:
         mode: see `CombinedLoader`.
         leaves: the loaders.
-        join: puts one batch from each into the user's shape.
-        start: the batch to begin with.
-        spots: where each loader is at ``start``; None: that is worked out from the lengths.
+        join: returns one batch from each in the user's shape.
+        start: the first batch.
+        spots: the position of each loader at ``start``; None: computed from the lengths.
     """
     if spots is None:
         spots = spots_at(mode, [leaf.length for leaf in leaves], start)
@@ -222,7 +222,7 @@ def combine(
         parts = _sequential(leaves, start) if spots is None else map(_opened, leaves, spots)
         return chain.from_iterable(parts)
     if spots is None:
-        # Where a pass of unknown length stands after `start` batches is only found by reading them.
+        # The position in passes of unknown length is only found by reading them.
         return islice(combine(mode, leaves, join), start, None)
     if mode == "max_size_cycle":
         return _cycled(leaves, join, spots)
@@ -300,20 +300,19 @@ _PASSES = 2**20
 
 
 @final
-class CombinedSource:
-    """Every leaf is a source of its own, so division and order are those of each loader.
+class CombinedSource(Source):
+    """The source of a `CombinedLoader`: each leaf is a source, with its own division and order.
 
-    Where each leaf is follows from the lengths; only where one is no more than a claim is it noted.
+    The position in each leaf follows from the lengths. With a source of uncertain length it is recorded.
     """
 
     def __init__(self, combined: CombinedLoader, place: Place, opened: Callable[[Any, Place], Source]) -> None:
         self.combined = combined
-        # A seed each: two loaders over one dataset must not come in the same order.
+        # One seed per loader: two loaders over one dataset must have different orders.
         places = (replace(place, seed=derive_seed(place.seed, 1 + i)) for i in count())
         self.sources = [opened(loader, own) for loader, own in zip(combined.flattened, places, strict=False)]
         sizes = {source.per_rank_batch_size for source in self.sources}
         self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
-        self.once = False  # as a whole: a leaf may be
         self.rolls = any(source.rolls for source in self.sources)
         self.generators = [generator for source in self.sources for generator in source.generators]
         self.indexed = all(source.indexed for source in self.sources)
@@ -337,9 +336,6 @@ class CombinedSource:
             return parts
         return [(f"{unit} of a {self.combined.mode}", number) for unit, number in parts]
 
-    def samples(self, index: int) -> None:
-        return None
-
     @property
     def doubt(self) -> str | None:
         return next((source.doubt for source in self.sources if source.doubt is not None), None)
@@ -359,11 +355,11 @@ class CombinedSource:
     def first_state(self) -> Any:
         return [source.first_state() for source in self.sources]
 
-    def divided_anew(self, state: Any, further: int) -> Any:
+    def resharded(self, state: Any, further: int) -> Any:
         raise CheckpointError(
             "loaders",
             None,
-            f"where the loaders of a {self.combined.mode} are is known for as many ranks as wrote it only",
+            f"the positions in the loaders of a {self.combined.mode} are known only for the number of ranks that saved",
             fix="resume with as many ranks as before",
         )
 
@@ -380,14 +376,14 @@ class CombinedSource:
             if not _reads(spot) and leaf_state is not None:
                 restore_generators(self.sources[i].generators, leaf_state)
                 leaf_state = None
-            # Passes within passes: each comes in an order of its own.
+            # Each pass of a leaf within a pass of the whole has a different order.
             opened = partial(_open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state)
             noted = partial(self._noted, i, opened) if self.stateful else opened
             leaves.append(Leaf(lengths[i], noted, opened))
         return combine(self.combined.mode, leaves, self._join, start, spots)
 
     def _join(self, parts: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
-        """One batch in the user's shape; it has as many samples as that of the first loader that is not at its end."""
+        """Return one batch in the user's shape, with the number of samples of the first loader that has not ended."""
         batches = [None if part is None else part[0] for part in parts]
         first = parts[0]
         if first is None:
@@ -403,7 +399,7 @@ class CombinedSource:
 
 
 def _reads(spot: Spot) -> bool:
-    """Whether a loader is in the middle of a pass; else there is nothing to know of it but its generators."""
+    """Whether a loader is in the middle of a pass; otherwise its state is only that of its generators."""
     return spot.batch > 0 and not spot.over
 
 

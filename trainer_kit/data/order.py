@@ -1,4 +1,4 @@
-"""Which samples make up which micro-batch, on which rank: a function of (seed, epoch) and nothing else."""
+"""The samples of each micro-batch on each rank: a function of (seed, epoch) alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _CHUNK = 65536
-"""Indices drawn at a time, so that endless samplers work too."""
+"""Indices drawn at a time; a sampler may be endless."""
 
 _BATCH_CHUNK = 256
 """Batches drawn at a time from a batch sampler."""
@@ -47,13 +47,13 @@ class _Empty:
 
 
 EMPTY: Final = _Empty()
-"""What a rank gets in place of a batch where its share of the global micro-batch has no sample."""
+"""Replaces a batch if this rank's share of the global micro-batch has no sample."""
 MISSING: Final = (EMPTY, 0)
-"""The same where batches come with their number of samples; there is one such pair, to be compared with ``is``."""
+"""`EMPTY` with its number of samples; compare this pair with ``is``."""
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed of 63 bits from whole numbers: the same on every machine, unrelated for any two different inputs.
+    """Return a seed of 63 bits from integers: equal on every machine, unrelated for different inputs.
 
     Example:
         >>> derive_seed(0, 1) == derive_seed(0, 1), derive_seed(0, 1) == derive_seed(1, 0)
@@ -64,7 +64,7 @@ def derive_seed(*parts: int) -> int:
 
 
 def length_of(sized: Any) -> int | None:
-    """``len(sized)``, or None where it has none."""
+    """Return ``len(sized)``, or None if it has no length."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):
@@ -72,12 +72,12 @@ def length_of(sized: Any) -> int | None:
 
 
 def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[Any]:
-    """What ``sampler`` yields when Python's, NumPy's and torch's global generators start from ``seed``.
+    """Yield the items of ``sampler`` with Python's, NumPy's and torch's global generators seeded with ``seed``.
 
-    They are as they were before whenever this hands out an item.
+    The previous states of the generators are restored before an item is yielded.
 
     Args:
-        sampler: any iterable; one with a generator of its own is not influenced.
+        sampler: any iterable; a sampler with its own generator is not affected.
         seed: 63 bits.
         chunk: items drawn at a time.
     """
@@ -96,7 +96,7 @@ def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[An
 
 
 def _begun(items: Iterator[Any]) -> Iterator[Any]:
-    """The same items, the first of which has been asked for."""
+    """Draw the first item now, and return an iterator over all items."""
     return chain(list(islice(items, 1)), items)
 
 
@@ -104,15 +104,15 @@ def seed_globals(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch on the CPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
-    # torch.manual_seed would reach the accelerators' generators too, which nobody puts back here.
+    # torch.manual_seed would also seed the accelerators' generators, which are not restored here.
     torch.default_generator.manual_seed(seed)
 
 
 @final
 class SeededIndices(list[Any]):
-    """A batch of indices that seeds the global generators before each one, as a loader's worker walks over it.
+    """A batch of indices; iteration, by a loader's worker, seeds the global generators before each index.
 
-    So what a dataset draws for a sample depends on ``seed`` and the sample's place in the epoch, not on the worker.
+    So the random numbers of a sample depend on ``seed`` and the sample's position in the epoch, not on the worker.
     """
 
     def __init__(self, indices: list[Any], seed: int, first: int) -> None:
@@ -125,38 +125,38 @@ class SeededIndices(list[Any]):
             yield index
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The usual way to pickle a list walks over it, here in the process that must not be seeded.
+        # The default pickling of a list iterates over it, which would seed this process.
         return SeededIndices, (self[:], self.seed, self.first)
 
 
 class Split(Protocol):
-    """Stands in a DataLoader as its ``batch_sampler`` (or ``sampler``) and hands out this rank's part."""
+    """Replaces the ``batch_sampler`` (or ``sampler``) of a DataLoader, and yields this rank's part."""
 
     handed: int
-    """Micro-batches handed to the loader in this epoch."""
+    """Micro-batches given to the loader in this epoch."""
     empty: bool
     """Whether this rank has no share of the last global micro-batch."""
     sizes: deque[int]
-    """Samples of the micro-batches that were handed to the loader in this epoch and not taken from here yet."""
+    """Samples of the micro-batches that the loader got in this epoch and `Feed` has not read yet."""
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        """The next iteration is that of ``seed`` from micro-batch ``start`` on; see `SeededIndices` for the last."""
+        """Prepare the iteration with ``seed`` from micro-batch ``start``; see `SeededIndices` for ``sample_seed``."""
 
     def __iter__(self) -> Iterator[Any]: ...
     def __len__(self) -> int: ...
     def draw(self) -> None:
-        """Draw the order now, and not as the loader comes to need it."""
+        """Begin to draw the order now, not at the loader's first request."""
 
     def samples(self, index: int) -> int | None:
-        """Samples of global micro-batch ``index``."""
+        """Return the number of samples of global micro-batch ``index``; None if it is not known yet."""
 
 
 @final
 class SampleBlocks:
     """Global micro-batches of ``batch_size * size`` consecutive samples; rank r takes the r-th contiguous block.
 
-    A last, short one is divided as evenly as possible, the earlier ranks getting one sample more; or filled up from the
-    start of the order.
+    A short last one is divided as evenly as possible, with one sample more on the first ranks; with ``pad`` it is
+    filled from the start of the order.
 
     Example:
         >>> for rank in range(2):
@@ -217,7 +217,7 @@ class SampleBlocks:
         return share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
 
     def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
-        """The order from sample ``first`` on; ``head`` gets its beginning where that is wanted."""
+        """Return the order from sample ``first``; with ``pad`` fill ``head`` with the start of the order."""
         wanted = self.batch_size * self.size if self.pad else 0
         if type(self.order) is SequentialSampler:
             everything = range(len(self.order.data_source))
@@ -228,7 +228,7 @@ class SampleBlocks:
 
     def samples(self, index: int) -> int | None:
         whole = self.batch_size * self.size
-        # What was handed out is certain; before that the sampler's own length is all there is to go by.
+        # For yielded micro-batches the number is known; for later ones only the sampler's length can tell.
         if self._short is not None and index >= self._short[0]:
             return self._short[1] if index == self._short[0] else None
         if index < self._start + self.handed:
@@ -245,12 +245,12 @@ class BatchTurns:
     """``size`` consecutive items of a user's batch sampler make one global micro-batch; rank r takes the r-th.
 
     Args:
-        order: yields lists of indices, or single items where the loader does not collate.
-        rank: which of ``size`` this is.
-        size: ranks that share the data.
+        order: yields lists of indices, or single items if the loader does not collate.
+        rank: this rank, from 0.
+        size: the number of ranks that share the data.
         sized: whether an item's length is its number of samples.
-        pad: a rank that has no part of the last turn gets one from the start of the order.
-        whole: with ``pad``: the size up to which the last batches are filled from there; None leaves them as they are.
+        pad: a rank without a share of the last global micro-batch gets a batch from the start of the order.
+        whole: with ``pad``: fill the last batches from the start of the order up to this size; None: do not.
     """
 
     def __init__(

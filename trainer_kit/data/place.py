@@ -1,19 +1,20 @@
-"""Which part of the data is read where, and what `Feed` asks of every kind of loader."""
+"""The base class of the sources that `Feed` reads, the part of the data that a rank reads, and shared helpers."""
 
 from __future__ import annotations
 
 import copy
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import DataError
-from trainer_kit.data.workers import EndsWithParent, heard_context
+from trainer_kit.data.workers import EndsWithParent, checked_context
 
 __all__ = [
     "Place",
@@ -32,7 +33,7 @@ _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Ra
 
 
 def own_generators(*owners: Any) -> list[Any]:
-    """Every generator among the attributes of these objects, once each.
+    """Return every generator among the attributes of these objects, once each.
 
     Example:
         >>> shared = torch.Generator()
@@ -49,12 +50,12 @@ def own_generators(*owners: Any) -> list[Any]:
 
 
 def generator_states(generators: Iterable[Any]) -> list[Any]:
-    """Where they stand, as plain data and tensors."""
-    return [_state(generator) for generator in generators]
+    """Return the type names and states of generators, as plain data and tensors."""
+    return [[type(generator).__name__, _state(generator)] for generator in generators]
 
 
 def restore_generators(generators: Iterable[Any], states: Sequence[Any]) -> None:
-    """Put `generator_states` back; one that is of another kind today stays where it is."""
+    """Restore `generator_states`; a generator of another type stays unchanged."""
     for generator, (kind, state) in zip(generators, states, strict=False):
         if kind != type(generator).__name__:
             continue
@@ -68,22 +69,19 @@ def restore_generators(generators: Iterable[Any], states: Sequence[Any]) -> None
             generator.setstate((state[0], tuple(state[1]), state[2]))
 
 
-def _state(generator: Any) -> list[Any]:
-    state: Any
+def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
-        state = generator.get_state()
-    elif isinstance(generator, np.random.Generator):
-        state = generator.bit_generator.state
-    elif isinstance(generator, np.random.RandomState):
-        state = generator.get_state(legacy=False)
-    else:
-        state = generator.getstate()
-    return [type(generator).__name__, state]
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which part of the data is read here, and how."""
+    """The part of the data that this rank reads, and the options of reading; see `Feed`."""
 
     rank: int = 0
     size: int = 1
@@ -96,70 +94,70 @@ class Place:
 
     @property
     def part(self) -> tuple[int, int]:
-        """(rank, size) of the division that is ours to make."""
+        """(rank, size) of the division by this library."""
         return (self.rank, self.size) if self.shard else (0, 1)
 
 
-class Source(Protocol):
-    """What `Feed` asks of a loader; the meaning of each is documented there."""
+class Source(ABC):
+    """A loader as one rank reads it. `Feed` documents the members without a comment.
+
+    The names of the subclasses are part of checkpoints.
+    """
+
+    per_rank_batch_size: int | None = None
+    indexed = False
+    once = False
+    stateful = False
+    """Whether `state` changes with each batch, and `epoch` can start from it."""
+    rolls = False
+    """Whether an epoch may depend on the number of batches read in earlier epochs."""
+    workers: Sequence[int] = ()
+    """The number of worker processes of each loader with a state, which is valid only for this number."""
+    generators: Sequence[Any] = ()
+    """The user's generators that the order is drawn from."""
 
     @property
+    @abstractmethod
     def length(self) -> int | None: ...
     @property
+    @abstractmethod
     def even(self) -> bool: ...
     @property
-    def per_rank_batch_size(self) -> int | None: ...
+    @abstractmethod
+    def stride(self) -> list[tuple[str, int]]: ...
     @property
-    def indexed(self) -> bool:
-        """Whether a batch is found without reading those before it."""
-
-    @property
-    def once(self) -> bool:
-        """Whether it can be read only once, over all epochs."""
-
-    @property
-    def stateful(self) -> bool:
-        """Whether `state` tells more with each batch, and `epoch` can begin with it."""
-
-    @property
-    def workers(self) -> list[int]:
-        """How many processes read, one for each loader with a state: it is known for as many only."""
-
-    @property
-    def rolls(self) -> bool:
-        """Whether an epoch may depend on how far the ones before it were read."""
-
-    @property
-    def generators(self) -> list[Any]:
-        """The user's own, that the order is drawn from."""
-
-    @property
-    def stride(self) -> list[tuple[str, int]]:
-        """How much of a loader's order one global micro-batch covers: (unit, number), one for each loader."""
-
-    @property
+    @abstractmethod
     def doubt(self) -> str | None:
-        """Why the number of samples of its batches may be wrong; None where it is certain, or nothing was read yet."""
+        """The reason why the numbers of samples may be wrong; None if they are certain, or nothing was read yet."""
 
-    def samples(self, index: int) -> int | None: ...
+    @abstractmethod
     def describe(self) -> str: ...
+    @abstractmethod
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[tuple[Any, int]]:
-        """Batches, each with its number of samples; `MISSING` where this rank has no share of a global micro-batch.
+        """Return batches with their number of samples; `MISSING` if this rank has no share of a global micro-batch.
 
-        ``turn`` counts the passes within one epoch; ``state`` is that of batch ``start``, where there is one.
+        ``turn`` counts the passes within one epoch; ``state`` is the state at batch ``start``, if there is one.
         """
+
+    def samples(self, index: int) -> int | None:
+        """Return the number of samples of a global micro-batch over all ranks. Default: unknown."""
+        return None
 
     def state(self) -> Any:
-        """What `epoch` needs besides the position to begin behind the last batch; None where that is nothing."""
+        """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
+        return None
 
     def first_state(self) -> Any:
-        """The state before anything is read: whether it can be saved is asked before the first step."""
+        """Return the state before the first batch. Default: that of the generators."""
+        return generator_states(self.generators)
 
-    def divided_anew(self, state: Any, further: int) -> Any:
-        """The state of the last of several ranks, for any rank of another number of them; raises where it is none.
+    def resharded(self, state: Any, further: int) -> Any:
+        """Return the state for another number of ranks, from that of the last rank. Default: the same.
 
-        ``further`` batches, over all ranks, are to be read and thrown away behind it.
+        After it, ``further`` batches over all ranks are to be read and discarded. CheckpointError if there is no such
+        state.
         """
+        return state
 
 
 def kind_of(thing: Any) -> str:
@@ -184,24 +182,21 @@ def refuse_batch_size(loader: Any, place: Place) -> None:
 
 
 def one_for_one(loader: DataLoader[Any]) -> bool:
-    """Whether a loader yields one batch for each list of indices that it draws, in the same order."""
+    """Whether a loader yields one batch for each list of indices that it draws, in the order of the lists."""
     kind: Any = type(loader)
     made_by = {kind.__iter__.__module__.partition(".")[0], kind._get_iterator.__module__.partition(".")[0]}
     return made_by <= {"torch", "torchdata"} and (loader.num_workers == 0 or getattr(loader, "in_order", True))
 
 
 def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | None]:
-    """A loader of the user's class with all its attributes, and the generator its workers are seeded from.
-
-    No generator where the user gave one: that one is obeyed, and drawing from it disturbs nobody.
-    """
+    """Return a copy of a loader, and the generator for the seeds of its workers; None if the user gave one."""
     mine = copy.copy(loader)
     generator = torch.Generator() if loader.generator is None else None
     # DataLoader.__setattr__ refuses to set these.
     mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
     if loader.num_workers:
         mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
-        mine.multiprocessing_context = heard_context(loader.multiprocessing_context)
+        mine.multiprocessing_context = checked_context(loader.multiprocessing_context)
     if "_initial_iter_for_state_dict" in mine.__dict__:
-        mine.__dict__["_initial_iter_for_state_dict"] = False  # that was the other's iterator
+        mine.__dict__["_initial_iter_for_state_dict"] = False  # the iterator belongs to the user's loader
     return mine, generator

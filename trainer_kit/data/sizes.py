@@ -1,4 +1,4 @@
-"""How many samples a batch has, where its loader does not count them, and how many batches a limit leaves."""
+"""Count the samples of a batch whose loader does not count them, and apply limits to numbers of batches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _Path = tuple[tuple[str, Any], ...]
 
 
 def batch_size_of(batch: Any) -> int:
-    """The number of samples that a batch seems to have: the first size of the first tensor or NumPy array in it.
+    """Estimate the number of samples in a batch: the first size of the first tensor or NumPy array in it.
 
     Args:
-        batch: any nesting of mappings, sequences and dataclasses. 0-dimensional tensors are passed over.
+        batch: any nesting of mappings, sequences and dataclasses. 0-dimensional tensors are ignored.
 
     Returns:
         Without a tensor, the length of the first list of strings; without that, 1.
@@ -42,10 +42,10 @@ def batch_size_of(batch: Any) -> int:
 
 @final
 class BatchSizes:
-    """Counts the samples of batches by looking at them, for loaders that do not tell.
+    """Count the samples of batches from their content, for loaders that do not count them.
 
     Attributes:
-        doubt: why the count may be wrong, as found in the first batch, or None.
+        doubt: the reason, found in the first batch, why the count may be wrong, or None.
 
     Example:
         >>> import torch
@@ -62,11 +62,11 @@ class BatchSizes:
         self._read: Callable[[Any], tuple[Any, int]] | None = None
 
     def pairs(self, batches: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-        """Each batch with its number of samples."""
+        """Return each batch with its number of samples."""
         return chain.from_iterable(self._parts(iter(batches)))
 
     def total(self, batches: Sequence[Any]) -> int:
-        """The samples of several batches."""
+        """Return the number of samples of several batches."""
         return sum(map(itemgetter(1), map(self._reader(batches[0]), batches))) if batches else 0
 
     def _parts(self, batches: Iterator[Any]) -> Iterator[Iterable[tuple[Any, int]]]:
@@ -74,7 +74,7 @@ class BatchSizes:
             read = self._reader(batch)
             yield (read(batch),)
             del batch
-            yield map(read, batches)  # no frame of ours between the loader and the reader
+            yield map(read, batches)  # adds no Python frame between the loader and the reader
 
     def _reader(self, batch: Any) -> Callable[[Any], tuple[Any, int]]:
         if self._read is None:
@@ -97,7 +97,7 @@ def _pair(batch: Any) -> tuple[Any, int]:
 
 
 def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
-    """The fastest way to (batch, `batch_size_of`) for batches built like this one; any other is still read correctly.
+    """Return the fastest function from a batch like this one to (batch, `batch_size_of`); it accepts other batches too.
 
     Example:
         >>> import torch
@@ -116,7 +116,7 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
     return _two_deep(type(batch), keys[0], type(batch[keys[0]]), keys[1])
 
 
-# What another structure raises on the way to `.size(0)`. Types are compared first: a tensor has an item 0 too.
+# Errors of `batch[key].size(0)` for a batch of another structure. Types are compared first: tensors have items too.
 _OTHER = (AttributeError, IndexError, KeyError, TypeError)
 
 
@@ -174,12 +174,12 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
 
 def _rows(found: Any) -> int:
     if isinstance(found, PackedSequence):
-        return int(found.batch_sizes[0])  # lives on the host: no sync
+        return int(found.batch_sizes[0])  # on the host: no synchronisation
     return int(found.shape[0])
 
 
 def _opaque(node: Any) -> Iterator[Any]:
-    """Objects in which samples may be that cannot be counted."""
+    """Yield objects of unknown types, which may contain samples."""
     if isinstance(node, (Mapping, Sequence)) or dataclasses.is_dataclass(node):
         for _, child in _children(node):
             yield from _opaque(child)
@@ -188,7 +188,7 @@ def _opaque(node: Any) -> Iterator[Any]:
 
 
 def _strings(node: Any) -> int:
-    """The length of the first list of strings; 0 when there is none."""
+    """Return the length of the first list of strings; 0 if there is none."""
     if isinstance(node, (list, tuple)) and node and all(isinstance(child, (str, bytes)) for child in node):
         return len(node)
     for _, child in _children(node):
@@ -198,15 +198,15 @@ def _strings(node: Any) -> int:
 
 
 def limit_batches(length: int | None, limit: int | float | None, name: str) -> int | None:
-    """How many batches are read.
+    """Return the number of batches to read.
 
     Args:
-        length: batches of the loader, None when unknown.
-        limit: an int counts batches; a float from 0.0 to 1.0 is a fraction of ``length``; 1.0 and None are all.
-        name: the argument, for errors.
+        length: the batches of the loader, None if unknown.
+        limit: an int counts batches; a float from 0.0 to 1.0 is a fraction of ``length``; 1.0 and None mean all.
+        name: the name of the argument, for errors.
 
     Returns:
-        The number of batches, None when unknown.
+        The number of batches, None if unknown.
 
     Raises:
         DataError: a limit out of range, a fraction of an unknown length, a fraction that is less than one batch.
@@ -233,7 +233,7 @@ def limit_batches(length: int | None, limit: int | float | None, name: str) -> i
         return length if limit else 0
     if length is None:
         raise DataError(
-            f"{name} is a fraction of a length that nobody knows",
+            f"{name} is a fraction of an unknown length",
             found=f"{name}={limit!r} for a loader without __len__",
             fix="pass a number of batches (an int), or 1.0 for all",
         )

@@ -1,4 +1,4 @@
-"""What can be asked for by index: a list of batches, or a DataLoader over a map-style dataset."""
+"""The sources of one loader: a list of batches, a DataLoader over a map-style dataset, or a stream of batches."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.order import EMPTY, MISSING, BatchTurns, SampleBlocks, Split, derive_seed, length_of, seed_globals
 from trainer_kit.data.place import (
     Place,
+    Source,
     copied,
     generator_states,
     kind_of,
@@ -41,29 +42,30 @@ __all__ = ["IndexedSource", "ListSource", "StreamSource"]
 
 
 @final
-class ListSource:
+class ListSource(Source):
     """A sequence of batches: rank r takes those with index r, r + size, ..., and reads no other."""
 
-    per_rank_batch_size = None
-    stateful = rolls = once = False
     indexed = True
 
     def __init__(self, batches: Sequence[Any], place: Place) -> None:
         refuse_batch_size(batches, place)
-        self.batches, (self.rank, self.size) = batches, place.part
-        self.even = place.size == self.size
-        self.generators: list[Any] = []
-        self.workers: list[int] = []
+        self.batches = batches
+        self.rank, self.size = place.part
+        self._place = place
         self._sizes = BatchSizes()
 
     @property
     def length(self) -> int:
         return -(-len(self.batches) // self.size)
 
+    @property
+    def even(self) -> bool:
+        return self._place.size == self.size
+
     def samples(self, index: int) -> int | None:
-        if type(self.batches) not in (list, tuple):  # a subclass may make its batches as they are asked for
+        if type(self.batches) not in (list, tuple):  # a subclass may make each batch when it is read
             return None
-        # A list holds its batches already: looking at the other ranks' costs no read, and no exchange.
+        # A list holds its batches already: reading the sizes of other ranks' batches costs nothing.
         return self._sizes.total(self.batches[index * self.size : (index + 1) * self.size])
 
     @property
@@ -78,15 +80,6 @@ class ListSource:
     def stride(self) -> list[tuple[str, int]]:
         return [("batches", self.size)]
 
-    def state(self) -> None:
-        return None
-
-    def first_state(self) -> None:
-        return None
-
-    def divided_anew(self, state: Any, further: int) -> None:
-        return None
-
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         set_epoch(epoch, self.batches)
         if self.size == 1 and not start:
@@ -98,10 +91,9 @@ class ListSource:
 
 
 @final
-class IndexedSource:
-    """A DataLoader over a map-style dataset, rebuilt once around this rank's part of its sampler's order."""
+class IndexedSource(Source):
+    """A DataLoader over a map-style dataset, copied once with this rank's part of its sampler's order."""
 
-    stateful = rolls = once = False
     indexed = True
 
     def __init__(self, loader: DataLoader[Any], place: Place) -> None:
@@ -110,14 +102,12 @@ class IndexedSource:
         self.own_batches = _own_batches(loader)
         self.order, self.split_by_user = self._find_order()
         self.generators = own_generators(loader, self.order, getattr(self.order, "sampler", None))
-        self.workers: list[int] = []
         self._began: list[Any] = []
         rank, size = (0, 1) if self.split_by_user else place.part
         self.split: Split
-        self.per_rank_batch_size: int | None
         if self.own_batches:
             refuse_batch_size(loader, place)
-            # Neither batch size nor batch sampler: each item of the sampler is a batch.
+            # Without a batch size and a batch sampler each item of the sampler is a batch.
             sized = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
             given = getattr(loader.batch_sampler, "batch_size", None)
             whole = self.per_rank_batch_size = given if isinstance(given, int) else None
@@ -131,14 +121,14 @@ class IndexedSource:
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
         self._drawn = one_for_one(loader) and (not isinstance(self.split, BatchTurns) or self.split.sized)
-        self._sizes = BatchSizes()  # for a loader that makes its batches in its own way
+        self._sizes = BatchSizes()  # for a loader that makes its own batches
 
     @property
     def doubt(self) -> str | None:
         return self._sizes.doubt
 
     def _find_order(self) -> tuple[Any, bool]:
-        """What yields the indices (or batches of them), and whether that is one rank's part already."""
+        """Return what yields the indices (or batches of indices), and whether these are already one rank's part."""
         loader, place = self.given, self.place
         order = loader.sampler if not self.own_batches or loader.batch_sampler is None else loader.batch_sampler
         if not place.shard:
@@ -200,12 +190,6 @@ class IndexedSource:
     def state(self) -> Any:
         return {"generators": self._began} if self.generators else None
 
-    def first_state(self) -> Any:
-        return generator_states(self.generators)
-
-    def divided_anew(self, state: Any, further: int) -> Any:
-        return state
-
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         given = self.given
         inner = getattr(given.batch_sampler, "sampler", None)
@@ -216,26 +200,26 @@ class IndexedSource:
         seeds = self.loader.num_workers > 0 or self.place.reproducible
         self.split.begin(seed, start, sample_seed if seeds and given.batch_sampler is not None else None)
         if self.generators:
-            # The whole order of an epoch is drawn from where they stand at its start.
+            # The whole order of an epoch is drawn from the states at its start.
             if state is not None:
                 restore_generators(self.generators, state["generators"])
             self._began = generator_states(self.generators)
         if self.generator is not None:
-            # By rank, or the workers of all ranks would draw the same augmentations.
+            # A different seed per rank, or the workers of all ranks would draw the same augmentations.
             self.generator.manual_seed(derive_seed(seed, self.place.rank))
         iterator = iter(self.loader)
         if self.generators and not self.loader.num_workers:
-            self.split.draw()  # with workers it has been, for the batches that they read ahead
-        batches = _untouched(iterator) if seeds and not self.loader.num_workers else iterator
-        # None of these costs a Python frame per batch. A loader draws ahead of its batches, never behind them.
+            self.split.draw()  # with workers the loader has drawn already, for the batches that they prefetch
+        batches = _restoring(iterator) if seeds and not self.loader.num_workers else iterator
+        # None of these adds a Python frame per batch. A loader draws the indices before the batch.
         sizes = iter(self.split.sizes.popleft, None)
         pairs = zip(batches, sizes, strict=False) if self._drawn else self._sizes.pairs(batches)
         return chain(pairs, self._end(iterator, start))
 
     def _end(self, iterator: Iterator[Any], start: int) -> Iterator[Any]:
-        """What comes after the last batch: two checks, and `MISSING` where this rank has no share of it."""
+        """Check the end of the data, and yield `MISSING` if this rank has no share of the last global micro-batch."""
         split, kind = self.split, kind_of(self.given)
-        # Only torch's own iterators count; what a subclass makes of their batches is its own business.
+        # Only torch's iterators count their batches; a subclass may do anything with them.
         read = getattr(iterator, "_num_yielded", None)
         if read is not None and read < split.handed:
             raise DataError(
@@ -253,8 +237,8 @@ class IndexedSource:
             yield MISSING
 
 
-def _untouched(batches: Iterator[Any]) -> Iterator[Any]:
-    """The samples are seeded in this process: its own generators are put back behind each batch."""
+def _restoring(batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield batches whose samples seed the generators of this process, and restore the generators after each batch."""
     while True:
         with preserved_rng():
             batch = next(batches, EMPTY)
@@ -264,13 +248,13 @@ def _untouched(batches: Iterator[Any]) -> Iterator[Any]:
 
 
 def _own_batches(loader: DataLoader[Any]) -> bool:
-    """Whether batches are made otherwise than by ``batch_size`` and the sampler."""
+    """Whether batches are not made from ``batch_size`` and the sampler."""
     made = loader.batch_sampler
     return loader.batch_size is None or not (isinstance(made, BatchSampler) and made.sampler is loader.sampler)
 
 
 def _undivided(sampler: DistributedSampler[Any]) -> Any:
-    """Its order before it is divided and padded: evaluation reads each sample once."""
+    """Return the sampler without its division and padding: evaluation reads each sample once."""
     whole = copy.copy(sampler)
     count = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
     whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, count, count
@@ -278,7 +262,7 @@ def _undivided(sampler: DistributedSampler[Any]) -> Any:
 
 
 def _reseeded(sampler: Any, loader: DataLoader[Any]) -> Any:
-    """torchdata's RandomSampler draws its generator's seed where nobody gave one: another order on every rank."""
+    """Replace torchdata's RandomSampler without a generator: it draws its own seed, another one on every rank."""
     ours = type(sampler).__module__.startswith("torchdata.") and kind_of(sampler) == "RandomSampler"
     if ours and loader.generator is None:
         return RandomSampler(sampler.data_source, sampler.replacement, sampler.num_samples)
@@ -286,17 +270,17 @@ def _reseeded(sampler: Any, loader: DataLoader[Any]) -> Any:
 
 
 @final
-class StreamSource:
-    """Anything that can only be read in order: every rank reads all of it and keeps each size-th batch."""
-
-    indexed = False
+class StreamSource(Source):
+    """Data that can only be read in order: every rank reads all batches and keeps each size-th batch."""
 
     def __init__(self, loader: Iterable[Any], place: Place) -> None:
-        self.given, self.place, (self.rank, self.size) = loader, place, place.part
+        self.given = loader
+        self.place = place
+        self.rank, self.size = place.part
         self.loader: Any = loader
         self.generator: torch.Generator | None = None
-        self.per_rank_batch_size: int | None = None
-        self._sizes, self._counts = BatchSizes(), False
+        self._sizes = BatchSizes()
+        self._counts = False
         if isinstance(loader, DataLoader):
             self.loader, self.generator = copied(loader)
             if place.batch_size is not None:
@@ -306,7 +290,7 @@ class StreamSource:
                 self.loader.__dict__.update(batch_size=place.batch_size, batch_sampler=batches)
             self.per_rank_batch_size = self.loader.batch_size
             own = loader.batch_size is not None and loader.collate_fn is not default_collate
-            if own and one_for_one(loader):  # what torch itself collates shows its size
+            if own and one_for_one(loader):  # batches of torch's own collate_fn show their size
                 self._counts, self.loader.collate_fn = True, _Counting(loader.collate_fn)
             if not place.ordered and _has_state(loader.dataset):
                 self.loader = _reading_states(self.loader)
@@ -318,15 +302,15 @@ class StreamSource:
                 " stream: what it draws is up to it",
                 stacklevel=2,
             )
-        # An iterator can be read once; whatever makes a new one each time can be read again.
+        # An iterator can be read once; any other iterable makes a new iterator for each pass.
         self.once = isinstance(loader, Iterator)
         self.begun = False
         self.stateful = not place.ordered and _has_state(self.loader)
         number = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
         self.workers = [number] if self.stateful else []
-        # Worker processes that end with the epoch take all that they read with them.
-        self.parts = number > 0 and not self.loader.persistent_workers
-        self.rolls = self.stateful and not self.parts
+        # Workers that end with the epoch lose the batches that they have prefetched.
+        self.workers_end = number > 0 and not self.loader.persistent_workers
+        self.rolls = self.stateful and not self.workers_end
         self.generators = own_generators(loader) if isinstance(loader, DataLoader) else []
         self._began: list[Any] = []
 
@@ -334,17 +318,14 @@ class StreamSource:
     def length(self) -> int | None:
         count = length_of(self.loader)
         if isinstance(self.loader, DataLoader):
-            # torch would warn about each batch beyond the length that a dataset only claims to have.
+            # Otherwise torch would warn about each batch beyond the length that the dataset claims to have.
             self.loader.__dict__["_IterableDataset_len_called"] = None
         return None if count is None else -(-count // self.size)
 
     @property
     def even(self) -> bool:
-        # Whether all ranks read the same stream is up to the user's code.
+        # The user's code decides whether all ranks read the same stream.
         return self.place.size == 1
-
-    def samples(self, index: int) -> None:
-        return None
 
     @property
     def doubt(self) -> str | None:
@@ -367,7 +348,7 @@ class StreamSource:
             return {"generators": self._began} if self.generators else None
         own = self.loader.state_dict()
         return {
-            # What lives in this process may go on changing.
+            # The state of objects in this process may still change.
             "loader": own if any(self.workers) else copy.deepcopy(own),
             "at": (self.rank + 1) % self.size,
             "generators": self._began,
@@ -375,14 +356,14 @@ class StreamSource:
 
     def first_state(self) -> Any:
         if not self.stateful:
-            return generator_states(self.generators)
-        # Not the DataLoader's: that would start its workers.
+            return super().first_state()
+        # Not the state of the DataLoader: that would start its workers.
         owner: Any = self.given.dataset if isinstance(self.given, DataLoader) else self.given
-        with suppress(Exception):  # it arrives when the state is asked for in earnest
+        with suppress(Exception):  # the error is raised when the state is saved
             return owner.state_dict()
         return None
 
-    def divided_anew(self, state: Any, further: int) -> Any:
+    def resharded(self, state: Any, further: int) -> Any:
         if not self.place.shard or (state is not None and state["at"]):
             raise CheckpointError(
                 "loaders",
@@ -400,39 +381,39 @@ class StreamSource:
                 restore_generators(self.generators, state["generators"])
             self._began = generator_states(self.generators)
         if self.generator is not None:
-            # The same on all ranks: a dataset that shuffles in its workers must yield the same stream everywhere.
+            # The same seed on all ranks: a dataset that shuffles in its workers must yield the same stream everywhere.
             self.generator.manual_seed(derive_seed(self.place.seed, epoch, turn))
-        goes_on = self.stateful and state is not None and "loader" in state
-        if goes_on:
+        resumes = self.stateful and state is not None and "loader" in state
+        if resumes:
             self.loader.load_state_dict(state["loader"])
         workers = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
-        inside = goes_on and start > 0  # of an epoch, whose next batch is read under the generators of the run
+        inside = resumes and start > 0  # the next batch of a started epoch is read under the generators of the run
         alike = self.size > 1 and not workers and not self.once and not inside
-        iterator = self._alike(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
+        iterator = self._seeded(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
         if self.once and self.begun:
             iterator = chain(self._first(iterator), iterator)
         self.begun = True
-        if start and not goes_on:
+        if start and not resumes:
             self._drain(iterator, start)
         if state is not None:
             for _ in islice(iterator, state.get("further", 0)):
                 pass
-        if self.stateful and self.parts:
-            iterator = self._letting_go(iterator)
+        if self.stateful and self.workers_end:
+            iterator = self._released(iterator)
         pairs = iterator if self._counts else self._sizes.pairs(iterator)
-        return pairs if self.size == 1 else self._turns(pairs, state["at"] if goes_on else 0)
+        return pairs if self.size == 1 else self._turns(pairs, state["at"] if resumes else 0)
 
-    def _alike(self, seed: int) -> Iterator[Any]:
-        """Begin under generators that are the same on all ranks: a stream that shuffles has one order for all."""
+    def _seeded(self, seed: int) -> Iterator[Any]:
+        """Start with equal generators on all ranks, so that a stream that shuffles has the same order everywhere."""
         with preserved_rng():
             seed_globals(seed)
             iterator = iter(self.loader)
-            first = list(islice(iterator, 1))  # a generator function has drawn nothing before
+            first = list(islice(iterator, 1))  # a generator function draws nothing before its first item
         yield from first
         yield from iterator
 
-    def _letting_go(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        """torchdata's loader holds on to the iterator, and so to its workers, where the reading ends early."""
+    def _released(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Release the iterator, and so its workers, when reading ends early: torchdata's loader keeps it."""
         try:
             yield from iterator
         finally:
@@ -440,20 +421,21 @@ class StreamSource:
                 self.loader.__dict__["_iterator"] = None
 
     def _drain(self, iterator: Iterator[Any], start: int) -> None:
-        """Read up to batch ``start``; what that draws was drawn before."""
-        count, tells = start * self.size, self.place.rank == 0
+        """Read and discard the batches before ``start``, and restore the global generators."""
+        count = start * self.size
+        first_rank = self.place.rank == 0
         began = time.monotonic()
         bar = bar_class()(
-            islice(iterator, count), "reading up to where it was", count, leave=False, delay=2, disable=not tells
+            islice(iterator, count), "reading up to where it was", count, leave=False, delay=2, disable=not first_rank
         )
         with preserved_rng():
             for _ in bar:
                 pass
-        if tells:
+        if first_rank:
             warnings.warn(
                 f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, {count} batches were read and"
                 f" thrown away in {time.monotonic() - began:.1f} s. With state_dict() and load_state_dict(state) on"
-                f" {self._owner()} it goes on at once",
+                f" {self._owner()} it continues at once",
                 stacklevel=2,
             )
 
@@ -482,7 +464,7 @@ class StreamSource:
 
 @final
 class _Counting:
-    """A user's ``collate_fn`` that also says how many samples it was given, wherever it runs."""
+    """A user's ``collate_fn`` that also returns the number of its samples, in this process or a worker."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
@@ -492,20 +474,20 @@ class _Counting:
 
 
 def _has_state(owner: Any) -> bool:
-    """torchdata's protocol."""
+    """Whether an object has torchdata's state protocol."""
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 
 
 def _reading_states(loader: DataLoader[Any]) -> Any:
-    """The same loader as torchdata's, which reads the state of its dataset in this process and in workers."""
+    """Return a loader as torchdata's, which reads the state of its dataset in this process and in workers."""
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
-        return loader  # one that makes its batches in its own way
+        return loader  # it makes its own batches
     if loader.num_workers and not getattr(loader, "in_order", True):
-        return loader  # batches come as workers finish them: no state says which did
+        return loader  # batches arrive in any order: no state describes that
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    # Not its constructor, which knows neither all that torch has by now nor what a subclass added.
+    # Not its constructor, which lacks newer arguments of torch and attributes of a subclass.
     made: Any = StatefulDataLoader.__new__(StatefulDataLoader)
     made.__dict__.update(
         loader.__dict__,

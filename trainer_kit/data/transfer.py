@@ -1,4 +1,4 @@
-"""From the host to the device: moving the next batch while this one is computed."""
+"""Move the next batch from the host to the device while the current one is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Ahead"]
 
 
 def _pinned(batch: Any) -> Any:
-    """The batch in memory from which a copy is really asynchronous; what is pinned already is returned as it is."""
+    """Return the batch in pinned memory, from which a copy is asynchronous; pinned tensors are returned unchanged."""
 
     def pin(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -30,24 +30,23 @@ def _pinned(batch: Any) -> Any:
 
 @cache
 def _side_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that batches are copied on: one for good, for memory of one stream is not used again on another."""
+    """Return the copy stream of a device. There is only one: torch does not reuse memory across streams."""
     drives = torch.accelerator.current_accelerator()
     return torch.Stream(device) if drives is not None and drives.type == device.type else None
 
 
 @final
 class Ahead:
-    """Hands out moved batches, the next of which is on its way while this one is computed.
+    """Yield moved batches; the next batch is copied while the current one is computed.
 
-    Each batch is pinned and copied on a stream of its own; the current stream waits for the copy, the host does not.
-    An error in reading or moving the next batch arrives at its own turn.
+    Each batch is pinned and copied on a separate stream; the current stream waits for the copy, the host does not. An
+    error while the next batch is read or moved is raised when that batch is requested.
 
     Args:
-        iterator: batches on the host. It is read one batch ahead of what was handed out: cut it where reading must
-            stop. `EMPTY` is handed on.
-        move: ``move(batch)``: the batch on the device.
-        device: the accelerator; None: no stream and no pinning, only the order (a test, or a CPU), as for a device
-            that torch does not drive itself.
+        iterator: batches on the host. It is read one batch early, so it must end where reading must stop. `EMPTY` is
+            yielded unchanged.
+        move: ``move(batch)`` returns the batch on the device.
+        device: the accelerator; None, or a device that ``torch.accelerator`` does not drive: no stream, no pinning.
 
     Example:
         >>> moved = []
@@ -67,7 +66,7 @@ class Ahead:
     def __next__(self) -> Any:
         ready = self._waiting or self._read()
         if ready.error is not None:
-            # An iterator that has ended stays so; after another error, reading goes on.
+            # An iterator that has ended stays ended; after another error reading continues.
             self._waiting = ready if isinstance(ready.error, StopIteration) else None
             raise ready.error
         if ready.event is not None:
@@ -83,8 +82,8 @@ class Ahead:
             if self._stream is None:
                 return _Ready(self._move(batch))
             batch = _pinned(batch)
-            # The copy may reuse memory of an earlier batch: it waits for the steps that are queued by now. The step
-            # for which this batch is read ahead comes after them, and that is what the copy runs beside.
+            # The copy may reuse the memory of an earlier batch, so it waits for all queued steps. The next step is
+            # queued afterwards, and runs in parallel with the copy.
             self._stream.wait_stream(torch.accelerator.current_stream(self._device))
             with self._stream:
                 return _Ready(self._move(batch), event=self._stream.record_event())
@@ -94,7 +93,7 @@ class Ahead:
 
 @dataclasses.dataclass(frozen=True)
 class _Ready:
-    """A batch that was read and moved, or the error that came instead."""
+    """A moved batch, or the error of reading or moving it."""
 
     batch: Any = None
     event: Any = None

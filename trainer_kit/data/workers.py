@@ -1,4 +1,4 @@
-"""How the workers of a loader begin."""
+"""Start the workers of a loader so that they never hang or outlive their parent."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torch.utils.data import get_worker_info
 
 from trainer_kit.core.errors import LaunchError
 
-__all__ = ["EndsWithParent", "heard_context"]
+__all__ = ["EndsWithParent", "checked_context"]
 
 _GRACE = 10.0
-"""Seconds for what a worker is about to finish."""
+"""Seconds that a worker gets to finish after its parent has ended."""
 
 _PATIENCE = (5.0, 10.0, 20.0, 40.0)
-"""Seconds for a forked process to reach its first line, which takes milliseconds, at the first attempt and the next."""
+"""Seconds for a forked process to run its first line (normally milliseconds), for each attempt."""
 
 
 @final
 class EndsWithParent:
-    """A ``worker_init_fn`` after which a worker process ends when its parent has, even if that was before it began.
+    """A ``worker_init_fn`` that ends a worker process when its parent ends, even if the parent ended before its start.
 
-    torch's own watch looks for another parent than the one at its start; if that was killed just before, the worker
-    waits for its next index for ever, with all the memory that it holds.
+    torch's watchdog compares the parent with the one at the worker's start; if that parent was killed just before, the
+    worker waits for its next index forever and keeps its memory.
 
     Args:
         own: the user's function, if any.
@@ -49,29 +49,29 @@ class EndsWithParent:
 
 
 def _follow(parent: int) -> None:
-    wait([parent])  # readable once nobody holds the other end: it was made before this process was
+    wait([parent])  # readable when the parent has closed the other end of the pipe
     time.sleep(_GRACE)
     os._exit(1)
 
 
-def heard_context(given: BaseContext | None) -> BaseContext | None:
-    """A multiprocessing context that forks as ``given`` does and returns only from a start that has succeeded.
+def checked_context(given: BaseContext | None) -> BaseContext | None:
+    """Return a multiprocessing context that forks like ``given``, and verifies that each forked process has started.
 
-    A fork copies locks as they are at that moment, also those of threads that the copy does not have: a worker may wait
-    for one before its first line, and its parent for the worker, for ever. CPython before 3.10.15 and 3.11.10 has such
-    a lock, taken by any thread of a library that enters Python, as gloo's do (python/cpython#112275). A worker that
-    does not begin has done nothing: it is ended and forked once more.
+    A fork copies locked locks, including those of threads that the new process does not have: a worker may wait for
+    such a lock before its first line, and its parent for the worker, forever. CPython before 3.10.15 and 3.11.10 has
+    such a lock; any thread of a library that enters Python takes it, as gloo's threads do (python/cpython#112275). A
+    worker that does not start has done nothing, so it is killed and forked again.
 
     Args:
-        given: the loader's own; None: the default.
+        given: the context of the loader; None: the default.
 
     Returns:
-        ``given`` where its processes are not forked, or in a way of the user's own.
+        ``given`` itself if it does not fork, or is not torch's or the standard library's fork context.
     """
-    # Asking without `allow_none` would settle the default, which a script may still choose.
+    # Without `allow_none` this call would fix the default, which a script may still choose.
     default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
     forks = sys.platform != "win32" and type(given or multiprocessing.get_context(default)) is ForkContext
-    return _Heard() if forks else given
+    return _CheckedContext() if forks else given
 
 
 if sys.platform != "win32":
@@ -79,24 +79,24 @@ if sys.platform != "win32":
     from multiprocessing.popen_fork import Popen
 
     @final
-    class _HeardProcess(ForkProcess):
+    class _CheckedProcess(ForkProcess):
         @staticmethod
         def _Popen(process_obj: Any) -> Popen:
             for patience in _PATIENCE:
                 reader, process_obj.begins = multiprocessing.Pipe(duplex=False)
-                started = ForkProcess._Popen(process_obj)
-                heard = False
+                process = ForkProcess._Popen(process_obj)
+                started = False
                 try:
                     process_obj.begins.close()
-                    heard = reader.poll(patience)  # also by its end, which is told where the first batch is awaited
+                    started = reader.poll(patience)  # also True if the worker has ended; the loader reports that
                 finally:
                     reader.close()
-                    if not heard:
-                        started.kill()
-                        started.wait()
-                        started.close()
-                if heard:
-                    return started
+                    if not started:
+                        process.kill()
+                        process.wait()
+                        process.close()
+                if started:
+                    return process
                 warnings.warn(
                     f"a loader's worker did not begin within {patience:.0f} s of its fork, as one that waits for a "
                     "lock of a thread that it does not have; it was ended, and another one is forked",
@@ -116,5 +116,5 @@ if sys.platform != "win32":
             super().run()
 
     @final
-    class _Heard(ForkContext):
-        Process = _HeardProcess
+    class _CheckedContext(ForkContext):
+        Process = _CheckedProcess

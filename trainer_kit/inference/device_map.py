@@ -1,8 +1,9 @@
-"""Which part of a model goes to which device."""
+"""Device maps: the size of each part of a model, the memory of each device, and the device of each part."""
 
 from __future__ import annotations
 
 import warnings
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
@@ -16,19 +17,13 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
 
 __all__ = [
-    "WORDS",
     "Device",
-    "Dtype",
-    "Unit",
     "accelerators",
     "compute_module_sizes",
-    "find_units",
     "get_balanced_memory",
     "get_max_memory",
     "infer_auto_device_map",
     "name_of",
-    "named_tensors",
-    "order_of",
     "resolve_device",
     "resolve_device_map",
     "resolve_dtype",
@@ -36,7 +31,7 @@ __all__ = [
 ]
 
 Dtype: TypeAlias = "torch.dtype | str"
-"""A dtype or its name; ``"int4"``, which torch has none of, counts half a byte an element."""
+"""A dtype or its name; ``"int4"``, which torch lacks, counts half a byte per element."""
 
 _BITS: Final = {"int4": 4, "int2": 2, "fp8": 8}
 
@@ -44,12 +39,12 @@ _BITS: Final = {"int4": 4, "int2": 2, "fp8": 8}
 @final
 @dataclass(eq=False)
 class Unit:
-    """What goes to one device: a layer, a block that is not split, a tensor that a split module has itself.
+    """A part of a model that goes to one device: a layer, an unsplit block, or a tensor of a split module.
 
     Attributes:
-        names: of modules or tensors; several where they share weights.
-        weights: bytes of what is taken away when it is offloaded; what is shared counts once.
-        buffers: bytes of what then stays on the device that computes.
+        names: of modules or tensors; several if they share weights.
+        weights: bytes that move when the part is offloaded; shared tensors count once.
+        buffers: bytes that stay on the computing device when the part is offloaded.
     """
 
     names: list[str]
@@ -69,16 +64,17 @@ class Unit:
             self.weights += size
 
     def take(self, other: Unit) -> None:
-        """Become one with another unit."""
+        """Merge another unit into this one."""
         self.names += other.names
-        self.weights, self.buffers = self.weights + other.weights, self.buffers + other.buffers
+        self.weights += other.weights
+        self.buffers += other.buffers
 
 
 def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """The dtype that is meant by ``"float16"`` or ``"torch.float16"``.
+    """Return the dtype of a name such as ``"float16"`` or ``"torch.float16"``.
 
     Raises:
-        ConfigurationError: torch has none of this name.
+        ConfigurationError: torch has no dtype of this name.
 
     Example:
         >>> resolve_dtype("torch.bfloat16")
@@ -94,7 +90,7 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers by every name that they have, in the order of modules."""
+    """Yield parameters and buffers under each of their names, in the order of modules."""
     for path, part in module.named_modules(remove_duplicate=False):
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
             if tensor is not None:
@@ -104,12 +100,12 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def tensor_sizes(
     module: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> dict[str, int]:
-    """Bytes by name, of parameters and buffers; what is shared has its size under each of its names.
+    """Return the bytes of parameters and buffers by name; a shared tensor has its size under each name.
 
     Args:
-        module: it may be on the ``meta`` device.
-        dtype: what numbers of floating point will be converted to; None: they stay as they are.
-        special_dtypes: by name, other dtypes for some.
+        module: it may be on the meta device.
+        dtype: the dtype to which floating-point tensors will be converted; None: no conversion.
+        special_dtypes: other dtypes for some tensors, by name.
 
     Example:
         >>> layer = nn.Linear(3, 4)
@@ -130,13 +126,13 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> dict[str, int]:
-    """Bytes of every tensor and of every module that holds it, by name; ``""`` is the whole model.
+    """Return the bytes of every tensor and of every module that contains it, by name; ``""`` is the whole model.
 
     Args:
-        model: it may be on the ``meta`` device.
-        dtype: as for `tensor_sizes`.
-        special_dtypes: likewise.
-        buffers_only: leave parameters out.
+        model: it may be on the meta device.
+        dtype: the dtype to which floating-point tensors will be converted; None: no conversion.
+        special_dtypes: other dtypes for some tensors, by name.
+        buffers_only: omit parameters.
 
     Example:
         >>> compute_module_sizes(nn.Sequential(nn.Linear(3, 4)))
@@ -164,13 +160,13 @@ def find_units(
     sizes: Mapping[str, int],
     buffers_stay: bool,
 ) -> list[Unit]:
-    """Everything that a device map has to place, in the order of modules.
+    """Return all parts of a model that a device map has to place, in the order of modules.
 
     Args:
         module: the model.
         no_split_module_classes: names of classes whose modules stay whole.
         sizes: from `tensor_sizes`.
-        buffers_stay: they are not offloaded with the layer that has them.
+        buffers_stay: buffers are not offloaded with their layer.
     """
     given = no_split_module_classes or ()
     whole = {given} if isinstance(given, str) else set(given)
@@ -183,7 +179,7 @@ def find_units(
         home = parts[0] if parts else Unit([])
         if not parts:
             units.append(home)
-        for other in parts[1:]:  # this piece shares weights with both
+        for other in parts[1:]:  # this piece shares weights with several units
             home.take(other)
             units.remove(other)
             owner.update({key: home for key, unit in owner.items() if unit is other})
@@ -196,7 +192,7 @@ def find_units(
 
 
 def _pieces(name: str, part: nn.Module, whole: Collection[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Layers, whole blocks, and tensors that a module with layers has itself, by name, each with its tensors."""
+    """Yield layers, whole blocks, and direct tensors of modules with children, by name, each with its tensors."""
     prefix = f"{name}." if name else ""
     children = {key: child for key, child in part._modules.items() if child is not None}
     if not children or type(part).__name__ in whole:
@@ -210,7 +206,7 @@ def _pieces(name: str, part: nn.Module, whole: Collection[str]) -> Iterator[tupl
 
 
 def _kept_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
-    """The ids of buffers that stay when their layer is offloaded: those that no state_dict has are nowhere else."""
+    """Return the ids of buffers that stay when their layer is offloaded: always those that are in no state_dict."""
     return {
         id(tensor)
         for part in module.modules()
@@ -220,22 +216,23 @@ def _kept_buffers(module: nn.Module, buffers_stay: bool) -> set[int]:
 
 
 Device: TypeAlias = "int | str | torch.device"
-"""A number means that one of this machine's accelerators; ``"disk"`` is a place, too."""
+"""A number is the index of an accelerator of this machine; ``"disk"`` is allowed too."""
 
 _SHARE: Final = 0.9
-"""Of what is free; the rest is for activations."""
+"""The share of free memory that weights may use; the rest is for activations."""
 _PLACES: Final = ("cpu", "disk")
 
 
 def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict[int | str, int]:
-    """Bytes by device, accelerators first, then the host and the disk.
+    """Return bytes by device, accelerators first, then the host and the disk.
 
     Args:
-        max_memory: by device, bytes or ``"10GB"``, ``"1GiB"``; None: nine tenths of what is free on each accelerator
-            and in the host's memory, where the limit of a container counts.
+        max_memory: by device, bytes or ``"10GB"``, ``"1GiB"``; None: nine tenths of the free memory of each accelerator
+            and of the host, within the limit of a container.
 
     Raises:
-        ConfigurationError: no number, or no device.
+        ConfigurationError: a size is invalid.
+        StrategyError: a device is invalid.
 
     Example:
         >>> get_max_memory({"cpu": "2GiB", 1: "10GB", 0: 500})
@@ -254,10 +251,10 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
 
 
 def name_of(device: Device) -> int | str:
-    """As a key of a device map: a number, ``"cpu"``, ``"disk"``, or what torch calls it.
+    """Return a device as the key of a device map: a number, ``"cpu"``, ``"disk"``, or torch's name.
 
     Raises:
-        StrategyError: it is none of these.
+        StrategyError: ``device`` is none of these.
     """
     if isinstance(device, int) or device == "disk":
         return device
@@ -270,22 +267,22 @@ def name_of(device: Device) -> int | str:
 
 
 def order_of(device: int | str) -> tuple[int, int, str]:
-    """For sorting: accelerators by number, then those with names, then the host, then the disk."""
+    """Return a sort key: accelerators by number, then devices by name, then the host, then the disk."""
     if isinstance(device, int):
         return 0, device, ""
     return (2 + _PLACES.index(device), 0, "") if device in _PLACES else (1, 0, device)
 
 
 def accelerators(devices: Iterable[int | str]) -> list[int | str]:
-    """Those that are neither the host nor the disk, in order, each once."""
+    """Return the devices except the host and the disk, sorted, each once."""
     return sorted({device for device in devices if device not in _PLACES}, key=order_of)
 
 
 def resolve_device(device: Device) -> torch.device:
-    """The device that torch knows, for a key of a device map.
+    """Return the torch device for a key of a device map.
 
     Raises:
-        StrategyError: a number, and this machine has no such accelerator.
+        StrategyError: this machine has no accelerator of this number.
     """
     if not isinstance(device, int):
         return torch.device(device)
@@ -299,8 +296,8 @@ def resolve_device(device: Device) -> torch.device:
     return torch.device(kind.type, device)
 
 
-WORDS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Ways to spread a model over accelerators."""
+_WORDS: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+"""Ways to distribute a model over accelerators."""
 
 
 def infer_auto_device_map(
@@ -314,24 +311,24 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, int | str]:
-    """Fill one accelerator after the other, then the host's memory, then the disk, in the order of modules.
+    """Fill one accelerator after the other, then host memory, then the disk, in the order of modules.
 
-    Where something has to be offloaded, the accelerator that will run it keeps room for the largest such layer, and the
-    host for the largest one on disk. Layers that share weights go to the same device.
+    If layers are offloaded, the accelerator that runs them keeps room for the largest of them, and the host for the
+    largest one on disk. Layers that share weights go to the same device.
 
     Args:
-        model: it may be on the ``meta`` device.
+        model: it may be on the meta device.
         max_memory: by device, bytes or ``"10GB"``; None: see `get_max_memory`.
         no_split_module_classes: names of classes whose modules stay whole, such as blocks with a residual connection.
-        dtype: in which weights will be loaded; None: as the model has them.
+        dtype: the dtype in which weights will be loaded; None: that of the model.
         special_dtypes: other dtypes for some weights, by name.
-        verbose: print where each layer goes.
-        clean_result: name a module in place of its layers where all are on one device.
-        offload_buffers: buffers of offloaded layers are offloaded, too.
-        fallback_allocation: where the next layer is too large for an empty accelerator, begin with a later one.
+        verbose: print the device of each layer.
+        clean_result: name a module instead of its layers if all of them are on one device.
+        offload_buffers: offload the buffers of offloaded layers too.
+        fallback_allocation: if the next layer is too large for an empty accelerator, try later layers.
 
     Returns:
-        By name of a module, or of a tensor that a divided module has itself: a device.
+        A device by name of a module, or of a direct tensor of a divided module.
 
     Raises:
         StrategyError: a layer is larger than every device.
@@ -365,18 +362,18 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[int | str, int]:
-    """The ``max_memory`` with which `infer_auto_device_map` fills accelerators evenly.
+    """Return the ``max_memory`` with which `infer_auto_device_map` fills accelerators evenly.
 
-    The largest share is as small as can be; the last accelerator keeps all it has. Where the model does not fit into
-    the accelerators, everything is used.
+    The largest share is as small as possible; the last accelerator keeps its whole limit. If the model does not fit
+    into the accelerators, the limits stay unchanged.
 
     Args:
         model: as for `infer_auto_device_map`, like the other arguments.
-        max_memory: the most that may be used.
+        max_memory: the limits.
         no_split_module_classes: names of classes whose modules stay whole.
-        dtype: in which weights will be loaded.
+        dtype: the dtype in which weights will be loaded.
         special_dtypes: other dtypes for some weights.
-        low_zero: put on the first accelerator only what does not fit on the others.
+        low_zero: put on the first accelerator only layers that do not fit on the others.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(9, 10), nn.Linear(9, 10), nn.Linear(9, 10))
@@ -409,16 +406,17 @@ def resolve_device_map(
     offload_buffers: bool = False,
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> dict[str, Device]:
-    """A device map from one of `WORDS`, or the one that was given.
+    """Return the device map for one of `_WORDS`, or a copy of a given map.
 
     Raises:
-        StrategyError: for any other word.
+        StrategyError: ``device_map`` is another word.
     """
     if not isinstance(device_map, str):
         return dict(device_map)
-    if device_map not in WORDS:
+    if device_map not in _WORDS:
         raise StrategyError(
-            f"unknown device_map {device_map!r}", fix=f"use one of {', '.join(WORDS)}, or a dict of modules and devices"
+            f"unknown device_map {device_map!r}",
+            fix=f"use one of {', '.join(_WORDS)}, or a dict of modules and devices",
         )
     whole, spread = no_split_module_classes, device_map != "sequential"
     if spread:
@@ -428,18 +426,19 @@ def resolve_device_map(
 
 
 def _place(units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool) -> list[int | str]:
-    """A device for each unit. What is kept free grows until everything that is offloaded fits into it."""
-    visitor = guest = 0  # bytes kept for what comes to the accelerator that computes, and through the host
+    """Return a device for each unit. The reserved room grows until each offloaded unit fits into it."""
+    on_accelerator = on_host = 0  # bytes reserved for offloaded units on the computing accelerator, and on the host
     while True:
-        places = _fill(units, room, visitor, guest, fallback)
+        places = _fill(units, room, on_accelerator, on_host, fallback)
         away = [unit for unit, place in zip(units, places, strict=True) if place in ("cpu", "disk")]
         on_disk = [unit for unit, place in zip(units, places, strict=True) if place == "disk"]
         computes = bool(accelerators(places))
         needed = _largest(away) + sum(unit.buffers for unit in away) if computes else 0
         through = _largest(on_disk) + (0 if computes else sum(unit.buffers for unit in on_disk))
-        if needed <= visitor and through <= guest:
+        if needed <= on_accelerator and through <= on_host:
             return places
-        visitor, guest = max(visitor, needed), max(guest, through)
+        on_accelerator = max(on_accelerator, needed)
+        on_host = max(on_host, through)
 
 
 def _largest(units: Sequence[Unit]) -> int:
@@ -447,12 +446,12 @@ def _largest(units: Sequence[Unit]) -> int:
 
 
 def _fill(
-    units: Sequence[Unit], room: Mapping[int | str, int], visitor: int, guest: int, fallback: bool
+    units: Sequence[Unit], room: Mapping[int | str, int], on_accelerator: int, on_host: int, fallback: bool
 ) -> list[int | str]:
     places: list[int | str] = ["disk"] * len(units)
     waiting, computes = list(range(len(units))), False
     for device, most in room.items():
-        left = most - (guest if device == "cpu" else 0 if computes else visitor)
+        left = most - (on_host if device == "cpu" else 0 if computes else on_accelerator)
         used, taken = 0, []
         for index in waiting if left > 0 else ():
             if used + units[index].size <= left:
@@ -473,15 +472,8 @@ def _fits(units: Sequence[Unit], room: Mapping[int | str, int]) -> bool:
 
 
 def _least(most: int, enough: Callable[[int], bool]) -> int:
-    """The smallest number up to ``most`` that is enough."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    """Return the smallest number that is enough, or ``most`` if no smaller number is."""
+    return bisect_left(range(most), True, key=enough)
 
 
 def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None:
@@ -503,14 +495,14 @@ def _warn_of_idle(units: Sequence[Unit], room: Mapping[int | str, int], places: 
         large = max(unit.size for unit in units)
         warnings.warn(
             f"no layer is on {', '.join(map(str, idle))}: none has room for the first layer, which takes "
-            f"{in_units(next(unit.size for unit in units if unit.size))}, and for one that comes and goes, at most "
+            f"{in_units(next(unit.size for unit in units if unit.size))}, and for one offloaded layer, at most "
             f"{in_units(large)}; everything runs on the CPU. Give more in max_memory, or pass fallback_allocation=True",
             stacklevel=3,
         )
 
 
 def _in_order(name: str, part: nn.Module, places: Mapping[str, int | str], clean: bool) -> dict[str, int | str]:
-    """The places of a module's parts in the order of modules; the module itself where that says the same."""
+    """Return the devices of a module's parts in the order of modules; only the module's if all are equal."""
     if name in places:
         return {name: places[name]}
     prefix = f"{name}." if name else ""

@@ -1,10 +1,10 @@
-"""Running a model whose layers are on several devices, in the host's memory, or on disk."""
+"""Run a model whose layers are on several devices, in host memory, or on disk."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, final
 
@@ -15,14 +15,11 @@ from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError, did_you_mean
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.inference.device_map import Device, accelerators, name_of, resolve_device
-from trainer_kit.inference.lazy_weights import OnDisk, open_weights, write_weights
-from trainer_kit.inference.offload_hooks import Call, Lock, OffloadedTensor, Root, Visit, is_meta, put
+from trainer_kit.inference.lazy_weights import OnDisk, open_weights, read_one, tensor_like, write_weights
+from trainer_kit.inference.offload_hooks import Call, LayerHooks, Lock, ModelHooks, OffloadedTensor, is_meta, put
 
 __all__ = [
     "Places",
-    "Slot",
-    "Source",
-    "Spread",
     "Tied",
     "UserCpuOffloadHook",
     "check_device_map",
@@ -32,57 +29,57 @@ __all__ = [
     "dispatch_model",
     "find_tied",
     "first_names",
-    "join",
-    "like",
     "note_sources",
-    "sources_of",
-    "spread",
+    "parameter_like",
 ]
 
-Source: TypeAlias = "Callable[[str], tuple[Mapping[str, Tensor], str] | None]"
-"""From the name of a tensor without content: weights that have it, and its name there; None where nobody has it."""
+_Origin: TypeAlias = "tuple[Mapping[str, Tensor], str]"
+"""Weights that have the content of a tensor, and its name there."""
+_Source: TypeAlias = "Callable[[str], _Origin | None]"
+"""Returns the origin of a meta tensor by its name in the model; None if it is unknown."""
 
-_KEPT: Final = "_spread"
+_DISPATCHED: Final = "_dispatched"
 _NOTED: Final = "_weights_on_disk"
 _PRELOADED: Final = ("MultiheadAttention", "TransformerEncoderLayer")
-"""They use weights of layers inside them without calling these."""
+"""These classes use weights of their layers without calling the layers."""
 
 
 @final
-class Spread:
-    """What `spread` did to a model, so that it can be taken back.
+class Dispatched:
+    """The changes that `dispatch_model` has made to a model, which `_undo` removes.
 
     Args:
-        offloaded: with the slots of each tensor.
-        root: of the model.
+        offloaded: offloaded tensors with their slots.
+        hooks: of the model.
     """
 
-    def __init__(self, offloaded: list[tuple[OffloadedTensor, list[Slot]]], root: Root) -> None:
-        self.offloaded, self.root = offloaded, root
+    def __init__(self, offloaded: list[tuple[OffloadedTensor, list[Slot]]], hooks: ModelHooks) -> None:
+        self.offloaded = offloaded
+        self.hooks = hooks
         self.handles: list[Any] = []
         self.guarded: list[nn.Module] = []
         self.called: list[nn.Module] = []
 
     def guard(self, module: nn.Module) -> None:
         """Refuse that a module is moved or cast."""
-        if "_apply" not in module.__dict__:  # it may have two names
-            module.__dict__["_apply"] = self.root.refuse_move
+        if "_apply" not in module.__dict__:  # a module may have two names
+            module.__dict__["_apply"] = self.hooks.refuse_move
             self.guarded.append(module)
 
-    def hook(self, module: nn.Module, visit: Visit | Root) -> None:
-        """Call ``visit`` around the module's forward, and around hooks that it has: they, too, use its weights."""
-        self.handles.append(module.register_forward_pre_hook(visit.arrive, prepend=True, with_kwargs=True))
-        self.handles.append(module.register_forward_hook(visit.leave, always_call=True))
+    def hook(self, module: nn.Module, hooks: LayerHooks | ModelHooks) -> None:
+        """Register hooks around the module's forward and around its own hooks, which use its weights too."""
+        self.handles.append(module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(hooks.after, always_call=True))
         call = module.__dict__.get("_call_impl")
         if not isinstance(call, Call):
             call = module.__dict__["_call_impl"] = Call(module)
             self.called.append(module)
-        call.visits.append(visit)
+        call.hooks.append(hooks)
 
 
 @final
 class _StateHook:
-    """The weights of one module that are on disk, for its ``state_dict``."""
+    """A ``state_dict`` hook that reads the weights of one module from disk."""
 
     def __init__(self, tensors: Mapping[str, OffloadedTensor]) -> None:
         self._tensors = dict(tensors)
@@ -93,8 +90,8 @@ class _StateHook:
                 state[f"{prefix}{key}"] = tensor.content(torch.device("cpu"))
 
 
-def like(old: Tensor, content: Tensor) -> Tensor:
-    """A parameter or buffer as ``old`` is one, with other content."""
+def parameter_like(old: Tensor, content: Tensor) -> Tensor:
+    """Return ``content`` as a parameter with the class and attributes of ``old``; a buffer's content is unchanged."""
     if not isinstance(old, nn.Parameter):
         return content
     made = type(old)(content, requires_grad=old.requires_grad)
@@ -102,30 +99,30 @@ def like(old: Tensor, content: Tensor) -> Tensor:
     return made
 
 
-def join(model: nn.Module) -> None:
-    """Take back what `spread` did: hooks go, and weights in the host's memory stay. What is on disk stays there."""
-    kept: Spread | None = model.__dict__.pop(_KEPT, None)
+def _undo(model: nn.Module) -> None:
+    """Remove all hooks of an earlier `dispatch_model`; weights stay in host memory or on disk."""
+    before: Dispatched | None = model.__dict__.pop(_DISPATCHED, None)
     model.__dict__.pop(_NOTED, None)
-    if kept is not None:
-        for handle in kept.handles:
+    if before is not None:
+        for handle in before.handles:
             handle.remove()
-        for module in kept.guarded:
+        for module in before.guarded:
             del module.__dict__["_apply"]
-        for module in kept.called:
+        for module in before.called:
             del module.__dict__["_call_impl"]
 
 
-def note_sources(model: nn.Module, found: Mapping[str, tuple[Mapping[str, Tensor], str]]) -> None:
-    """Remember with a model where weights are that it has without content, until it is spread."""
+def note_sources(model: nn.Module, found: Mapping[str, _Origin]) -> None:
+    """Record the origins of a model's meta tensors, for `dispatch_model`."""
     model.__dict__[_NOTED] = dict(found)
 
 
-def sources_of(model: nn.Module) -> Source:
-    """Where the weights are that `note_sources` named, or an earlier `spread` left on disk."""
-    kept: Spread | None = model.__dict__.get(_KEPT)
-    found: dict[str, tuple[Mapping[str, Tensor], str]] = {
+def _sources_of(model: nn.Module) -> _Source:
+    """Return the origins that `note_sources` recorded, or an earlier `dispatch_model` left on disk."""
+    before: Dispatched | None = model.__dict__.get(_DISPATCHED)
+    found: dict[str, _Origin] = {
         slot.name: (tensor.source, tensor.name)
-        for tensor, slots in (kept.offloaded if kept else [])
+        for tensor, slots in (before.offloaded if before else [])
         if tensor.source is not None
         for slot in slots
     }
@@ -133,67 +130,59 @@ def sources_of(model: nn.Module) -> Source:
     return found.get
 
 
-def spread(
-    model: nn.Module,
-    places: Places,
-    source: Source,
-    *,
-    offload_dir: Any,
-    offload_buffers: bool,
-    skip_keys: Collection[str],
-    preload: Collection[str],
-    device_map: Mapping[str, int | str],
-    hooks: bool = True,
-) -> None:
-    """Move everything to its place; nothing is moved where something cannot be done.
+@final
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """The plan for one tensor.
 
-    Args:
-        model: real, or on the ``meta`` device.
-        places: of its tensors.
-        source: of those without content.
-        offload_dir: for what goes to disk and is in no file yet.
-        offload_buffers: with the layers that have them.
-        skip_keys: arguments and outputs that are not moved.
-        preload: names of classes whose modules get the weights of all inside them at once.
-        device_map: what ``places`` was made from.
-        hooks: False: everything is on one device, and nobody has to be brought anywhere.
+    Attributes:
+        tied: the tensor.
+        origin: of its content, if it is a meta tensor.
+        resident: the slots whose tensor stays on a device, by device.
+        away: the slots whose tensor is offloaded.
+    """
+
+    tied: Tied
+    origin: _Origin | None
+    resident: Mapping[torch.device, list[Slot]]
+    away: list[Slot]
+
+
+def _plan(tied: Tied, places: Places, source: _Source, offload_buffers: bool) -> _Move:
+    origin = None
+    if is_meta(tied.tensor):
+        origin = next((found for slot in tied.slots if (found := source(slot.name)) is not None), None)
+    resident = _residents(tied, places, offload_buffers)
+    settled = {slot.name for slots in resident.values() for slot in slots}
+    return _Move(tied, origin, resident, [slot for slot in tied.slots if slot.name not in settled])
+
+
+def _move_all(model: nn.Module, moves: list[_Move], places: Places, offload_dir: Any) -> list[Any]:
+    """Move all tensors to their places, and return the offloaded tensors with their slots.
+
+    If a check fails, no tensor has moved.
 
     Raises:
-        StrategyError: a tensor has no content and nobody knows where it is, a device is not here, or there is no
-            directory for what goes to disk.
+        StrategyError: a meta tensor has no known origin, or there is no directory for tensors that go to disk.
     """
-    found = find_tied(model)
-    known = {id(tied): _locate(tied, source) for tied in found}
-    resident = {id(tied): _residents(tied, places, offload_buffers) for tied in found}
-    away = {id(tied): _away(tied, resident[id(tied)]) for tied in found}
-    computing = {resolve_device(places.main), *(places.runs_on(name) for name in device_map)}
-    _check_content(found, known, resident, away)
-    to_disk = [tied for tied in found if away[id(tied)] and not is_meta(tied.tensor) and _belongs_on_disk(tied, places)]
+    _check_content(moves)
+    to_disk = [m.tied for m in moves if m.away and not is_meta(m.tied.tensor) and _belongs_on_disk(m.tied, places)]
     written = _write(to_disk, offload_dir)
-    join(model)
+    _undo(model)
     offloaded = []
-    for tied in found:
-        origin = known[id(tied)]
-        if resident[id(tied)]:
-            _settle(tied, resident[id(tied)], origin)
-        if away[id(tied)]:
-            tensor = _offload(tied, places, origin, written)
-            for slot in away[id(tied)]:
+    for move in moves:
+        if move.resident:
+            _settle(move)
+        if move.away:
+            tensor = _offload(move, places, written)
+            for slot in move.away:
                 put(slot.module, slot.key, tensor.rest)
-            offloaded.append((tensor, away[id(tied)]))
-    if hooks:
-        preloaded = {*preload, *_PRELOADED}
-        _attach(model, places, offloaded, skip_keys, preloaded, device_map, several=len(computing) > 1)
-
-
-def _locate(tied: Tied, source: Source) -> tuple[Mapping[str, Tensor], str] | None:
-    if not is_meta(tied.tensor):
-        return None
-    return next((origin for slot in tied.slots if (origin := source(slot.name)) is not None), None)
+            offloaded.append((tensor, move.away))
+    return offloaded
 
 
 def _residents(tied: Tied, places: Places, offload_buffers: bool) -> dict[torch.device, list[Slot]]:
-    """The slots whose tensor stays on a device, by device; a copy on a device serves all that run there."""
+    """Return the slots whose tensor stays on a device, by device; all slots that run on a device share one copy."""
     stays = tied.is_buffer and not (offload_buffers and tied.persistent)
     found: dict[torch.device, list[Slot]] = {}
     for slot in tied.slots:
@@ -206,28 +195,18 @@ def _residents(tied: Tied, places: Places, offload_buffers: bool) -> dict[torch.
     return found
 
 
-def _away(tied: Tied, resident: Mapping[torch.device, list[Slot]]) -> list[Slot]:
-    settled = {slot.name for slots in resident.values() for slot in slots}
-    return [slot for slot in tied.slots if slot.name not in settled]
-
-
 def _belongs_on_disk(tied: Tied, places: Places) -> bool:
-    """Not where another module has the same weights in memory."""
+    """Whether the map has all slots on disk, so that no module has the same weights in memory."""
     return all(places.of(slot.name) == "disk" for slot in tied.slots)
 
 
-def _check_content(
-    found: Iterable[Tied],
-    known: Mapping[int, Any],
-    resident: Mapping[int, Mapping[torch.device, Any]],
-    away: Mapping[int, list[Slot]],
-) -> None:
+def _check_content(moves: list[_Move]) -> None:
     lost = [
-        tied.slots[0].name
-        for tied in found
-        if is_meta(tied.tensor)
-        and known[id(tied)] is None
-        and (away[id(tied)] or any(device.type != "meta" for device in resident[id(tied)]))
+        move.tied.slots[0].name
+        for move in moves
+        if is_meta(move.tied.tensor)
+        and move.origin is None
+        and (move.away or any(device.type != "meta" for device in move.resident))
     ]
     if lost:
         raise StrategyError(
@@ -235,15 +214,13 @@ def _check_content(
             found="no file that has them was named",
             fix="use load_checkpoint_and_dispatch, or give the directory of a checkpoint as offload_dir",
         )
-    for tied in found:
-        origin = known[id(tied)]
-        if origin is not None:
-            weights, name = origin
-            shape = (weights.like(name) if isinstance(weights, OnDisk) else weights[name]).shape
-            if shape != tied.tensor.shape:
+    for move in moves:
+        if move.origin is not None:
+            shape, wanted = tensor_like(*move.origin).shape, move.tied.tensor.shape
+            if shape != wanted:
                 raise StrategyError(
-                    f"{tied.slots[0].name} is stored with another shape",
-                    found=f"{list(shape)}, and the model has {list(tied.tensor.shape)}",
+                    f"{move.tied.slots[0].name} is stored with another shape",
+                    found=f"{list(shape)}, and the model has {list(wanted)}",
                     fix="name the checkpoint of this model",
                 )
 
@@ -259,43 +236,36 @@ def _write(to_disk: list[Tied], offload_dir: Any) -> OnDisk | None:
     return write_weights(offload_dir, {tied.slots[0].name: tied.tensor.detach() for tied in to_disk})
 
 
-def _settle(
-    tied: Tied, devices: Mapping[torch.device, list[Slot]], origin: tuple[Mapping[str, Tensor], str] | None
-) -> None:
-    """Put the tensor on devices; the parameter stays the same object where it can."""
-    content = tied.tensor.detach()
-    for index, (device, slots) in enumerate(devices.items()):
-        if origin is not None and device.type != "meta":
-            weights, name = origin
-            read = weights.read([name], device)[name] if isinstance(weights, OnDisk) else weights[name]
-            content = read.to(tied.tensor.dtype)
+def _settle(move: _Move) -> None:
+    """Put a tensor on its devices; the parameter stays the same object if possible."""
+    tensor = move.tied.tensor
+    content = tensor.detach()
+    for index, (device, slots) in enumerate(move.resident.items()):
+        if move.origin is not None and device.type != "meta":
+            content = read_one(*move.origin, device).to(tensor.dtype)
         moved = content.to(device)
-        if index == 0 and is_meta(tied.tensor) == is_meta(moved):
-            tied.tensor.data = moved
-            made = tied.tensor
+        if index == 0 and is_meta(tensor) == is_meta(moved):
+            tensor.data = moved
+            made = tensor
         else:
-            made = like(tied.tensor, moved)
+            made = parameter_like(tensor, moved)
         for slot in slots:
             put(slot.module, slot.key, made)
 
 
-def _offload(
-    tied: Tied, places: Places, origin: tuple[Mapping[str, Tensor], str] | None, written: OnDisk | None
-) -> OffloadedTensor:
-    tensor, name = tied.tensor, tied.slots[0].name
-    if not _belongs_on_disk(tied, places):
-        if origin is not None:
-            weights, name = origin
-            tensor = like(tensor, weights[name].to(device="cpu", dtype=tensor.dtype))
+def _offload(move: _Move, places: Places, written: OnDisk | None) -> OffloadedTensor:
+    tensor, name = move.tied.tensor, move.tied.slots[0].name
+    if not _belongs_on_disk(move.tied, places):
+        if move.origin is not None:
+            weights, name = move.origin
+            tensor = parameter_like(tensor, weights[name].to(device="cpu", dtype=tensor.dtype))
         elif tensor.device.type != "cpu":
-            tensor = like(tensor, tensor.detach().to("cpu"))
+            tensor = parameter_like(tensor, tensor.detach().to("cpu"))
         return OffloadedTensor(tensor, None, name, tensor.requires_grad)
     files: Any = written
-    if origin is not None:
-        files, name = origin
-    elif is_meta(tensor):
-        raise AssertionError(name)  # _check_content has refused it
-    rest = tensor if is_meta(tensor) else like(tensor, tensor.detach().to("meta"))
+    if move.origin is not None:
+        files, name = move.origin
+    rest = tensor if is_meta(tensor) else parameter_like(tensor, tensor.detach().to("meta"))
     return OffloadedTensor(rest, files, name, tensor.requires_grad)
 
 
@@ -312,27 +282,28 @@ def _attach(
         f"{first_names([name or 'everything' for name, there in device_map.items() if there == device])} on {device}"
         for device in dict.fromkeys(device_map.values())
     )
-    root, lock = Root([tensor for tensor, _ in offloaded], where, skip), Lock()
-    kept = Spread(offloaded, root)
+    hooks = ModelHooks([tensor for tensor, _ in offloaded], where, skip)
+    lock = Lock()
+    dispatched = Dispatched(offloaded, hooks)
     by_module: dict[str, list[tuple[nn.Module, str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
         for slot in slots:
             by_module.setdefault(_loader(model, slot.path, preload), []).append((slot.module, slot.key, tensor))
     modules = dict(model.named_modules(remove_duplicate=False))
-    visited = {"", *by_module, *(name for name in device_map if several and name in modules)}
-    for name in sorted(visited, key=lambda name: name.count(".")):
+    hooked = {"", *by_module, *(name for name in device_map if several and name in modules)}
+    for name in sorted(hooked, key=lambda name: name.count(".")):
         device = _device_of(name, modules[name], places)
-        kept.hook(modules[name], Visit(name, device, by_module.get(name, []), skip, lock))
-    kept.hook(model, root)  # the last one comes first: inputs are where the caller has them
-    kept.guard(model)
+        dispatched.hook(modules[name], LayerHooks(name, device, by_module.get(name, []), skip, lock))
+    dispatched.hook(model, hooks)  # registered last, so it runs first, and sees the inputs on the caller's device
+    dispatched.guard(model)
     for name in {slot.path for _, slots in offloaded for slot in slots} - {""}:
-        kept.guard(modules[name])
-    _guard_states(kept, offloaded)
-    model.__dict__[_KEPT] = kept
+        dispatched.guard(modules[name])
+    _guard_states(dispatched, offloaded)
+    model.__dict__[_DISPATCHED] = dispatched
 
 
 def _loader(model: nn.Module, path: str, preload: Collection[str]) -> str:
-    """The module with whose forward the tensors of one come: itself, or one around it that takes all at once."""
+    """Return the name of the module whose forward loads the tensors of ``path``: itself, or a preloaded parent."""
     parts = path.split(".") if path else []
     for count in range(len(parts) + 1):
         name = ".".join(parts[:count])
@@ -348,26 +319,26 @@ def _device_of(name: str, module: nn.Module, places: Places) -> torch.device:
     return places.runs_on(f"{name}.{own[0]}" if own else name)
 
 
-def _guard_states(kept: Spread, offloaded: list[tuple[OffloadedTensor, list[Slot]]]) -> None:
+def _guard_states(dispatched: Dispatched, offloaded: list[tuple[OffloadedTensor, list[Slot]]]) -> None:
     on_disk: dict[int, tuple[nn.Module, dict[str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
         for slot in slots if tensor.source is not None else ():
             on_disk.setdefault(id(slot.module), (slot.module, {}))[1][slot.key] = tensor
     for module, tensors in on_disk.values():
-        hooked: Any = module  # these two are not typed
-        kept.handles.append(hooked.register_state_dict_post_hook(_StateHook(tensors)))
-        kept.handles.append(hooked.register_load_state_dict_pre_hook(kept.root.refuse_loading))
+        hooked: Any = module  # torch does not type these two methods
+        dispatched.handles.append(hooked.register_state_dict_post_hook(_StateHook(tensors)))
+        dispatched.handles.append(hooked.register_load_state_dict_pre_hook(dispatched.hooks.refuse_loading))
 
 
 @final
 @dataclass(frozen=True)
 class Slot:
-    """One place of a module that a tensor is in.
+    """One position of a tensor in a module.
 
     Attributes:
-        path: the module's name.
+        path: the module's name in the model.
         module: the module.
-        key: the parameter or buffer.
+        key: the name of the parameter or buffer in the module.
     """
 
     path: str
@@ -376,19 +347,19 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Of the tensor."""
+        """The tensor's name in the model."""
         return f"{self.path}.{self.key}" if self.path else self.key
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Tied:
-    """A tensor and everywhere it is: one slot, or several that share it.
+    """A tensor and its slots; several slots share a tied tensor.
 
     Attributes:
         tensor: a parameter or buffer.
         slots: in the order of modules.
-        persistent: whether a state_dict has it.
+        persistent: whether a state_dict contains it.
     """
 
     tensor: Tensor
@@ -397,12 +368,12 @@ class Tied:
 
     @property
     def is_buffer(self) -> bool:
-        """Whether it is no parameter."""
+        """Whether it is a buffer, not a parameter."""
         return self.slots[0].key in self.slots[0].module._buffers
 
 
 def find_tied(model: nn.Module) -> list[Tied]:
-    """Every parameter and buffer once."""
+    """Return every parameter and buffer once."""
     found: dict[int, Tied] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -414,7 +385,7 @@ def find_tied(model: nn.Module) -> list[Tied]:
 
 
 def first_names(names: Collection[str]) -> str:
-    """A few of many names, for a message.
+    """Shorten a list of names for a message.
 
     Example:
         >>> first_names(["a", "b", "c", "d", "e"])
@@ -426,10 +397,10 @@ def first_names(names: Collection[str]) -> str:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, int | str]:
-    """The map with devices as keys of maps are written.
+    """Return the device map with normalised devices (see `name_of`).
 
     Raises:
-        StrategyError: it is empty, or has no device for a tensor.
+        StrategyError: the map is empty, or has no device for a tensor.
     """
     known = {name for name, _ in model.named_modules(remove_duplicate=False)}
     known |= {slot.name for tied in find_tied(model) for slot in tied.slots}
@@ -453,11 +424,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict
 
 @final
 class Places:
-    """A device map, and the device that runs what is offloaded.
+    """A device map, and the device that runs offloaded layers.
 
     Args:
         device_map: from `check_device_map`.
-        main: where offloaded layers run; None: on the first accelerator of the map, or the CPU.
+        main: the device that runs offloaded layers; None: the first accelerator of the map, or the CPU.
     """
 
     def __init__(self, device_map: Mapping[str, int | str], main: Device | None) -> None:
@@ -466,25 +437,25 @@ class Places:
         self.main: int | str = name_of(main) if main is not None else first[0] if first else "cpu"
 
     def covers(self, name: str) -> bool:
-        """Whether there is a device for it."""
+        """Whether the map has a device for a module or tensor."""
         return any(key in self._map for key in _above(name))
 
     def of(self, name: str) -> int | str:
-        """The device of a module or tensor: that of the smallest part of the model that is named and has it."""
+        """Return the device of a module or tensor: that of the innermost module in the map that contains it."""
         return next((self._map[key] for key in _above(name) if key in self._map), self.main)
 
     def is_away(self, name: str) -> bool:
-        """Whether it is offloaded: on disk, or in the host's memory while an accelerator computes."""
+        """Whether a module or tensor is offloaded: on disk, or in host memory while an accelerator computes."""
         device = self.of(name)
         return device == "disk" or (device == "cpu" and self.main != "cpu")
 
     def runs_on(self, name: str) -> torch.device:
-        """The device that computes with it."""
+        """Return the device that computes with a module or tensor."""
         return resolve_device(self.main if self.is_away(name) else self.of(name))
 
 
 def _above(name: str) -> Iterator[str]:
-    """The name, and those of the modules around it, the model last."""
+    """Yield a name and the names of its parent modules, innermost first; ``""`` is the model."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -503,32 +474,32 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Put each part of a model where a device map says, so that it runs as if it were in one place.
+    """Move each part of a model to the device of a device map; the model then runs like a model on one device.
 
-    Inputs go to the device of the layer that needs them, outputs come back to where the model's input was. Weights in
-    the host's memory or on disk come to an accelerator (or the CPU) while their layer runs. They are not trained: a
-    backward through the model is refused, unless everything that is offloaded was frozen before. A model can be
-    dispatched again with another map; ``{"": "cpu"}`` brings everything into the host's memory.
+    Inputs are moved to the device of the layer that uses them, and outputs to the device of the model's input. Weights
+    in host memory or on disk are copied to an accelerator (or the CPU) while their layer runs. They cannot be trained:
+    a backward through the model is refused, unless all offloaded weights were frozen before. A model can be dispatched
+    again with another map; ``{"": "cpu"}`` moves everything into host memory.
 
     Args:
-        model: with its weights; or, for those that are named by one of the next arguments, on the ``meta`` device.
-        device_map: by name of a module or tensor: a number, ``"cpu"``, ``"disk"``, or what torch calls a device.
-        main_device: where offloaded layers run; None: on the first accelerator of the map, or the CPU.
-        state_dict: weights by name, for tensors that have no content.
-        offload_dir: where weights are written that go to disk; or where they are, as a checkpoint, and then they are
-            read from there. What is written is removed when nobody needs it any more.
+        model: with its weights; or on the meta device, with weights from one of the next arguments.
+        device_map: by name of a module or tensor: a number, ``"cpu"``, ``"disk"``, or torch's name of a device.
+        main_device: the device that runs offloaded layers; None: the first accelerator of the map, or the CPU.
+        state_dict: weights by name, for meta tensors.
+        offload_dir: the directory for weights that go to disk; or a checkpoint, which is read in place. A written file
+            is deleted when no model uses it.
         offload_index: by name: ``{"safetensors_file": ..., "weight_name": ...}``.
-        offload_buffers: buffers of offloaded layers are offloaded too; what a forward writes to them is lost.
-        skip_keys: names of keyword arguments, and of a mapping's outputs, that are not moved, such as a cache.
-        preload_module_classes: names of classes whose modules use weights of layers inside them without calling them.
-        force_hooks: move inputs and outputs also where the map has a single device.
+        offload_buffers: offload the buffers of offloaded layers too; updates of them in a forward are lost.
+        skip_keys: names of keyword arguments, and of outputs in a mapping, that are not moved, such as a cache.
+        preload_module_classes: names of classes whose modules use the weights of their layers without calling them.
+        force_hooks: move inputs and outputs even if the map has a single device.
 
     Returns:
         ``model``; its ``hf_device_map`` is the map.
 
     Raises:
-        StrategyError: the map leaves something out or names a device that is not here; a weight has no content and
-            nobody says where it is; there is no directory for what goes to disk.
+        StrategyError: the map does not cover the model or names an absent device; a meta tensor has no known content;
+            or there is no directory for weights that go to disk.
 
     Example:
         >>> import tempfile
@@ -543,17 +514,14 @@ def dispatch_model(
     devices = check_device_map(model, device_map)
     several = len(set(devices.values())) > 1 or "disk" in devices.values()
     places = Places(devices, main_device)
-    spread(
-        model,
-        places,
-        _sources(model, state_dict, offload_index, offload_dir),
-        offload_dir=offload_dir,
-        offload_buffers=offload_buffers,
-        skip_keys=[skip_keys] if isinstance(skip_keys, str) else skip_keys or (),
-        preload=preload_module_classes or (),
-        device_map=devices,
-        hooks=several or force_hooks or places.is_away(next(iter(devices))),
-    )
+    source = _sources(model, state_dict, offload_index, offload_dir)
+    moves = [_plan(tied, places, source, offload_buffers) for tied in find_tied(model)]
+    computing = {resolve_device(places.main), *(places.runs_on(name) for name in devices)}
+    offloaded = _move_all(model, moves, places, offload_dir)
+    if several or force_hooks or places.is_away(next(iter(devices))):
+        skip = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+        preloaded = {*(preload_module_classes or ()), *_PRELOADED}
+        _attach(model, places, offloaded, skip, preloaded, devices, several=len(computing) > 1)
     model.__dict__["hf_device_map"] = dict(device_map)
     return model
 
@@ -565,13 +533,13 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep all parameters in the host's memory, and bring each layer's to a device while it runs.
+    """Keep all parameters in host memory, and copy those of each layer to a device while it runs.
 
     Args:
-        model: wherever it is.
-        execution_device: that computes; None: where its first parameter is.
-        offload_buffers: buffers too.
-        state_dict: weights by name, for parameters that have no content.
+        model: on any device.
+        execution_device: the computing device; None: that of the first parameter.
+        offload_buffers: offload buffers too.
+        state_dict: weights by name, for meta tensors.
         preload_module_classes: as for `dispatch_model`.
 
     Example:
@@ -596,14 +564,14 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
 ) -> nn.Module:
-    """Keep all parameters on disk, and bring each layer's to a device while it runs.
+    """Keep all parameters on disk, and read those of each layer to a device while it runs.
 
     Args:
-        model: with its weights, which are written to ``offload_dir``; or on the ``meta`` device, and then
-            ``offload_dir`` is a checkpoint, which is read in place.
+        model: with its weights, which are written to ``offload_dir``; or on the meta device: then ``offload_dir`` is a
+            checkpoint, which is read in place.
         offload_dir: a directory.
-        execution_device: that computes; None: where the first parameter is, or the CPU where it has no content.
-        offload_buffers: buffers too.
+        execution_device: the computing device; None: that of the first parameter, or the CPU for a meta tensor.
+        offload_buffers: offload buffers too.
         preload_module_classes: as for `dispatch_model`.
 
     Example:
@@ -636,9 +604,9 @@ def _sources(
     state_dict: Mapping[str, Tensor] | None,
     index: Mapping[str, Mapping[str, str]] | None,
     offload_dir: str | os.PathLike[str] | None,
-) -> Source:
-    """Where the weights of tensors without content are: in what was given, else where they were left before."""
-    noted = sources_of(model)
+) -> _Source:
+    """Return the origins of meta tensors: given weights, else files of an earlier dispatch, else ``offload_dir``."""
+    noted = _sources_of(model)
     given = dict(state_dict or {})
     files: dict[str, OnDisk | dict[str, Tensor]] = {}
     empty = any(noted(slot.name) is None for t in find_tied(model) if is_meta(t.tensor) for slot in t.slots)
@@ -648,9 +616,9 @@ def _sources(
             folder = open_weights(offload_dir)
         except CheckpointError:
             if any(name.endswith((".safetensors", ".json")) for name in os.listdir(offload_dir)):
-                raise  # it is a checkpoint, and damaged
+                raise  # a damaged checkpoint
 
-    def find(name: str) -> tuple[Mapping[str, Tensor], str] | None:
+    def find(name: str) -> _Origin | None:
         if name in given:
             return given, name
         if index is not None and name in index:
@@ -670,30 +638,32 @@ def _sources(
 
 @final
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` returns: ``offload()`` takes the model to the host's memory.
+    """The hook of `cpu_offload_with_hook`; ``offload()`` moves the model to host memory.
 
     Args:
-        model: that is brought to a device when it is called.
-        device: that device.
-        before: the hook of the model that has to go first, or None.
+        model: the model; a call moves it to ``device``.
+        device: the computing device.
+        previous: the hook of the model to offload first, or None.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, before: UserCpuOffloadHook | None) -> None:
-        self.model, self.device, self.before = model, device, before
-        self._handle: Any = model.register_forward_pre_hook(self._arrive, with_kwargs=True)
+    def __init__(self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None) -> None:
+        self.model = model
+        self.device = device
+        self.previous = previous
+        self._handle: Any = model.register_forward_pre_hook(self._before, with_kwargs=True)
 
-    def _arrive(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if self.before is not None:
-            self.before.offload()
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.previous is not None:
+            self.previous.offload()
         self.model.to(self.device)
         return move_to_device(args, self.device), move_to_device(kwargs, self.device)
 
     def offload(self) -> None:
-        """Take the model to the host's memory."""
+        """Move the model to host memory."""
         self.model.to("cpu")
 
     def remove(self) -> None:
-        """Leave the model where it is from now on."""
+        """Remove the hook; the model stays on its current device."""
         self._handle.remove()
 
 
@@ -702,14 +672,14 @@ def cpu_offload_with_hook(
     execution_device: Device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Bring a whole model to a device when it is called, and leave it there until it is told to go.
+    """Move a whole model to a device when it is called, and keep it there until its hook offloads it.
 
-    For pipelines of several models, each of which runs many times in a row.
+    This is for pipelines of several models, each of which runs many times in a row.
 
     Args:
-        model: it goes to the host's memory.
-        execution_device: that computes; None: the accelerator, or the CPU where there is none.
-        prev_module_hook: of the model that leaves when this one comes.
+        model: it is moved to host memory.
+        execution_device: the computing device; None: the accelerator, or the CPU if there is none.
+        prev_module_hook: the hook of the model that is offloaded when this model is called.
 
     Example:
         >>> first, hook = cpu_offload_with_hook(nn.Linear(2, 3), "cpu")

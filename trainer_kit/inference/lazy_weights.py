@@ -1,4 +1,4 @@
-"""Weights that are read when they are needed: one at a time, from the files in which they are."""
+"""Weights that are read from their files one at a time, when they are used."""
 
 from __future__ import annotations
 
@@ -14,52 +14,60 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, safetensors_bytes, write_file
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, safetensors_bytes, same_bits, write_file
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, TensorLayout
 from trainer_kit.checkpoint.manifest import MANIFEST
-from trainer_kit.checkpoint.weights import holds_weight_files, map_weights, read_index, read_weights, weight_layout
+from trainer_kit.checkpoint.weights import (
+    holds_weight_files,
+    map_weights,
+    read_index,
+    read_weights,
+    weight_format,
+    weight_layout,
+)
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import RemotePath, locate
 
-__all__ = ["Lazy", "OnDisk", "open_weights", "same_bits", "write_weights"]
+__all__ = ["Lazy", "OnDisk", "have_equal_content", "open_weights", "read_one", "tensor_like", "write_weights"]
 
 _SAFETENSORS: Final = ".safetensors"
 
 
 class Lazy(Mapping[str, Tensor], ABC):
-    """Tensors by name that are read, or made, when they are asked for."""
+    """Tensors by name that are read, or made, at each access."""
 
     @abstractmethod
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor of this name; a Mapping's own would read it."""
+        """Whether there is a tensor of this name; the default of Mapping would read it."""
 
     @abstractmethod
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Several tensors, each with memory of its own."""
+        """Return several tensors, which share no memory."""
 
     @abstractmethod
     def like(self, name: str) -> Tensor:
-        """A tensor without its content, or at least of its shape and dtype."""
+        """Return a tensor of the same shape and dtype, possibly without content."""
 
     @abstractmethod
     def agree(self, one: str, other: str) -> bool:
-        """Whether the same is stored under both names."""
+        """Whether both names have equal content."""
 
 
 @final
 class OnDisk(Lazy):
-    """Tensors by name, in safetensors files or a checkpoint directory; each is read when it is asked for.
+    """Tensors by name in safetensors files or a checkpoint directory; each access reads the tensor.
 
-    The files are to stay as they are: what is read later would be another model's.
+    The files must not change: a changed file would hold the weights of another model.
 
     Args:
         root: the directory of the files.
-        layout: by name, where each tensor lies.
+        layout: the layout of each tensor, by name.
     """
 
     def __init__(self, root: Path, layout: Mapping[str, TensorLayout]) -> None:
-        self.root, self._layout = root.absolute(), dict(layout)
-        self._began = {chunk.file: self._stand(chunk.file) for one in layout.values() for chunk in one.chunks}
+        self.root = root.absolute()
+        self._layout = dict(layout)
+        self._versions = {chunk.file: self._version(chunk.file) for one in layout.values() for chunk in one.chunks}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read([name])[name]
@@ -74,24 +82,24 @@ class OnDisk(Lazy):
         return len(self._layout)
 
     def __deepcopy__(self, memo: object) -> OnDisk:
-        return self  # a copy of a model reads the same file, which stays as long as one of them does
+        return self  # a copy of a model reads the same file, which exists as long as this object
 
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Several tensors, each with memory of its own; a file is opened once, and is closed again.
+        """Return several tensors, which share no memory; each file is opened once, and closed at the end.
 
         Raises:
-            CheckpointError: a file is gone, or was written again since this was opened.
+            CheckpointError: a file was deleted, or written again since this object was made.
         """
         names = list(names)
         used = {chunk.file for name in names for chunk in self._layout[name].chunks}
-        self._check(used)  # a file that is shorter by now is not mapped
+        self._check(used)  # before: do not map a file that is shorter now
         with ShardFiles(self.root) as files:
             whole = Assembled(files, self._layout, device)
             found = {name: whole[name] for name in names}
         self._check(used)
         return found
 
-    def _stand(self, file: str) -> tuple[int, int, int]:
+    def _version(self, file: str) -> tuple[int, int, int]:
         try:
             now = os.stat(self.root / file)
         except OSError as error:
@@ -101,47 +109,50 @@ class OnDisk(Lazy):
 
     def _check(self, files: Iterable[str]) -> None:
         for file in files:
-            if self._stand(file) != self._began[file]:
+            if self._version(file) != self._versions[file]:
                 raise CheckpointError(
                     self.root / file,
                     None,
                     "it was written again while a model reads its weights from it",
-                    fix="write checkpoints to paths of their own, and load the model again",
+                    fix="write checkpoints to new paths, and load the model again",
                 )
 
     def agree(self, one: str, other: str) -> bool:
-        """Whether the same is stored under both names; where they are two tensors both are read."""
+        """Whether both names have equal content; reads both if they are stored as two tensors."""
         if self._layout[one] == self._layout[other]:
             return True
         return same_bits(self[one], self[other])
 
     def like(self, name: str) -> Tensor:
-        """The tensor without its content."""
+        """Return the tensor on the meta device."""
         one = self._layout[name]
         return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
 
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are equal, a NaN to itself too.
+def tensor_like(weights: Mapping[str, Tensor], name: str) -> Tensor:
+    """Return a tensor with the shape and dtype of a weight; lazy weights are not read."""
+    return weights.like(name) if isinstance(weights, Lazy) else weights[name]
 
-    Example:
-        >>> same_bits(torch.tensor([0.0, torch.nan]), torch.tensor([0.0, torch.nan]))
-        True
-    """
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+
+def read_one(weights: Mapping[str, Tensor], name: str, device: torch.device | str) -> Tensor:
+    """Return a weight; lazy weights are read onto ``device``, others stay where they are."""
+    return weights.read([name], device)[name] if isinstance(weights, Lazy) else weights[name]
+
+
+def have_equal_content(weights: Mapping[str, Tensor], one: str, other: str) -> bool:
+    """Whether two names have equal content."""
+    return weights.agree(one, other) if isinstance(weights, Lazy) else same_bits(weights[one], weights[other])
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tensor]:
-    """The weights of a checkpoint by name, of which as little as possible is read.
+    """Return the weights of a checkpoint by name, and read as little as possible.
 
     Args:
-        checkpoint: one of ours; safetensors, a file or a directory as Hugging Face writes it; an index; a
+        checkpoint: a checkpoint of ours; a safetensors file, or a directory in Hugging Face's layout; an index; a
             ``torch.save`` file of a state_dict, or a directory with an index of such files.
 
     Raises:
-        CheckpointError: it is none of these, or damaged.
+        CheckpointError: ``checkpoint`` is none of these, or damaged.
     """
     path = locate(checkpoint)
     if isinstance(path, RemotePath):
@@ -150,9 +161,9 @@ def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tenso
         return _indexed(path)
     if path.is_dir() and not (path / MANIFEST).exists() and not holds_weight_files(path):
         return _directory(path)
-    if path.is_dir() or _is_safetensors(path):
+    if path.is_dir() or weight_format(path) == "safetensors":
         return OnDisk(*weight_layout(path, verify=True))
-    return map_weights(path) if _is_pickle(path) else read_weights(path)
+    return map_weights(path)
 
 
 def _directory(path: Path) -> OnDisk | dict[str, Tensor]:
@@ -184,27 +195,15 @@ def _indexed(index: Path) -> OnDisk | dict[str, Tensor]:
     return weights
 
 
-def _is_safetensors(path: Path) -> bool:
-    with suppress(OSError), open(path, "rb") as file:
-        return file.read(9)[8:] == b"{"
-    return False
-
-
-def _is_pickle(path: Path) -> bool:
-    with suppress(OSError), open(path, "rb") as file:
-        return path.is_file() and file.read(2) in (b"PK", b"\x80\x02")
-    return False
-
-
 def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor]) -> OnDisk:
-    """Put weights into a file of their own, which is removed when nobody reads it any more, or at exit.
+    """Write weights to a new file, which is deleted with the returned object, or at exit.
 
     Args:
-        folder: it is made where it is missing; what others put there is left alone.
+        folder: the directory; it is made if missing, and its other files stay.
         weights: copied one at a time.
 
     Raises:
-        CheckpointError: it cannot be written, or a dtype is none that safetensors holds.
+        CheckpointError: the file cannot be written, or safetensors does not hold a dtype.
     """
     for name, tensor in weights.items():
         if tensor.dtype not in TENSOR_DTYPES:
@@ -223,6 +222,6 @@ def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor])
 
 
 def _remove(file: Path, process: int) -> None:
-    if os.getpid() == process:  # not when a fork of it ends
+    if os.getpid() == process:  # not at the end of a forked process
         with suppress(OSError):
             file.unlink()

@@ -1,4 +1,4 @@
-"""Weights from a checkpoint into a model that may be larger than memory, one tensor at a time."""
+"""Make models without memory, and load checkpoints into them one tensor at a time."""
 
 from __future__ import annotations
 
@@ -28,26 +28,31 @@ from trainer_kit.inference.dispatch import (
     dispatch_model,
     find_tied,
     first_names,
-    like,
     note_sources,
+    parameter_like,
 )
-from trainer_kit.inference.lazy_weights import Lazy, OnDisk, open_weights, same_bits, write_weights
+from trainer_kit.inference.lazy_weights import (
+    Lazy,
+    OnDisk,
+    have_equal_content,
+    open_weights,
+    read_one,
+    tensor_like,
+    write_weights,
+)
 from trainer_kit.inference.offload_hooks import is_meta, put
 
 __all__ = [
-    "DtypeOf",
-    "Entry",
     "init_empty_weights",
     "init_on_device",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_weights",
-    "match_weights",
     "pick_dtype",
 ]
 
 DtypeOf: TypeAlias = "Callable[[str, Tensor], torch.dtype]"
-"""From the name of a tensor, and the model's tensor: the dtype in which it is loaded."""
+"""Returns the dtype in which a tensor is loaded, from its name and the model's tensor."""
 
 _FILE: Final = 256 << 20
 
@@ -58,8 +63,8 @@ class Entry:
     """A tensor of a model, and its name in a checkpoint.
 
     Attributes:
-        tied: of the model.
-        name: in the checkpoint.
+        tied: the tensor of the model.
+        name: its name in the checkpoint.
     """
 
     tied: Tied
@@ -80,32 +85,31 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint, each tensor straight to where the device map has it.
+    """Load a checkpoint, each tensor directly to its device in the device map.
 
-    Memory never holds more than what stays there and one tensor. What the map has on disk stays on disk: where the
-    checkpoint is safetensors or one of ours it is read in place later, nothing is copied, and a file that was written
-    again meanwhile is an error in the forward that needs it. A model that is on several devices then needs
-    `dispatch_model` to run; `load_checkpoint_and_dispatch` does both.
+    Memory never holds more than the tensors that stay there and one more. Tensors that the map has on disk are not
+    loaded: safetensors and our checkpoints are read in place later, without a copy, and a file that has changed by then
+    raises an error in the forward that needs it. A model on several devices needs `dispatch_model` to run;
+    `load_checkpoint_and_dispatch` does both.
 
     Args:
-        model: real, or on the ``meta`` device. Weights that it shares are looked for under each of their names.
-        checkpoint: one of ours; safetensors, a file or a directory, or its index; a ``torch.save`` file of a
-            state_dict, which is read with ``weights_only=True``, or an index of such files.
-        device_map: by name of a module: a device. None: everything where it is, or on the CPU.
-        offload_folder: for what goes to disk and is in no safetensors file.
-        dtype: of everything that is a number of floating point; None: as the model has it.
-        offload_state_dict: without effect: no second copy is ever made.
+        model: real, or on the meta device. A shared weight is found under any of its names.
+        checkpoint: a checkpoint of ours; a safetensors file, a directory of such files, or its index; a ``torch.save``
+            file of a state_dict, which is read with ``weights_only=True``, or an index of such files.
+        device_map: a device by name of a module. None: the current device of each tensor; for meta tensors the CPU.
+        offload_folder: for weights that go to disk and are in no safetensors file.
+        dtype: of all floating-point tensors; None: that of the model.
+        offload_state_dict: without effect: a second copy is never made.
         offload_buffers: buffers of layers on disk stay on disk.
-        keep_in_fp32_modules: names of modules whose weights are loaded as float32, whatever ``dtype`` says.
-        offload_8bit_bnb: for `load_and_quantize_model`, which does it.
-        strict: refuse weights that are missing in the checkpoint, or not in the model.
-        full_state_dict: as for a model whose tensors are whole, which it has to be.
-        broadcast_from_rank0: not here.
+        keep_in_fp32_modules: names of modules whose weights are loaded as float32, whatever ``dtype`` is.
+        offload_8bit_bnb: refused; use `load_and_quantize_model`.
+        strict: refuse weights that are missing in the checkpoint or in the model.
+        full_state_dict: False is refused; the tensors of the model must be whole.
+        broadcast_from_rank0: True is refused.
 
     Raises:
-        CheckpointError: before anything is loaded: the checkpoint is damaged, or of other shapes; it lacks what the
-            model has no values for; it has two different tensors for a weight that the model shares; or, with
-            ``strict``, names differ at all.
+        CheckpointError: before anything is loaded: the checkpoint is damaged, or has other shapes; it lacks the content
+            of a meta tensor; it has two different tensors for a shared weight; or, with ``strict``, names differ.
         StrategyError: as from `dispatch_model`.
 
     Example:
@@ -144,17 +148,17 @@ def load_weights(
     offload_buffers: bool = False,
     strict: bool = False,
 ) -> None:
-    """As `load_checkpoint_in_model`, from an open checkpoint.
+    """Like `load_checkpoint_in_model`, from opened weights.
 
     Args:
-        model: to load into.
-        weights: from `open_weights`, or what is made of them.
-        checkpoint: its name, for messages.
+        model: the model to load into.
+        weights: from `open_weights`, or made from these.
+        checkpoint: the name of the checkpoint, for messages.
         devices: from `check_device_map`, or None.
-        dtype_of: in what each tensor is loaded.
-        offload_folder: for what goes to disk and cannot be read again.
+        dtype_of: the dtype of each tensor.
+        offload_folder: for weights that go to disk and cannot be read from the checkpoint again.
         offload_buffers: buffers of layers on disk stay on disk.
-        strict: refuse names that differ.
+        strict: refuse different names.
     """
     places = None if devices is None else Places(devices, None)
     entries = match_weights(model, weights, checkpoint, strict)
@@ -196,28 +200,28 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model that may be larger than memory, and make it run.
+    """Load a checkpoint into a model that may be larger than memory, and dispatch the model so that it runs.
 
     Args:
-        model: most often from `init_empty_weights`.
+        model: usually from `init_empty_weights`.
         checkpoint: as for `load_checkpoint_in_model`.
-        device_map: by name of a module: a device; or ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or
-            ``"sequential"``. None: everything where it is, or on the CPU.
+        device_map: a device by name of a module; or ``"auto"``, ``"balanced"``, ``"balanced_low_0"`` or
+            ``"sequential"``. None: the current device of each tensor; for meta tensors the CPU.
         max_memory: as for `infer_auto_device_map`.
         no_split_module_classes: as for `infer_auto_device_map`.
-        offload_folder: for what goes to disk and is in no safetensors file.
+        offload_folder: for weights that go to disk and are in no safetensors file.
         offload_buffers: as for `dispatch_model`.
-        dtype: of everything that is a number of floating point; None: as the model has it.
-        offload_state_dict: without effect: no second copy is ever made.
+        dtype: of all floating-point tensors; None: that of the model.
+        offload_state_dict: without effect: a second copy is never made.
         skip_keys: as for `dispatch_model`.
         preload_module_classes: as for `dispatch_model`.
         force_hooks: as for `dispatch_model`.
-        strict: refuse weights that are missing in the checkpoint, or not in the model.
-        full_state_dict: as for a model whose tensors are whole, which it has to be.
-        broadcast_from_rank0: not here.
+        strict: refuse weights that are missing in the checkpoint or in the model.
+        full_state_dict: False is refused; the tensors of the model must be whole.
+        broadcast_from_rank0: True is refused.
 
     Returns:
-        ``model``; its ``hf_device_map`` says what is where.
+        ``model``; its ``hf_device_map`` is the device map.
 
     Raises:
         CheckpointError: as from `load_checkpoint_in_model`.
@@ -279,7 +283,7 @@ def _refuse(full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection[str] | None = None) -> DtypeOf:
-    """In what each tensor is loaded.
+    """Return a function that picks the dtype in which a tensor is loaded.
 
     Example:
         >>> pick = pick_dtype("bfloat16", ["norm"])
@@ -301,11 +305,11 @@ def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection
 
 
 def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: object, strict: bool) -> list[Entry]:
-    """What of a model is in a checkpoint, in the model's order.
+    """Return the tensors of a model that are in a checkpoint, in the model's order.
 
     Raises:
-        CheckpointError: shapes differ; something is missing that the model has no values for; with ``strict``, names
-            differ at all; or not one agrees; or two tensors are stored of what the model has once.
+        CheckpointError: shapes differ; the content of a meta tensor is missing; with ``strict``, names differ; no name
+            is equal; or two different tensors are stored for a shared weight.
     """
     found = find_tied(model)
     entries, missing = [], []
@@ -318,28 +322,27 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
     used = {slot.name for tied in found for slot in tied.slots}
     unexpected = [name for name in weights if name not in used and not name.endswith("_extra_state")]
     for entry in entries:
-        held, wanted = _shape(weights, entry.name), list(entry.tied.tensor.shape)
+        held, wanted = list(tensor_like(weights, entry.name).shape), list(entry.tied.tensor.shape)
         if held != wanted:
             reason = f"{held} in the checkpoint, and the model has {wanted}"
             raise CheckpointError(checkpoint, entry.name, reason, fix="build the model as it was when it was saved")
     _refuse_two(entries, weights, checkpoint)
     lost = missing if strict or not entries else [tied for tied in missing if is_meta(tied.tensor)]
-    if lost or (strict and unexpected):
-        names = [tied.slots[0].name for tied in lost]
-        tell = [f"lacks {first_names(names)}"] if names else []
-        tell += [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+    refused = bool(lost or (strict and unexpected))
+    names = [tied.slots[0].name for tied in (lost if refused else missing)]
+    differences = [f"lacks {first_names(names)}"] if names else []
+    differences += [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+    if refused:
         near = f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})" if names and unexpected else ""
         raise CheckpointError(
             checkpoint,
             names[0] if names else unexpected[0],
-            f"the checkpoint {', and '.join(tell)}",
+            f"the checkpoint {', and '.join(differences)}",
             fix="build the model as it was when it was saved; if it shares weights, tie them first: "
             f"model.tie_weights(){near}",
         )
-    tell = [f"lacks {first_names([tied.slots[0].name for tied in missing])}"] if missing else []
-    tell += [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
-    if tell:
-        warnings.warn(f"{checkpoint} {', and '.join(tell)}; strict=True makes this an error", stacklevel=3)
+    if differences:
+        warnings.warn(f"{checkpoint} {', and '.join(differences)}; strict=True makes this an error", stacklevel=3)
     return entries
 
 
@@ -348,22 +351,14 @@ def _refuse_two(entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpo
         for other in dict.fromkeys(slot.name for slot in entry.tied.slots):
             if other == entry.name or other not in weights:
                 continue
-            if isinstance(weights, Lazy):
-                agree = weights.agree(entry.name, other)
-            else:
-                agree = same_bits(weights[entry.name], weights[other])
-            if not agree:
+            if not have_equal_content(weights, entry.name, other):
                 raise CheckpointError(
                     checkpoint,
                     other,
                     f"it differs from {entry.name!r}, and in the model both are one tensor",
                     fix="build the model without this tie (transformers: tie_word_embeddings=False), "
-                    "or take the one that is not used out of the checkpoint",
+                    "or remove the unused tensor from the checkpoint",
                 )
-
-
-def _shape(weights: Mapping[str, Tensor], name: str) -> list[int]:
-    return list((weights.like(name) if isinstance(weights, Lazy) else weights[name]).shape)
 
 
 def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
@@ -376,35 +371,34 @@ def _load(entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dt
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
     device = tied.tensor.device if not is_meta(tied.tensor) else torch.device("cpu")
     if places is not None:
-        # Of several places the dispatch makes several copies; one that is in memory comes first.
+        # Load to the first device that is not the disk; a later dispatch copies the tensor to the other devices.
         device = resolve_device(next((d for d in map(places.of, (s.name for s in tied.slots)) if d != "disk"), "cpu"))
-    read = weights.read([entry.name], device)[entry.name] if isinstance(weights, Lazy) else weights[entry.name]
-    # A tensor of a mapped file must not outlive it: copied, whatever its device and dtype.
-    content = read.to(device, dtype, copy=not isinstance(weights, Lazy))
+    # A tensor of a mapped file must not outlive the file: always copy it.
+    content = read_one(weights, entry.name, device).to(device, dtype, copy=not isinstance(weights, Lazy))
     if is_meta(tied.tensor) == is_meta(content) and tied.tensor.dtype == content.dtype:
         tied.tensor.data = content
         return
-    made = like(tied.tensor, content)
+    made = parameter_like(tied.tensor, content)
     for slot in tied.slots:
         put(slot.module, slot.key, made)
 
 
 def _leave(entry: Entry, source: OnDisk, dtype_of: DtypeOf) -> dict[str, tuple[OnDisk, str]]:
-    """The tensor stays on disk: the model has it without content. Returns where it is, by its names."""
+    """Leave a tensor on disk: put a meta tensor into the model, and return its origin by its names."""
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
-    made = like(tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta"))
+    made = parameter_like(tied.tensor, torch.empty(tied.tensor.shape, dtype=dtype, device="meta"))
     for slot in tied.slots:
         put(slot.module, slot.key, made)
     return {slot.name: (source, entry.name) for slot in tied.slots}
 
 
 def _groups(entries: list[Entry]) -> list[list[Entry]]:
-    """Weights that are written into one file, of a size that memory has room for."""
+    """Divide weights into groups that are small enough for memory, each for one file."""
     groups: list[list[Entry]] = []
     filled = _FILE
     for entry in entries:
-        size = entry.tied.tensor.numel() * entry.tied.tensor.element_size()
+        size = entry.tied.tensor.nbytes
         if filled + size > _FILE:
             groups.append([])
             filled = 0
@@ -415,12 +409,12 @@ def _groups(entries: list[Entry]) -> list[list[Entry]]:
 
 @contextmanager
 def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
-    """Modules that are made inside have their parameters on the ``meta`` device: shapes and dtypes without memory.
+    """Make the parameters of new modules on the meta device: with shapes and dtypes, and without memory.
 
-    Parameters that two modules share stay shared. Other threads are not affected.
+    Shared parameters stay shared. Other threads are not affected.
 
     Args:
-        include_buffers: buffers too. By default they are real: most are computed, and stand in no checkpoint.
+        include_buffers: buffers too. By default they are real: most are computed, and are in no checkpoint.
 
     Example:
         >>> with init_empty_weights():
@@ -434,11 +428,11 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> Iterator[None]:
-    """Modules that are made inside have their parameters on ``device``, each moved there as soon as it is made.
+    """Move the parameters of new modules to ``device``, each as soon as it is registered.
 
     Args:
-        device: where to.
-        include_buffers: buffers too; then everything that is made inside is made there in the first place.
+        device: the device.
+        include_buffers: buffers too; then all tensors are made on ``device`` directly.
 
     Example:
         >>> with init_on_device("meta", include_buffers=True):
@@ -448,7 +442,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     """
     device = torch.device(device)
     thread = threading.get_ident()
-    moved: Any = WeakIdKeyDictionary()  # what was registered once and is registered again is shared
+    moved: Any = WeakIdKeyDictionary()  # a tensor that is registered twice stays shared
 
     def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device == device or threading.get_ident() != thread or is_lazy(parameter):

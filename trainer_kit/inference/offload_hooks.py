@@ -1,4 +1,4 @@
-"""Weights that come to the device that computes when their layer runs, and go again."""
+"""Hooks that bring weights to the computing device when their layer runs, and remove them afterwards."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.tensors import map_movable, move_to_device
 from trainer_kit.inference.lazy_weights import OnDisk
 
-__all__ = ["Call", "Lock", "OffloadedTensor", "Root", "Visit", "is_meta", "put"]
+__all__ = ["Call", "LayerHooks", "Lock", "ModelHooks", "OffloadedTensor", "is_meta", "put"]
 
 _TRAINING: Final = "weights that are offloaded are not trained"
 
 
 @final
 class Lock(AbstractContextManager[None]):
-    """A lock in an object that is copied with its model; the copy has one of its own."""
+    """A lock that can be copied with its model; the copy is a new lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -38,44 +38,47 @@ class Lock(AbstractContextManager[None]):
 
 @final
 class OffloadedTensor:
-    """A parameter or buffer that is elsewhere while its layers do not run.
+    """A parameter or buffer that is on its computing device only while its layers run.
 
     Args:
-        rest: what modules have in its place meanwhile: the tensor itself in the host's memory, or one without content.
+        rest: the tensor that modules hold otherwise: the tensor itself in host memory, or a meta tensor.
         source: the files to read it from; None: ``rest`` has its content.
-        name: there.
-        needs_gradient: whether it was to be trained.
+        name: its name in ``source``.
+        needs_gradient: whether it required a gradient before.
     """
 
     def __init__(self, rest: Tensor, source: OnDisk | None, name: str, needs_gradient: bool) -> None:
-        self.rest, self.source, self.name, self.needs_gradient = rest, source, name, needs_gradient
+        self.rest = rest
+        self.source = source
+        self.name = name
+        self.needs_gradient = needs_gradient
         self._lent: dict[torch.device, tuple[Tensor, int]] = {}
 
     def borrow(self, device: torch.device, read: dict[str, Tensor]) -> Tensor:
-        """The tensor on a device; the same one for everybody who has it there at a time.
+        """Return the tensor on a device; calls before `give_back` return the same tensor.
 
         Args:
-            device: that computes.
-            read: what was read of its source already.
+            device: the computing device.
+            read: tensors that were already read from its source.
         """
         tensor, count = self._lent.get(device, (None, 0))
         if tensor is None:
             content = self.content(device, read)
             kind: Any = type(self.rest) if isinstance(self.rest, nn.Parameter) else None
-            # Kernels are chosen by this flag too, also where no gradient is made; a graph would keep the weights.
+            # torch selects kernels by this flag even without gradients; with gradients a graph would keep the weights.
             flag = self.needs_gradient and not torch.is_grad_enabled()
             tensor = content if kind is None else kind(content, requires_grad=flag)
         self._lent[device] = tensor, count + 1
         return tensor
 
     def give_back(self, device: torch.device) -> None:
-        """Let go of what was borrowed."""
+        """Release the tensor of one `borrow`."""
         lent = self._lent.pop(device, None)
         if lent is not None and lent[1] > 1:
             self._lent[device] = lent[0], lent[1] - 1
 
     def content(self, device: torch.device, read: dict[str, Tensor] | None = None) -> Tensor:
-        """Its values, on a device and in the dtype in which it is used."""
+        """Return its values on a device, in the dtype in which it is used."""
         if self.source is None:
             return self.rest.detach().to(device)
         if read is None or self.name not in read:
@@ -83,12 +86,12 @@ class OffloadedTensor:
         return read[self.name].to(self.rest.dtype)
 
     def rests_in(self, module: nn.Module, key: str) -> bool:
-        """Whether a module has it, at rest or lent, and nothing else that was put there since."""
+        """Whether a module holds this tensor, at rest or lent, and not a replacement."""
         held = (module._buffers if key in module._buffers else module._parameters).get(key)
         return held is self.rest or any(held is tensor for tensor, _ in self._lent.values())
 
     def is_lent(self, device: torch.device) -> bool:
-        """Whether it is on that device now."""
+        """Whether it is on this device now."""
         return device in self._lent
 
 
@@ -97,24 +100,24 @@ def put(module: nn.Module, key: str, tensor: Tensor) -> None:
     if key in module._buffers:
         module._buffers[key] = tensor
     else:
-        setattr(module, key, tensor)  # recurrent layers keep a list beside their parameters, and see this
+        setattr(module, key, tensor)  # recurrent layers update their list of weights in __setattr__
 
 
 def is_meta(tensor: Tensor) -> bool:
-    """Whether a tensor has no content."""
+    """Whether a tensor is on the meta device."""
     return tensor.device.type == "meta"
 
 
 @final
-class Visit:
-    """What happens around the forward of one module: inputs and weights come to its device, and weights go again.
+class LayerHooks:
+    """Hooks around the forward of one module: inputs and weights are moved to its device, then weights are removed.
 
     Args:
-        name: of the module, for messages.
-        device: that computes.
-        slots: modules, names of their parameters or buffers, and what is to be there during the forward.
+        name: the name of the module, for messages.
+        device: the computing device.
+        slots: modules, names of their parameters or buffers, and the tensors for these during the forward.
         skip: names of arguments that are not moved.
-        lock: of the model.
+        lock: the lock of the model.
     """
 
     def __init__(
@@ -125,12 +128,16 @@ class Visit:
         skip: Collection[str],
         lock: Lock,
     ) -> None:
-        self.name, self.device, self.slots, self.skip, self.lock = name, device, list(slots), frozenset(skip), lock
+        self.name = name
+        self.device = device
+        self.slots = list(slots)
+        self.skip = frozenset(skip)
+        self.lock = lock
         self._depth = 0
         self._taken: list[tuple[nn.Module, str, OffloadedTensor]] = []
 
-    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Before the forward."""
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Move inputs and weights before the forward."""
         if self.slots:
             with self.lock:
                 self._depth += 1
@@ -139,20 +146,20 @@ class Visit:
         moved = {key: value if key in self.skip else self._move(value) for key, value in kwargs.items()}
         return tuple(self._move(value) for value in args), moved
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """After the forward, also one that failed."""
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Remove weights after the forward, also after an error."""
         if self.slots:
             with self.lock:
-                self._depth = max(0, self._depth - 1)  # a hook that came before `arrive` may have failed
+                self._depth = max(0, self._depth - 1)  # an earlier hook may have failed, so that `before` did not run
                 if self._depth == 0:
-                    self._take_away()
+                    self._remove()
 
     def _move(self, value: Any) -> Any:
         if self.device.type != "meta" and isinstance(value, Tensor) and is_meta(value):
             raise StrategyError(
                 f"an input of {self.name or 'the model'!r} has no values",
                 found=f"a tensor of {list(value.shape)} on the meta device",
-                fix=f"make inputs on {str(self.device)!r}: parameters that are on disk say nothing of where to",
+                fix=f"make inputs on {str(self.device)!r}: the device of parameters on disk is not that of the inputs",
             )
         return move_to_device(value, self.device)
 
@@ -175,8 +182,8 @@ class Visit:
             self._taken.append((module, key, tensor))
             put(module, key, borrowed)
 
-    def _take_away(self) -> None:
-        while self._taken:  # one by one: it may be interrupted, and called again
+    def _remove(self) -> None:
+        while self._taken:  # one by one: an interrupt may stop this, and a later call continues
             module, key, tensor = self._taken[-1]
             put(module, key, tensor.rest)
             tensor.give_back(self.device)
@@ -185,17 +192,17 @@ class Visit:
 
 @final
 class Call:
-    """In place of a module's ``_call_impl``: visits end however the call does.
+    """Replaces a module's ``_call_impl``, to run the hooks also after a KeyboardInterrupt.
 
-    torch calls hooks after an Exception, and no hook after a KeyboardInterrupt.
+    torch's ``always_call`` runs hooks only after an Exception.
 
     Args:
-        module: that is called.
+        module: the module.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.visits: list[Visit | Root] = []
+        self.hooks: list[LayerHooks | ModelHooks] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -203,34 +210,35 @@ class Call:
         except Exception:
             raise
         except BaseException:
-            for visit in self.visits:
-                visit.leave(self.module, (), None)
+            for hooks in self.hooks:
+                hooks.after(self.module, (), None)
             raise
 
 
 @final
-class Root:
-    """What happens around the forward of the whole model, and what cannot be done with one that is spread.
+class ModelHooks:
+    """Hooks around the forward of the whole model, and refusals of calls that a dispatched model does not support.
 
     Args:
-        offloaded: its tensors that are elsewhere.
-        where: in words, for messages.
+        offloaded: its offloaded tensors.
+        where: a description of the device map, for messages.
         skip: names of outputs that are not moved.
     """
 
     def __init__(self, offloaded: Iterable[OffloadedTensor], where: str, skip: Collection[str]) -> None:
-        self.where, self.skip = where, frozenset(skip)
+        self.where = where
+        self.skip = frozenset(skip)
         self.trains = any(tensor.needs_gradient for tensor in offloaded)
         self._came_from: list[torch.device | None] = []
 
-    def arrive(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Remember where the inputs are."""
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the device of the inputs."""
         self._came_from.append(_first_device((args, kwargs)))
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Bring the outputs there."""
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Move the outputs to the device of the inputs."""
         if not self._came_from:
-            return None  # a hook that came before `arrive` failed
+            return None  # an earlier hook failed, so that `before` did not run
         device = self._came_from.pop()
         if output is None:
             return None
@@ -251,7 +259,7 @@ class Root:
         return refused(leaf if leaf.requires_grad else leaf.detach().requires_grad_(), self)
 
     def refuse_training(self) -> StrategyError:
-        """The error of a backward."""
+        """Return the error of a backward."""
         return StrategyError(
             _TRAINING,
             found=self.where,
@@ -260,7 +268,7 @@ class Root:
         )
 
     def refuse_move(self, *args: Any, **kwargs: Any) -> Any:
-        """In place of a module's ``_apply``, through which all of ``to``, ``cuda``, ``half`` and their like go."""
+        """Replaces a module's ``_apply``, which ``to``, ``cuda``, ``half`` and similar methods call."""
         raise StrategyError(
             "a model that is spread over devices is not moved or cast as a whole",
             found=self.where,
@@ -268,7 +276,7 @@ class Root:
         )
 
     def refuse_loading(self, *args: Any, **kwargs: Any) -> None:
-        """In place of loading what would go nowhere."""
+        """Refuse ``load_state_dict``, whose values would be lost."""
         raise StrategyError(
             "load_state_dict cannot reach weights that are on disk",
             found=self.where,
@@ -278,13 +286,13 @@ class Root:
 
 class _Refuse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: Root) -> Tensor:
-        ctx.root = root
-        return tensor.clone()  # a view of this could not be changed in place
+    def forward(ctx: Any, tensor: Tensor, hooks: ModelHooks) -> Tensor:
+        ctx.hooks = hooks
+        return tensor.clone()  # a view could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise ctx.root.refuse_training()
+        raise ctx.hooks.refuse_training()
 
 
 def _first_device(values: Any) -> torch.device | None:

@@ -1,4 +1,4 @@
-"""One model over several processes, for inference: each holds some stages, and parts of a batch follow each other."""
+"""Pipeline-parallel inference: each process holds some stages, and the micro-batches of a batch follow each other."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> nn.Module:
-    """Divide a model's blocks among all processes; every process calls it, and the model afterwards.
+    """Divide a model's blocks among all processes; every process calls this function, and then the model.
 
-    A call takes the inputs of the main process, and runs without gradients; shapes may differ from call to call. The
-    last process gets the output, the others None. The weights are those of the main process: on the others the model
-    may be on the meta device.
+    A call of the model uses the inputs of the main process, and computes no gradients; shapes may differ between calls.
+    The last process gets the output, the others None. The weights are those of the main process; on other processes the
+    model may be on the meta device.
 
     Args:
-        model: is changed in place: each process keeps its own blocks, on its device.
+        model: changed in place: each process keeps its blocks, on its device.
         split_points: names of the blocks at which the second and later processes begin; ``"auto"`` divides the
             largest list of blocks by number of parameters.
-        no_split_module_classes: names of classes that stay on one process, as whole blocks do anyway.
-        example_args: what the model is called with: a first call shows at once whether it can be divided.
-        example_kwargs: the same.
-        num_chunks: into how many parts a batch is divided, which follow each other; by default as many as processes.
+        no_split_module_classes: names of classes whose modules stay on one process, as whole blocks always do.
+        example_args: arguments for a first call, which shows whether the model can be divided.
+        example_kwargs: keyword arguments for this call.
+        num_chunks: the number of micro-batches of a batch; None: the number of processes.
         gather_output: every process gets the output.
 
     Returns:
@@ -76,7 +76,7 @@ def prepare_pippy(
     world = join_world(device)
     assert dist.group.WORLD is not None
     pipeline = Pipeline(dist.group.WORLD, world, device, "GPipe")
-    pipeline.has(model)  # refuses what another one has split
+    pipeline.has(model)  # refuses a model that another pipeline has split
     weights = InitialWeights(model, world)
     pipeline.divide(model, plan, make_precision("32-true", device.type))
     weights.hand_out(model, device, device)
@@ -104,7 +104,7 @@ class _Chunked:
 
 
 def _sizes(inputs: Any, chunks: int) -> list[int]:
-    """Of the parts of a batch, which is as long as its first tensor; none is empty."""
+    """Return the sizes of the micro-batches, none of them empty; the batch is as long as its first tensor."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         if chunks > 1:
@@ -114,7 +114,7 @@ def _sizes(inputs: Any, chunks: int) -> list[int]:
 
 
 def _divided(inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]) -> list[Any]:
-    """The inputs of each part; what is not as long as the batch belongs to all of them."""
+    """Return the inputs of each micro-batch; tensors that are not as long as the batch go to all of them."""
     if len(sizes) == 1:
         return [inputs]
     whole, made, start = sum(sizes), [], 0
@@ -138,7 +138,7 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)
         ):
             made.append(torch.cat(leaves))
-        elif all(_same(leaf, leaves[0]) for leaf in leaves):  # tables, flags
+        elif all(_same(leaf, leaves[0]) for leaf in leaves):  # such as tables and flags
             made.append(leaves[0])
         else:
             shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
@@ -152,12 +152,12 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)  # sync point: of what is no output of samples
+        return one.shape == other.shape and torch.equal(one, other)  # sync point: not for outputs of samples
     return isinstance(one, _PLAIN) and one == other
 
 
 def _untie(model: nn.Module) -> None:
-    """Parameters that layers share get an object for each place: nothing trains them, and places may lie apart."""
+    """Give each layer its own object for a shared parameter: layers may be on different processes."""
     seen: set[int] = set()
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -168,7 +168,7 @@ def _untie(model: nn.Module) -> None:
 
 
 def _refuse_inside(model: nn.Module, container: str, classes: Sequence[str]) -> None:
-    """Refuse to divide what is inside of a module that is to stay whole."""
+    """Refuse to divide the blocks of a module that must stay whole."""
     for name, part in model.named_modules():
         if type(part).__name__ in classes and (f"{container}.".startswith(f"{name}.") or not name):
             raise StrategyError(

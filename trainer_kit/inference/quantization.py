@@ -1,4 +1,4 @@
-"""Weights in 4 or 8 bits, quantised layer by layer while they are loaded."""
+"""Quantise weights to 4 or 8 bits, layer by layer, while they are loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.inference.device_map import Device, resolve_device_map
 from trainer_kit.inference.dispatch import check_device_map, dispatch_model, find_tied, first_names
-from trainer_kit.inference.lazy_weights import Lazy, open_weights, same_bits
+from trainer_kit.inference.lazy_weights import Lazy, have_equal_content, open_weights, tensor_like
 from trainer_kit.inference.loading import load_weights, pick_dtype
 from trainer_kit.inference.offload_hooks import is_meta
 from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
@@ -26,21 +26,21 @@ _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bf
 @final
 @dataclass
 class BnbQuantizationConfig:
-    """How `load_and_quantize_model` quantises.
+    """The options of `load_and_quantize_model`.
 
     Attributes:
         load_in_8bit: int8, with outliers of inputs multiplied in float16.
-        llm_int8_threshold: inputs beyond this are outliers.
-        load_in_4bit: 4 bits a weight.
+        llm_int8_threshold: inputs beyond this value are outliers.
+        load_in_4bit: 4 bits per weight.
         bnb_4bit_quant_type: ``"fp4"`` or ``"nf4"``.
-        bnb_4bit_use_double_quant: the maxima of blocks are quantised, too.
+        bnb_4bit_use_double_quant: also quantise the maxima of blocks.
         bnb_4bit_compute_dtype: of products with 4-bit weights: a dtype, ``"fp32"``, ``"fp16"`` or ``"bf16"``.
-        torch_dtype: of everything that is not quantised; None: float16 with 8 bits, the compute dtype with 4.
+        torch_dtype: of all other tensors; None: float16 with 8 bits, the compute dtype with 4 bits.
         skip_modules: names of modules that are not quantised; None: the last one, and those that share weights.
         keep_in_fp32_modules: names of modules that are not quantised, and stay in float32.
 
     Raises:
-        PrecisionError: not one of 4 and 8 bits, or a word that means nothing here.
+        PrecisionError: not exactly one of 4 and 8 bits, or an invalid option.
 
     Example:
         >>> BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16").mode
@@ -76,7 +76,7 @@ class BnbQuantizationConfig:
 
     @property
     def mode(self) -> str:
-        """The precision's word for it."""
+        """The precision's name for these options."""
         if self.load_in_8bit:
             return "int8"
         return f"{self.bnb_4bit_quant_type}-dq" if self.bnb_4bit_use_double_quant else self.bnb_4bit_quant_type
@@ -99,20 +99,19 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Exchange linear layers for those of bitsandbytes, and load weights into them, one layer at a time.
+    """Replace linear layers by those of bitsandbytes, and load weights into them, one layer at a time.
 
-    Layers in the host's memory and on disk are quantised too. A checkpoint that this wrote, with quantised weights,
-    loads as it is.
+    Layers in host memory and on disk are quantised too. A checkpoint with quantised weights is loaded unchanged.
 
     Args:
-        model: from `init_empty_weights`; or with its weights, and then they are quantised where they are.
-        bnb_quantization_config: how.
+        model: from `init_empty_weights`; or with its weights, which are then quantised in place.
+        bnb_quantization_config: the options.
         weights_location: a checkpoint, as for `load_checkpoint_in_model`.
         device_map: as for `load_checkpoint_and_dispatch`; None: everything on the accelerator, or the CPU.
         no_split_module_classes: as for `infer_auto_device_map`.
-        max_memory: as for `infer_auto_device_map`; what counts is what quantised weights take.
-        offload_folder: for what goes to disk.
-        offload_state_dict: without effect: no second copy is ever made.
+        max_memory: as for `infer_auto_device_map`; quantised weights count with their quantised size.
+        offload_folder: for weights that go to disk.
+        offload_state_dict: without effect: a second copy is never made.
 
     Returns:
         ``model``, whose quantised weights are frozen.
@@ -184,7 +183,7 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
 
 
 def _head(model: nn.Module) -> list[str]:
-    """The last module, whose numbers matter most, and those that share weights: they would come apart."""
+    """Return the last module, which needs the highest accuracy, and modules that share weights: these stay tied."""
     shared = [slot.path for tied in find_tied(model) if len(tied.slots) > 1 for slot in tied.slots]
     prefix = getattr(model, "base_model_prefix", None)
     headless = isinstance(prefix, str) and not hasattr(model, prefix)
@@ -198,11 +197,11 @@ def _parts(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 @final
 class _Quantised(Lazy):
-    """The weights of a checkpoint as quantised layers have them: made from floats when they are asked for."""
+    """The weights of a checkpoint in the form of quantised layers; each access quantises the stored floats."""
 
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, Any], dtype: torch.dtype) -> None:
         self._weights, self._dtype = weights, dtype
-        like = {name: self._stored_like(name) for name in (f"{layer}.weight" for layer in layers) if name in weights}
+        like = {name: tensor_like(weights, name) for name in (f"{layer}.weight" for layer in layers) if name in weights}
         self._layers = {n: layer for n, layer in layers.items() if f"{n}.weight" in like}
         self._layers = {n: one for n, one in self._layers.items() if like[f"{n}.weight"].is_floating_point()}
         self._made = {f"{n}.{key}": (n, key) for n, one in self._layers.items() for key in _parts(one)}
@@ -227,26 +226,21 @@ class _Quantised(Lazy):
         return self._last[1][key]
 
     def like(self, name: str) -> Tensor:
-        """A tensor without its content."""
+        """Return a tensor of the same shape and dtype."""
         if name in self._made:
             layer, key = self._made[name]
             held: Tensor = getattr(self._layers[layer], key)
             wanted = [self._layers[layer].out_features, self._layers[layer].in_features]
-            if key == "weight" and list(self._stored_like(name).shape) != wanted:
-                return self._stored_like(name)  # of another model: the comparison of shapes will say so
-            return held
-        return self._stored_like(name)
+            # A stored weight of another shape is of another model: return it, so that the shapes differ.
+            if key != "weight" or list(tensor_like(self._weights, name).shape) == wanted:
+                return held
+        return tensor_like(self._weights, name)
 
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Several tensors."""
+        """Return several tensors."""
         return {name: self[name].to(device) for name in names}
 
     def agree(self, one: str, other: str) -> bool:
-        """Of what is stored; what is made has no second name there."""
-        stored = self._weights
-        if one not in stored or other not in stored:
-            return True
-        return stored.agree(one, other) if isinstance(stored, Lazy) else same_bits(stored[one], stored[other])
-
-    def _stored_like(self, name: str) -> Tensor:
-        return self._weights.like(name) if isinstance(self._weights, Lazy) else self._weights[name]
+        """Whether both stored names have equal content; quantised parts have no second stored name."""
+        stored = one in self._weights and other in self._weights
+        return not stored or have_equal_content(self._weights, one, other)

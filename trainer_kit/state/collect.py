@@ -353,9 +353,9 @@ def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
 
 def _loader_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state of this rank's loaders that ``done``, progress up to the last completed window, does not determine."""
-    train = run.windows.feed.track.state_dict(done["epoch"], done["epoch_batch"], done["batch"])
+    train = run.windows.feed.loader_state.state_dict(done["epoch"], done["epoch_batch"], done["batch"])
     feeds = [] if run.validation is None else run.validation.feeds
-    validation = [feed.track.state_dict() for feed in feeds]
+    validation = [feed.loader_state.state_dict() for feed in feeds]
     if train is None and not any(validation):
         return None
     return {"train": train, "validation": validation}
@@ -379,10 +379,10 @@ def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int 
     saved = state.get("loaders")
     if saved is None:
         return
-    feed.track.load_state_dict([own and own["train"] for own in saved], rank)
+    feed.loader_state.load_state_dict([own and own["train"] for own in saved], rank)
     for i, validation in enumerate(run.validation.feeds if run.validation is not None else ()):
         parts = [own["validation"][i] if own and i < len(own["validation"]) else None for own in saved]
-        validation.track.load_state_dict(parts, rank)
+        validation.loader_state.load_state_dict(parts, rank)
 
 
 def _convert_position(run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_size: int | None) -> None:

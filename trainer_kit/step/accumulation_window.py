@@ -84,7 +84,7 @@ class WindowLoader:
 
     def _tracked(self, windows: Iterator[MicroBatches]) -> Iterator[MicroBatches]:
         for micro in windows:
-            self.feed.track.forget(micro.first)
+            self.feed.loader_state.forget(micro.first)
             yield micro
 
     def _alone(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
