@@ -316,7 +316,9 @@ class _Encoder:
 @final
 class _Decoder:
     def __init__(self, tensors: Mapping[str, Tensor], at: str, file: object) -> None:
-        self._tensors, self._at, self._file = tensors, at, file
+        self._tensors = tensors
+        self._at = at
+        self._file = file
 
     def decode(self, tree: Any, path: tuple[str, ...]) -> Any:
         if isinstance(tree, list):

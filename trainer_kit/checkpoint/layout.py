@@ -200,7 +200,8 @@ class ShardFiles:
     """
 
     def __init__(self, root: Path) -> None:
-        self._root, self._stack = root, ExitStack()
+        self._root = root
+        self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> ShardFiles:
@@ -252,7 +253,9 @@ class Assembled(Mapping[str, Tensor]):
     def __init__(
         self, files: ShardFiles, tensors: Mapping[str, TensorLayout], device: torch.device | str = "cpu"
     ) -> None:
-        self._files, self._tensors, self._device = files, tensors, device
+        self._files = files
+        self._tensors = tensors
+        self._device = device
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]

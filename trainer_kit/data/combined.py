@@ -92,7 +92,8 @@ class CombinedLoader:
         if mode not in MODES:
             fix = did_you_mean(str(mode), MODES)
             raise DataError("CombinedLoader has no such mode", found=f"mode={mode!r}", fix=fix)
-        self.iterables, self.mode = iterables, mode
+        self.iterables = iterables
+        self.mode = mode
         self.flattened: list[Any]
         self.flattened, self._spec = tree_flatten(iterables, is_leaf=lambda node: not _is_node(node, iterables))
 

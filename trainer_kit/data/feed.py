@@ -269,7 +269,9 @@ class Feed:
             ordered=ordered,
             pad=pad,
         )
-        self.loader, self.reproducible, self._asks = loader, reproducible, rank == 0
+        self.loader = loader
+        self.reproducible = reproducible
+        self._asks = rank == 0
         self._source = _open(loader, place)
         self.loader_state = LoaderState(self._source, size)
         """The position in the loader, for a checkpoint."""

@@ -117,7 +117,8 @@ class SeededIndices(list[Any]):
 
     def __init__(self, indices: list[Any], seed: int, first: int) -> None:
         super().__init__(indices)
-        self.seed, self.first = seed, first
+        self.seed = seed
+        self.first = first
 
     def __iter__(self) -> Iterator[Any]:
         for place, index in enumerate(self[:], self.first):
@@ -170,13 +171,19 @@ class SampleBlocks:
     def __init__(
         self, order: Iterable[Any], batch_size: int, *, drop_last: bool, rank: int, size: int, pad: bool = False
     ) -> None:
-        self.order, self.batch_size, self.drop_last = order, batch_size, drop_last
-        self.rank, self.size, self.pad = rank, size, pad
+        self.order = order
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.rank = rank
+        self.size = size
+        self.pad = pad
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        self._start, self._sample_seed = start, sample_seed
-        self.handed, self.empty = 0, False
+        self._start = start
+        self._sample_seed = sample_seed
+        self.handed = 0
+        self.empty = False
         self.sizes: deque[int] = deque()
         self._short: tuple[int, int] | None = None
         self._drawn = drawn(self.order, seed)
@@ -263,13 +270,19 @@ class BatchTurns:
         pad: bool = False,
         whole: int | None = None,
     ) -> None:
-        self.order, self.rank, self.size, self.sized, self.pad = order, rank, size, sized, pad
+        self.order = order
+        self.rank = rank
+        self.size = size
+        self.sized = sized
+        self.pad = pad
         self.whole = whole if pad and sized else None
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        self._start, self._sample_seed = start, sample_seed
-        self.handed, self.empty = 0, False
+        self._start = start
+        self._sample_seed = sample_seed
+        self.handed = 0
+        self.empty = False
         self.sizes: deque[int] = deque()
         self._counts: list[int] = []
         self._drawn = drawn(self.order, seed, _BATCH_CHUNK if self.sized else _CHUNK)

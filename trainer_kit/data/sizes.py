@@ -78,7 +78,8 @@ class BatchSizes:
 
     def _reader(self, batch: Any) -> Callable[[Any], tuple[Any, int]]:
         if self._read is None:
-            self.doubt, self._read = _doubt(batch), size_reader(batch)
+            self.doubt = _doubt(batch)
+            self._read = size_reader(batch)
         return self._read
 
 

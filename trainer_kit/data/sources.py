@@ -97,7 +97,8 @@ class IndexedSource(Source):
     indexed = True
 
     def __init__(self, loader: DataLoader[Any], place: Place) -> None:
-        self.given, self.place = loader, place
+        self.given = loader
+        self.place = place
         self.loader, self.generator = copied(loader)
         self.own_batches = _own_batches(loader)
         self.order, self.split_by_user = self._find_order()
@@ -167,7 +168,7 @@ class IndexedSource(Source):
         if type(self.order) is SequentialSampler:
             how = f"in order ({name})"
         elif getattr(self.order, "generator", None) is not None:
-            how = f"in the order of {name}, which has a generator of its own"
+            how = f"in the order of {name}, which has its own generator"
         elif type(self.order) is RandomSampler:
             how = f"shuffled by (seed, epoch) ({name})"
         else:
@@ -257,7 +258,10 @@ def _undivided(sampler: DistributedSampler[Any]) -> Any:
     """Return the sampler without its division and padding: evaluation reads each sample once."""
     whole = copy.copy(sampler)
     count = sampler.total_size if sampler.drop_last else len(sampler.dataset)  # type: ignore[arg-type]
-    whole.num_replicas, whole.rank, whole.num_samples, whole.total_size = 1, 0, count, count
+    whole.num_replicas = 1
+    whole.rank = 0
+    whole.num_samples = count
+    whole.total_size = count
     return whole
 
 
@@ -291,7 +295,8 @@ class StreamSource(Source):
             self.per_rank_batch_size = self.loader.batch_size
             own = loader.batch_size is not None and loader.collate_fn is not default_collate
             if own and one_for_one(loader):  # batches of torch's own collate_fn show their size
-                self._counts, self.loader.collate_fn = True, _Counting(loader.collate_fn)
+                self._counts = True
+                self.loader.collate_fn = _Counting(loader.collate_fn)
             if not place.ordered and _has_state(loader.dataset):
                 self.loader = _reading_states(self.loader)
         else:

@@ -56,7 +56,9 @@ class Ahead:
     """
 
     def __init__(self, iterator: Iterable[Any], move: Callable[[Any], Any], device: torch.device | None = None) -> None:
-        self._iterator, self._move, self._device = iter(iterator), move, device
+        self._iterator = iter(iterator)
+        self._move = move
+        self._device = device
         self._stream = None if device is None or device.type in BLOCKING else _side_stream(device)
         self._waiting: _Ready | None = None
 

@@ -93,7 +93,9 @@ class _Chunked:
     """The forward of a divided model."""
 
     def __init__(self, pipeline: Pipeline, chunks: int, gathers: bool) -> None:
-        self.pipeline, self.chunks, self.gathers = pipeline, chunks, gathers
+        self.pipeline = pipeline
+        self.chunks = chunks
+        self.gathers = gathers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self.pipeline.share((args, kwargs), last=False)

@@ -200,7 +200,8 @@ class _Quantised(Lazy):
     """The weights of a checkpoint in the form of quantised layers; each access quantises the stored floats."""
 
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, Any], dtype: torch.dtype) -> None:
-        self._weights, self._dtype = weights, dtype
+        self._weights = weights
+        self._dtype = dtype
         like = {name: tensor_like(weights, name) for name in (f"{layer}.weight" for layer in layers) if name in weights}
         self._layers = {n: layer for n, layer in layers.items() if f"{n}.weight" in like}
         self._layers = {n: one for n, one in self._layers.items() if like[f"{n}.weight"].is_floating_point()}

@@ -1,4 +1,4 @@
-"""What a run will need, told before it starts."""
+"""Estimate what a run needs before it starts."""
 
 from trainer_kit.planning.memory import MemoryEstimate, describe_module, estimate_memory
 

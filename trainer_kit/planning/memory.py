@@ -1,4 +1,4 @@
-"""How much memory weights, gradients and an optimizer take, from shapes alone."""
+"""Estimate the memory of weights, gradients and optimizer state from shapes."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ADAM_STATES: Final = 2
 @final
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """What is to be held.
+    """The sizes of a module.
 
     Attributes:
-        parameters: elements of all parameters that are numbers of floating point, each tensor once.
-        trainable: of these, the elements that are trained.
-        fixed_bytes: of everything that no conversion touches: indices, masks and the like.
-        layers: elements by the name of the module that holds them itself.
+        parameters: elements of all floating-point tensors, each tensor once.
+        trainable: elements of these that are trained.
+        fixed_bytes: bytes of all other tensors, which a conversion does not change, such as indices and masks.
+        layers: elements by the name of the module that holds them directly.
     """
 
     parameters: int
@@ -41,10 +41,10 @@ class MemoryEstimate:
 
     Attributes:
         dtype: of weights, gradients and optimizer state alike.
-        weights: also what a forward pass without gradients needs.
-        gradients: of what is trained; None in a dtype that is not trained in.
-        optimizer: both of Adam's states; None as before.
-        largest_layer: the most that a single module holds itself, which offloading moves at once.
+        weights: of all weights; a forward without gradients needs no more.
+        gradients: of trained weights; None for a dtype that is not used for training.
+        optimizer: of both of Adam's states; None as for ``gradients``.
+        largest_layer: of the largest module's direct tensors, which offloading moves at once.
     """
 
     dtype: str
@@ -62,9 +62,9 @@ class MemoryEstimate:
 
 
 def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
-    """Count a module's elements, or those of weights by name; they may be on the ``meta`` device.
+    """Count the elements of a module, or of weights by name; they may be on the meta device.
 
-    Weights by name are all taken for trainable: a file does not say.
+    All weights by name count as trainable, because a file does not record which weights are frozen.
 
     Example:
         >>> shapes = describe_module(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
@@ -85,13 +85,13 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
     return Shapes(
         parameters=sum(tensor.numel() for tensor in floats),
         trainable=sum(tensor.numel() for tensor in floats if id(tensor) in trained),
-        fixed_bytes=sum(t.numel() * t.element_size() for t in named.values() if not t.is_floating_point()),
+        fixed_bytes=sum(tensor.nbytes for tensor in named.values() if not tensor.is_floating_point()),
         layers=layers,
     )
 
 
 def estimate_memory(shapes: Shapes) -> list[MemoryEstimate]:
-    """What ``shapes`` take in each dtype, from wide to narrow.
+    """Return the memory of ``shapes`` in each dtype, from wide to narrow.
 
     Example:
         >>> for each in estimate_memory(describe_module(nn.Linear(10, 10)))[:2]:
