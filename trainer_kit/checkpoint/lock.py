@@ -16,7 +16,7 @@ from trainer_kit.core.atomic_files import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
-__all__ = ["LOCK", "DirectoryLock", "is_free", "owner_of"]
+__all__ = ["LOCK", "DirectoryLock", "Owner", "is_free", "owner_of"]
 
 LOCK: Final = ".lock"
 _MOST: Final = 1 << 16  # bytes of a lock

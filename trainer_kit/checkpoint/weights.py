@@ -49,6 +49,7 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
+    "ExportFormat",
     "export",
     "holds_weight_files",
     "map_weights",

@@ -18,7 +18,7 @@ from trainer_kit.data.order import MISSING
 from trainer_kit.data.place import Place, Source, generator_states, kind_of, restore_generators
 from trainer_kit.data.sources import IndexedSource, ListSource, StreamSource
 
-__all__ = ["Feed"]
+__all__ = ["Feed", "LoaderState"]
 
 
 @final

@@ -18,12 +18,17 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_m
 
 __all__ = [
     "Device",
+    "Dtype",
+    "Unit",
     "accelerators",
     "compute_module_sizes",
+    "find_units",
     "get_balanced_memory",
     "get_max_memory",
     "infer_auto_device_map",
     "name_of",
+    "named_tensors",
+    "order_of",
     "resolve_device",
     "resolve_device_map",
     "resolve_dtype",

@@ -19,7 +19,9 @@ from trainer_kit.inference.lazy_weights import OnDisk, open_weights, read_one, t
 from trainer_kit.inference.offload_hooks import Call, LayerHooks, Lock, ModelHooks, OffloadedTensor, is_meta, put
 
 __all__ = [
+    "Dispatched",
     "Places",
+    "Slot",
     "Tied",
     "UserCpuOffloadHook",
     "check_device_map",

@@ -43,11 +43,14 @@ from trainer_kit.inference.lazy_weights import (
 from trainer_kit.inference.offload_hooks import is_meta, put
 
 __all__ = [
+    "DtypeOf",
+    "Entry",
     "init_empty_weights",
     "init_on_device",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_weights",
+    "match_weights",
     "pick_dtype",
 ]
 
