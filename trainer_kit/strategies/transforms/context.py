@@ -44,15 +44,15 @@ _CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 class ContextParallel(Transform):
     """Each rank has a part of every sequence; ``scaled_dot_product_attention`` covers the whole sequence.
 
-    On devices that have it this is torch's own, see `trainer_kit.strategies.transforms.context`, where it takes what is
-    asked for. Elsewhere, and for causal attention, of which a ring gives the last rank most to do: where the axis
-    divides the heads, ranks exchange tokens for heads (DeepSpeed-Ulysses, Jacobs et al., 2023); else each gathers all
-    keys and values. Everything else of a model sees its part of the tokens.
+    torch's `ring_attention` computes it where the device has it and the call fits. Otherwise, and for causal attention,
+    where a ring gives the last rank most of the work: if the axis divides the heads, ranks exchange tokens for heads
+    (DeepSpeed-Ulysses, Jacobs et al., 2023); else each rank gathers all keys and values. All other layers see this
+    rank's tokens only.
 
     Args:
         plan: where the sequence is in a batch.
-        weighed: the engine weighs parts by the targets that they have. Otherwise all parts weigh alike, and a mean is
-            one over the targets of the whole sequence.
+        weighed: the engine weighs each part by its targets. Otherwise all parts weigh the same, and a mean is over the
+            targets of the whole sequence.
 
     Attributes:
         ring: torch's own; None where the device has none.
@@ -88,8 +88,8 @@ class ContextParallel(Transform):
         """Take the axis. The module does not change: attention does, inside of `attending`.
 
         Args:
-            module: the whole.
-            mesh: one axis.
+            module: the whole module.
+            mesh: the context axis.
         """
         self.mesh = mesh
         self.group = mesh.get_group()
@@ -155,12 +155,12 @@ class ContextParallel(Transform):
             StrategyError: none does, or some does not.
         """
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # it computes attention by itself
+        torch.backends.mha.set_fastpath_enabled(False)  # the fast path computes attention without this function
         watch, self._seen = _Watch(self), 0
         with ExitStack() as stack:
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             self._around = None if self.ring is None else stack.enter_context(self.ring(self.mesh))
-            # What the ring has put there, the ring takes away.
+            # Restore what the ring has set; the ring restores torch's own.
             stack.callback(_put, F.scaled_dot_product_attention, _CROSS_ENTROPY)
             _put(self._attention, self._cross_entropy)
             if checked:
@@ -315,7 +315,7 @@ def _become(tensor: Tensor, other: Tensor) -> None:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees calls of torch's attention that came past ours."""
+    """Sees calls of torch's attention that bypass ours."""
 
     def __init__(self, context: ContextParallel) -> None:
         super().__init__()
