@@ -37,6 +37,18 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
+MAX_DEPTH = 2
+CONTRACTS = {
+    "Callback",
+    "DataHooks",
+    "KwargsHandler",
+    "ModuleHooks",
+    "Precision",
+    "Strategy",
+    "TrainModule",
+    "Transform",
+}
+DOORS = {"build.py", "conformance.py"}  # they read what users hand over
 LONG_FUNCTIONS = {"trainer.Trainer.__init__": "the Trainer's constructor"}
 WIDE_CONSTRUCTORS = {
     "Trainer": "the Trainer's constructor",
@@ -430,3 +442,43 @@ def test_sync_points_are_marked() -> None:
                 why = 'no comment says "sync point" (or "no sync point: ...")'
                 violations.append(f"{where(path, node)}: {ast.unparse(node)}: {why}")
     report(violations)
+
+
+def test_the_parts_of_a_run_have_types() -> None:
+    """``trainer: Any`` hides from the type checker which members callbacks and rooms depend on."""
+    report(
+        [
+            f"{where(path, function)}: {name}({argument.arg}: Any)"
+            for path in sources()
+            if path.name not in DOORS
+            for name, function in functions(path)
+            for argument in [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            if argument.arg in {"trainer", "accelerator", "strategy"}
+            and argument.annotation is not None
+            and ast.unparse(argument.annotation) == "Any"
+        ]
+    )
+
+
+def test_inheritance_is_shallow() -> None:
+    """A reader finds what a class does in at most two files; contracts and errors do not count."""
+    homes = {path: {cls.name: cls for cls in classes(path)} for path in sources()}
+    everywhere = {name: (path, cls) for path, found in homes.items() for name, cls in found.items()}
+
+    def depth(path: Path, cls: ast.ClassDef) -> int:
+        above = []
+        for base in cls.bases:
+            name = ast.unparse(base).partition("[")[0]
+            there = (path, homes[path][name]) if name in homes[path] else everywhere.get(name)
+            if there is not None and name not in CONTRACTS and there[1] is not cls:
+                above.append(depth(*there))
+        return 1 + max(above, default=0)
+
+    report(
+        [
+            f"{where(path, cls)}: {cls.name} is {depth(path, cls)} classes of ours deep, at most {MAX_DEPTH}"
+            for path in sources()
+            for cls in classes(path)
+            if depth(path, cls) > MAX_DEPTH and not cls.name.endswith("Error")
+        ]
+    )

@@ -17,6 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn
 
 __all__ = ["ModelSummary", "ModelSummaryTable", "SummaryRow", "summarize"]
@@ -236,7 +237,7 @@ class _Held:
         return {key: size for full, (key, size, _, _) in self.parameters.items() if full.startswith(f"{name}.")}
 
 
-def _of_all_ranks(module: nn.Module, strategy: Any) -> _Held:
+def _of_all_ranks(module: nn.Module, strategy: Strategy) -> _Held:
     """The complete module, whose stages are on several ranks; collective."""
     parts: list[_Held] = strategy.world.all_gather_object(_Held.of(module, strategy.shared_names(module)))
     modules: dict[str, tuple[str, bool] | None] = {}

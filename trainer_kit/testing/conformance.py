@@ -109,7 +109,7 @@ class Classifier(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class _TwoNets(Classifier):
+class _TwoNets(TrainModule):
     """Two nets with one optimizer each; the second learns from the output of the first."""
 
     def configure_model(self) -> None:

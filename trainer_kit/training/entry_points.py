@@ -58,6 +58,7 @@ from trainer_kit.step.evaluate import Evaluation, evaluate
 from trainer_kit.step.requests import requeue_once, terminable
 from trainer_kit.step.run import Fit
 from trainer_kit.step.teardown import Teardown
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.compose import (
     build_module,
     check_module,
@@ -425,7 +426,7 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
     return back
 
 
-def _sync_batchnorm(module: nn.Module, strategy: Any) -> Any:
+def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
     if strategy.device.type == "cpu":
         raise ConfigurationError(
             "torch's SyncBatchNorm does not run on the CPU", found="sync_batchnorm=True", fix="leave it out here"

@@ -13,6 +13,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.compose import check_module, choose_by_memory
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.session import Session
@@ -162,7 +163,7 @@ def _window(trainer: Session) -> int:
     return 1 if counting is None else int(counting.get_accumulate_grad_batches(0))
 
 
-def _cost_lines(trainer: Session, strategy: Any, module: Any, size: int) -> list[str]:
+def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) -> list[str]:
     """What a rank holds and sends for the module in its present state, which an earlier fit may have sharded."""
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
