@@ -386,7 +386,7 @@ def test_a_function_at_an_unknown_event_or_interval_is_refused():
         trainer.on("train_batch_end", every="3 parsecs")(lambda trainer, module, outputs, batch, batch_idx: None)
 
 
-def test_functions_cannot_be_registered_while_a_verb_runs():
+def test_functions_cannot_be_registered_while_an_entry_point_runs():
     def register(trainer):
         with pytest.raises(ConfigurationError, match="while an entry point runs"):
             trainer.on("train_end")(lambda trainer, module: None)
