@@ -16,7 +16,7 @@ cases:
   eval_metric   the same, with the mean of the loss
   accumulate    four micro-batches an optimizer step, gradients clipped by norm; for one micro-batch
   ddp2          bare, on two gloo processes with a DataLoader, over a hand-written DistributedDataParallel loop
-  ddp2_own      the same over batches that the user divided: nobody knows beforehand what the other rank has
+  ddp2_own      the same over batches that the user divided: the size of the other rank's batch is unknown beforehand
   import        CPU seconds over `import torch` until the library's main classes are there
 """
 
