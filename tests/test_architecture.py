@@ -37,6 +37,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
+TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {
     "Callback",
@@ -480,5 +481,18 @@ def test_inheritance_is_shallow() -> None:
             for path in sources()
             for cls in classes(path)
             if depth(path, cls) > MAX_DEPTH and not cls.name.endswith("Error")
+        ]
+    )
+
+
+def test_sentences_are_plain() -> None:
+    """These words stood in sentences that read as translated; each is a reminder to name the acting thing instead."""
+    texts = [*sources(), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    report(
+        [
+            f"{where(path)}:{number}: {found[0]!r}"
+            for path in texts
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+            if (found := TRANSLATED.search(line))
         ]
     )
