@@ -1,4 +1,4 @@
-"""``trainer-kit doctor``: what of this machine may stand in the way of training, and what to do about it."""
+"""``trainer-kit doctor``: check this machine for problems; ``trainer-kit env``: its versions, devices and settings."""
 
 from __future__ import annotations
 
@@ -20,25 +20,34 @@ from typing import Any, Final, final
 import click
 
 from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.display import in_units, mask_secrets
 from trainer_kit.core.errors import TrainerKitError
 
-__all__ = ["Finding", "doctor"]
+__all__ = ["Finding", "doctor", "env"]
 
 _DISTRIBUTION: Final = "trainer-kit"
-_RELEASED: Final = 1_767_225_600  # 2026: a clock before that is wrong
+_RELEASED: Final = 1_767_225_600  # 2026: an earlier clock is wrong
+_PACKAGES: Final = (
+    "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
+    "deepspeed", "torchao", "bitsandbytes", "wandb", "tensorboard",
+)  # fmt: skip
+_VARIABLES: Final = (
+    "TRAINER_KIT_", "ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS", "MASTER_", "RANK",
+    "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "HF_HOME", "WANDB_",
+)  # fmt: skip
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
 @final
 @dataclass(frozen=True)
 class Finding:
-    """One line.
+    """One line of the report.
 
     Attributes:
-        about: a word.
-        text: what was found.
-        level: OK; a warning, where training works and may be slow or fail later; or a thing to fix, where it fails.
-        fix: what to do.
+        about: the subject.
+        text: the observation.
+        level: OK; "warning": training works, but may be slow or fail later; "fix": training fails.
+        fix: how to repair it.
     """
 
     about: str
@@ -50,10 +59,10 @@ class Finding:
 @click.command("doctor")
 @click.option("--directory", type=FilePath(exists=True, file_okay=False, path_type=Path), default=".", help="Of runs.")
 def doctor(directory: Path) -> None:
-    """Look for what stands in the way of training.
+    """Check this machine for problems of training.
 
-    Looks at versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock. Each line is
-    OK, a warning, or something to fix. Leaves with 1 where anything is to be fixed, else with 0.
+    Checks versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock. Each line is
+    OK, a warning, or something to fix. Exits with 1 if anything is to be fixed, else with 0.
     """
     found: list[Finding] = []
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
@@ -70,7 +79,7 @@ def doctor(directory: Path) -> None:
     for about, check in checks.items():
         try:
             found += check()
-        except Exception as error:  # a machine may be odd in ways that nobody foresaw
+        except Exception as error:  # a check may fail on an unusual machine
             found.append(Finding(about, f"could not be looked at: {type(error).__name__}: {error}", "warning"))
     width = max(len(each.about) for each in found)
     for each in found:
@@ -94,21 +103,21 @@ def _versions() -> Iterator[Finding]:
         )
         return
     needed = [Requirement(line) for line in required]
-    behind = []
+    unsupported = []
     for requirement in needed:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            behind.append(str(requirement))
+            unsupported.append(str(requirement))
             yield Finding("packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            behind.append(str(requirement))
+            unsupported.append(str(requirement))
             found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
             yield Finding("packages", found, "fix", f"pip install '{requirement}'")
-    if not behind:
+    if not unsupported:
         yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; all it needs is supported")
 
 
@@ -131,8 +140,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix)
     else:
         yield Finding("devices", "no accelerator; training runs on the CPU")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    yield Finding("cores", f"{cores} for this process, {torch.get_num_threads()} threads")
+    yield Finding("cores", f"{_cores()} for this process, {torch.get_num_threads()} threads")
 
 
 def _driver() -> str:
@@ -156,16 +164,17 @@ def _processes() -> Iterator[Finding]:
     except TrainerKitError as error:
         yield Finding("ranks", f"{error.problem}: {error.found}", "fix", error.fix or "")
     else:
-        what = f"rank {here.rank} of {here.world_size} ({here.source})" if here.launched else "started by nobody"
+        what = (
+            f"rank {here.rank} of {here.world_size} ({here.source})" if here.launched else "not started by a launcher"
+        )
         yield Finding("ranks", f"this process is {what}")
     if not torch.distributed.is_available():
         yield Finding(
             "backends", "torch is built without distributed training", "fix", "install another build of torch"
         )
         return
-    there = {"gloo": torch.distributed.is_gloo_available(), "nccl": torch.distributed.is_nccl_available()}
-    names = ", ".join(name for name, here in there.items() if here)
-    if torch.cuda.is_available() and not there["nccl"]:
+    names = ", ".join(_backends("gloo", "nccl"))
+    if torch.cuda.is_available() and "nccl" not in names:
         yield Finding("backends", f"{names}; GPUs without nccl", "warning", "install a build of torch with NCCL")
     else:
         yield Finding("backends", names)
@@ -198,7 +207,7 @@ def _network() -> Iterator[Finding]:
             continue
         text = f"{name} is {', '.join(sorted(addresses))}"
         if took > 1:
-            yield Finding("network", f"{text}, told after {took:.1f} s", "warning", f"add {name} to /etc/hosts")
+            yield Finding("network", f"{text}, resolved after {took:.1f} s", "warning", f"add {name} to /etc/hosts")
         else:
             yield Finding("network", text)
 
@@ -233,7 +242,7 @@ def _disk(directory: Path) -> Iterator[Finding]:
             yield Finding(about, f"{place} cannot be written to: {error.strerror}", "fix", "use another directory")
             continue
         free = shutil.disk_usage(place).free
-        text = f"{_units(free)} free in {place}"
+        text = f"{in_units(free)} free in {place}"
         level = "OK" if free >= 10e9 else "warning" if free >= 1e9 else "fix"
         yield Finding(about, text, level, "" if level == "OK" else "make room: a checkpoint may be gigabytes")
 
@@ -245,7 +254,7 @@ def _shared_memory() -> Iterator[Finding]:
     usage = shutil.disk_usage(place)
     level = "OK" if usage.free >= 1e9 else "warning" if usage.free > 128e6 else "fix"
     fix = "" if level == "OK" else "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
-    yield Finding("/dev/shm", f"{_units(usage.free)} free of {_units(usage.total)}, for loader workers", level, fix)
+    yield Finding("/dev/shm", f"{in_units(usage.free)} free of {in_units(usage.total)}, for loader workers", level, fix)
 
 
 def _limits() -> Iterator[Finding]:
@@ -265,18 +274,86 @@ def _limits() -> Iterator[Finding]:
 def _clock(directory: Path) -> Iterator[Finding]:
     now = time.time()
     if now < _RELEASED:
-        yield Finding("clock", f"it is said to be {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd")
+        yield Finding("clock", f"it shows {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd")
         return
     with tempfile.NamedTemporaryFile(dir=directory) as file:
-        apart = os.stat(file.name).st_mtime - time.time()
-    if abs(apart) > 5:
-        text = f"the files' clock is {apart:+.0f} s from this machine's"
+        difference = os.stat(file.name).st_mtime - time.time()
+    if abs(difference) > 5:
+        text = f"the files' clock is {difference:+.0f} s from this machine's"
         yield Finding("clock", text, "warning", "let both keep time by NTP; order is kept by steps all the same")
     else:
         yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
 
 
-def _units(size: int) -> Any:
-    from trainer_kit.core.display import in_units
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
-    return in_units(size)
+
+def _backends(*names: str) -> list[str]:
+    """Those of these backends that torch is built with."""
+    import torch.distributed as dist
+
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return [name for name in names if available[name]()]
+
+
+@click.command("env")
+def env() -> None:
+    """Show versions, devices and settings; secrets are masked."""
+    for name, value in [*_installed(), *_hardware(), *_variables(), *_configuration()]:
+        click.echo(f"{name}: {value}")
+
+
+def _installed() -> Iterator[tuple[str, Any]]:
+    yield "trainer_kit", sys.modules[__name__.partition(".")[0]].__version__
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _hardware() -> Iterator[tuple[str, Any]]:
+    import torch
+    import torch.distributed as dist
+
+    from trainer_kit.core.devices import count_accelerators, present_accelerator
+
+    yield "CPU", f"{os.cpu_count()} cores, {_cores()} usable"
+    built = [
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else "",
+        f"ROCm {torch.version.hip}" if torch.version.hip else "",
+    ]
+    yield "torch is built for", ", ".join(filter(None, built)) or "the CPU"
+    found = present_accelerator()
+    yield "accelerator", "none" if found is None else f"{count_accelerators()} of type {found.type}"
+    if found is not None and found.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            yield f"  device {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if dist.is_available():
+        yield "backends", ", ".join(_backends("gloo", "nccl", "mpi")) or "none"
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    set_here = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    for name, value in sorted(mask_secrets(set_here).items()):
+        yield f"${name}", value
+
+
+def _configuration() -> Iterator[tuple[str, Any]]:
+    from trainer_kit.launch.configuration import default_file, read_configuration
+
+    path = default_file()
+    yield "configuration", path or "none"
+    if path is None:
+        return
+    try:
+        values = read_configuration(path).values
+    except TrainerKitError as error:
+        yield "  unreadable", error
+        return
+    for name, value in mask_secrets(dict(values)).items():
+        yield f"  {name}", value

@@ -9,8 +9,7 @@ import click
 
 from trainer_kit.commands.checkpoint import checkpoint, merge_weights
 from trainer_kit.commands.config import config
-from trainer_kit.commands.doctor import doctor
-from trainer_kit.commands.env import env
+from trainer_kit.commands.doctor import doctor, env
 from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
 from trainer_kit.commands.trial import trial

@@ -1,4 +1,4 @@
-"""``trainer-kit test``: whether training works here, tried on a small module in real processes."""
+"""``trainer-kit test``: check training on this machine with a small module in real processes."""
 
 from __future__ import annotations
 
@@ -39,17 +39,15 @@ def trial(
 ) -> None:
     """Train a small module here, and check the result.
 
-    Its weights are compared with those of a plain loop, its checkpoints verified, and a run resumed in new processes.
-    Without options it runs as the saved configuration says, or on all devices. Leaves with 0 for OK, with 1 after
-    saying what is wrong, and with 124 if it ran out of time, which says nothing about the result.
+    Compares its weights with those of a plain loop, verifies its checkpoints, and resumes a run in new processes.
+    Without options it uses the saved configuration, or all devices. Exits with 0 for OK, with 1 for a wrong result, and
+    with 124 if the time is over, without a result.
     """
     given = {"devices": devices, "accelerator": accelerator, "strategy": strategy, "precision": precision}
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     file = config_file or (None if options else default_file())
     if config_file is not None and options:
-        raise ConfigurationError(
-            "a file and options are two ways to say it", fix="leave out --config_file, or the rest"
-        )
+        raise ConfigurationError("a file and options exclude each other", fix="leave out --config_file, or the rest")
     launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
     if file is not None:
         click.echo(f"    as {file} says")
@@ -75,7 +73,7 @@ def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
         words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
     try:
-        said, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
+        output, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
         click.echo(f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}")
         click.echo(f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs")
@@ -85,11 +83,11 @@ def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
         _end(process)
         raise
     if process.returncode:
-        _fail(f"the run that was {verb} left with {process.returncode}", said)
+        _fail(f"the run that was {verb} left with {process.returncode}", output)
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Stop it and all that it started; what it said."""
+    """Stop the process and all that it started. Returns the output."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -115,10 +113,10 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
     before, after = plain_weights(about["world_size"])
     weights = read_weights(found[-1].path)
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)
-    apart = max(float((after[name] - weights[name].to(after[name].dtype)).abs().max()) for name in after)
+    difference = max(float((after[name] - weights[name].to(after[name].dtype)).abs().max()) for name in after)
     allowed = 1e-4 if about["precision"].startswith(("32", "64")) else 0.1
-    line = f"weights moved by {moved:.2g}, and are {apart:.1g} from those of a plain loop in 32-true"
-    if not apart <= allowed * moved:
+    line = f"weights moved by {moved:.2g}, and are {difference:.1g} from those of a plain loop in 32-true"
+    if not difference <= allowed * moved:
         _fail("training comes out differently from a plain loop", line)
     click.echo(f"OK  {line}")
 
@@ -148,7 +146,7 @@ def _show(output: str) -> None:
 
 
 def _load() -> str:
-    """How busy the machine is, where it tells."""
+    """The load of the machine, if it is known."""
     with suppress(AttributeError, OSError):  # Windows, and containers that hide it
         return f" (load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores)"
     return ""

@@ -1,4 +1,4 @@
-"""The script that ``trainer-kit test`` runs: six steps of a small module, saved on the way, on every rank there is."""
+"""The script that ``trainer-kit test`` runs: six steps of a small module on every rank, with checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TrialModule(TrainModule):
         return nn.functional.mse_loss(self.layers(x).float(), y.float()) / 100
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """With a state of its own, so that a resume has one to restore."""
+        """SGD with momentum, so that a resume has state to restore."""
         return torch.optim.SGD(self.parameters(), lr=_LR, momentum=0.5)
 
 
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--precision", default=os.environ.get("TRAINER_KIT_MIXED_PRECISION"))
-    parser.add_argument("--resume", type=Path, help="a directory of an earlier run, whose first checkpoint is taken up")
+    parser.add_argument("--resume", type=Path, help="a directory of an earlier run, whose first checkpoint is resumed")
     given = parser.parse_args()
     try:
         trainer = _make_trainer(given)
