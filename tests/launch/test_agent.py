@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,10 +122,84 @@ def _run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def _start(*command: str, **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *command], env=_environ(**environ), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def _become(command: list[str], directory: str, environ: dict[str, str], streams: list[Connection]) -> None:
+    """Turn a fork of a process that has imported torch into ``python *command``."""
+    import trainer_kit.core.environment
+    import trainer_kit.launch.agent
+    import trainer_kit.launch.program
+
+    multiprocessing.process._parent_process = None  # type: ignore[attr-defined]  # else it cannot be run again
+    os.environ.clear()
+    os.environ.update(environ)
+    os.chdir(directory)
+    for module in (trainer_kit.core.environment, trainer_kit.launch.agent, trainer_kit.launch.program):
+        module.START_DIRECTORY = directory  # type: ignore[attr-defined]
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(stream.fileno(), number)
+        stream.close()
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.argv, sys.orig_argv = list(command), [sys.executable, *command]
+    runpy.run_path(os.path.abspath(command[0]), run_name="__main__")
+
+
+class _Forked:
+    """An agent as a fork, with the methods of ``subprocess.Popen`` that the tests use."""
+
+    def __init__(self, command: tuple[str, ...], environ: dict[str, str]) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["trainer_kit.launch.agent"])
+        pipes = [context.Pipe(duplex=False) for _ in range(2)]
+        words = (list(command), os.getcwd(), environ, [writer for _, writer in pipes])
+        self.process = context.Process(target=_become, args=words)
+        self.process.start()
+        for _, writer in pipes:
+            writer.close()
+        self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes)
+        for reader, _ in pipes:
+            reader.close()
+
+    def __enter__(self) -> _Forked:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.stdout.close()
+        self.stderr.close()
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self.process.join(timeout)
+        assert self.process.exitcode is not None, "the agent did not end"
+        return self.stdout.read(), self.stderr.read()
+
+
+def _start(*command: str, **environ: str) -> _Forked:
+    return _Forked(command, _environ(**environ))
+
+
+def _forked(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    with _start(*command, **environ) as agent:
+        out, err = agent.communicate(timeout=100)
+    assert agent.returncode is not None
+    return subprocess.CompletedProcess(command, agent.returncode, out, err)
 
 
 def _until(what: str) -> None:
@@ -181,7 +259,7 @@ def test_python_m(script: Path, tmp_path: Path) -> None:
 
 
 def test_the_first_exception_is_the_headline(script: Path) -> None:
-    ran = _run("train.py", "echo")
+    ran = _forked("train.py", "echo")
     assert ran.returncode == 1
     told = ran.stderr.splitlines()
     at = next(number for number, line in enumerate(told) if line.startswith("rank 1 of 2 failed at step 25 ("))
@@ -197,13 +275,13 @@ def test_the_first_exception_is_the_headline(script: Path) -> None:
 
 @pytest.mark.slow
 def test_an_exception_before_anything_is_imported(script: Path) -> None:
-    ran = _run("train.py", "early")
+    ran = _forked("train.py", "early")
     assert ran.returncode == 1
     assert "OfTheScript: before anything was imported" in ran.stderr.splitlines()[0]
 
 
 def test_kill_9_of_one_rank(script: Path) -> None:
-    ran = _run("train.py", "killed")
+    ran = _forked("train.py", "killed")
     assert ran.returncode == 128 + 9
     headline = next(line for line in ran.stderr.splitlines() if line.startswith("rank "))
     assert headline.startswith("rank 1 of 2 failed (")
@@ -214,14 +292,14 @@ def test_kill_9_of_one_rank(script: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["exit", "abort"])
 def test_exit_codes_pass_through(script: Path, mode: str) -> None:
-    ran = _run("train.py", mode)
+    ran = _forked("train.py", mode)
     assert ran.returncode == 3
     assert "): exited with code 3" in ran.stderr
 
 
 @pytest.mark.slow
 def test_a_rank_that_does_not_follow_is_killed(script: Path) -> None:
-    ran = _run("train.py", "busy")
+    ran = _forked("train.py", "busy")
     assert ran.returncode == 1
     assert "): exited with code 1 (nothing to do)" in ran.stderr
     assert ran.stderr.endswith("after it: rank 0 stopped\n")
@@ -229,7 +307,7 @@ def test_a_rank_that_does_not_follow_is_killed(script: Path) -> None:
 
 
 def test_a_code_of_75_is_restarted(script: Path) -> None:
-    ran = _run("train.py", "second", RESTARTS="2")
+    ran = _forked("train.py", "second", RESTARTS="2")
     assert ran.returncode == 0
     assert "restart 1 of 2" in ran.stderr
     done = sorted(line for line in ran.stdout.splitlines() if line.endswith("in attempt 1"))
@@ -238,7 +316,7 @@ def test_a_code_of_75_is_restarted(script: Path) -> None:
 
 @pytest.mark.slow
 def test_a_signal_is_final(script: Path) -> None:
-    ran = _run("train.py", "preempted", RESTARTS="2")
+    ran = _forked("train.py", "preempted", RESTARTS="2")
     assert ran.returncode == 143
     assert "rank 0 of 2 failed" in ran.stderr
     assert "restart" not in ran.stderr
