@@ -496,3 +496,16 @@ def test_sentences_are_plain() -> None:
             if (found := TRANSLATED.search(line))
         ]
     )
+
+
+def test_the_ways_through_the_house_exist() -> None:
+    """`docs/design.md` leads a newcomer from file to file; a stop that was renamed would be a dead end."""
+    stops = re.findall(r"`([a-z_/]+\.py):(\w+)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"))
+    assert len(stops) > 20
+    report(
+        [
+            f"docs/design.md: {file} has no {name}"
+            for file, name in stops
+            if name not in {getattr(node, "name", "") for node in tree(ROOT / PACKAGE / file).body}
+        ]
+    )
