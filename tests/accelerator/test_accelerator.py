@@ -15,6 +15,7 @@ from trainer_kit import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    LocalSGD,
     PartialState,
     ProfileKwargs,
     ProjectConfiguration,
@@ -22,7 +23,7 @@ from trainer_kit import (
     skip_first_batches,
 )
 from trainer_kit.checkpoint import verify_checkpoint
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, PrecisionError, RankError
 
 X = torch.randn(22, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(22, 1, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -690,3 +691,41 @@ def test_what_is_not_here_is_said():
         Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs])
     with pytest.raises(ConfigurationError, match="processes meet where their launcher says"):
         InitProcessGroupKwargs(init_method="tcp://10.0.0.1:2345")
+
+
+@pytest.mark.world_size(2)
+def test_local_sgd_leaves_integers_as_they_are():
+    """An integer parameter, such as a quantized weight, has no mean."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    model.steps = torch.nn.Parameter(torch.tensor([4, 2]), requires_grad=False)
+    with torch.no_grad():
+        model.weight.fill_(float(accelerator.process_index))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    with torch.no_grad():  # DDP has made the weights one
+        accelerator.unwrap_model(model).weight.fill_(float(accelerator.process_index))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=1) as local_sgd:
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        local_sgd.step()
+    plain = accelerator.unwrap_model(model)
+    assert plain.steps.tolist() == [4, 2]
+    assert plain.weight.tolist() == [[0.5, 0.5]]
+
+
+def test_the_lists_that_scripts_replace_are_those_of_the_parts(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.trackers = []
+    accelerator.log_with = ["jsonl"]
+    accelerator.project_configuration.set_directories(str(tmp_path))
+    accelerator.init_trackers("run")
+    assert [tracker.name for tracker in accelerator.trackers] == ["jsonl"]
+    accelerator.end_training()
+
+
+def test_the_word_fp8_in_any_case_takes_the_recipe_of_the_launcher(monkeypatch):
+    monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "TE")
+    for word in ("fp8", "FP8"):
+        with pytest.raises(PrecisionError, match="Transformer Engine"):
+            Accelerator(cpu=True, mixed_precision=word)

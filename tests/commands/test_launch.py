@@ -480,3 +480,9 @@ def test_the_guides_commands_and_file() -> None:
     Path("two_gpus.yaml").write_text(file.replace("num_processes", "num_proceses"))
     (error,) = re.findall(r"```text\n(.*?)```", page, re.S)
     assert call("launch", "--config_file", "two_gpus.yaml", "train.py") == (2, error)
+
+
+def test_a_refused_plan_still_shows_where_values_come_from() -> None:
+    code, output = call("explain", "--num_machines", "2", "--rdzv_conf", "a=1", "raw.py")
+    assert code != 0
+    assert "flag --num_machines" in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import subprocess
 import sys
@@ -244,3 +245,14 @@ def test_a_group_of_ones_own_is_not_gathered_from():
 
     with pytest.raises(ConfigurationError, match="data ranks"):
         Trainer(**QUIET, max_steps=1).fit(Gathers(), [torch.randn(2, 2)])
+
+
+def test_the_rank_is_known_before_any_room_is_used():
+    """Functions under lightning_utilities' ``rank_zero_only`` run before a Trainer exists."""
+    code = (
+        "from lightning_utilities.core.rank_zero import rank_zero_only\n"
+        "import trainer_kit.core.errors\n"
+        "print(rank_zero_only.rank)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": "3"})
+    assert (ran.stdout.strip(), ran.stderr) == ("3", "")

@@ -12,6 +12,7 @@ import yaml
 
 from tests.launch.configurations import SAMPLES
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
 from trainer_kit.launch.configuration import ConfigurationFile, read_configuration
 from trainer_kit.launch.options import SECTIONS, TOP
 
@@ -229,3 +230,8 @@ def test_2000_mutated_files_end_in_values_or_in_one_line(tmp_path: Path) -> None
         assert re.fullmatch(rf"{re.escape(str(path))}:\d+: [^\n]+", said), said
         assert time.monotonic() - began < 1, text
     assert 0.05 * count < accepted < 0.95 * count
+
+
+def test_an_alias_refers_to_its_own_document() -> None:
+    with pytest.raises(YamlProblem, match=r"\*a refers to nothing before it"):
+        guarded_root("x: &a 1\n---\ny: *a\n")

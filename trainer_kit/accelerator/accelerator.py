@@ -65,6 +65,19 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _ACCELERATES_WORDS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
+def _list_of(part: str, name: str) -> Any:
+    """A list of a part under a second name; assigning to it replaces the content of the list."""
+
+    def get(accelerator: Accelerator) -> list[Any]:
+        found: list[Any] = getattr(getattr(accelerator, part), name)
+        return found
+
+    def put(accelerator: Accelerator, values: Sequence[Any]) -> None:
+        get(accelerator)[:] = values
+
+    return property(get, put)
+
+
 @final
 class Accelerator:
     """Everything of a Trainer but the loop, under Hugging Face Accelerate's names.
@@ -126,6 +139,13 @@ class Accelerator:
     megatron_lm_plugin = None
     torch_tp_plugin = None
     flag_tensor = None
+    # Lists of the parts, which scripts for Accelerate read, and may replace.
+    log_with = _list_of("tracking", "log_with")
+    trackers = _list_of("tracking", "started")
+    _models = _list_of("prepared", "models")
+    _optimizers = _list_of("prepared", "optimizers")
+    _schedulers = _list_of("prepared", "schedulers")
+    _dataloaders = _list_of("prepared", "loaders")
 
     def __init__(
         self,
@@ -162,9 +182,9 @@ class Accelerator:
         self.precision = made_precision(word, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
-        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        self._project = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
-            self.project_configuration.set_directories(project_dir)
+            self._project.set_directories(project_dir)
         self.rng_types = rng_types
         self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
         self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
@@ -190,20 +210,13 @@ class Accelerator:
 
     def _compose(self, log_with: list[Any]) -> None:
         """Make the parts that need the others."""
-        project = self.project_configuration
+        project = self._project
         self.collectives = self.processes.collectives
         self.parallel_ranks = ParallelRanks(self.strategy)
         self.checkpoints = Checkpoints(
             self.processes, self.strategy, self.precision, self.accumulation, self.prepared, project
         )
         self.tracking = Trackers(log_with, self.processes, project)
-        # Scripts for Accelerate read these lists.
-        self.log_with = log_with
-        self.trackers = self.tracking.started
-        self._models = self.prepared.models
-        self._optimizers = self.prepared.optimizers
-        self._schedulers = self.prepared.schedulers
-        self._dataloaders = self.prepared.loaders
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
@@ -747,6 +760,11 @@ class Accelerator:
         return {"fp8": "AO", "transformer-engine": "TE"}.get(self.precision.name, "NO")
 
     # -- states and weights ----------------------------------------------------------------------------------------
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Where trackers log and states are saved; change its attributes, not the object."""
+        return self._project
 
     @property
     def project_dir(self) -> str | None:

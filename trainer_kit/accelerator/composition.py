@@ -200,7 +200,7 @@ def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -
     """The precision of a word or an object, with the scaler of the user's options."""
     if not hasattr(word, "forward_context"):
         word = str(getattr(word, "value", word))
-    if word == "fp8":
+    if isinstance(word, str) and word.lower() == "fp8":
         recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
         word = (recipes[0] if recipes else launched_recipe() or AORecipeKwargs()).make_precision()
     made = choose_precision(word, None, strategy)

@@ -69,4 +69,5 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        average(self.accelerator.unwrap_model(self.model).parameters(), self.accelerator.world)
+        for parameter in self.accelerator.unwrap_model(self.model).parameters():
+            average([parameter], self.accelerator.world)  # one at a time: no copy of the whole model

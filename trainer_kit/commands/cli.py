@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -102,23 +103,28 @@ def cli(
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     trainer, datamodule = made["trainer"], made.get("data")
-    saves = parsed.command == "fit" and trainer.checkpoint_callback is not None
-    if (trainer.loggers or saves) and not trainer.settings.fast:
-        trainer.set_callbacks([*trainer.callbacks, _SaveConfig(parsed.configuration())])
+    trainer.set_callbacks([*trainer.callbacks, _SaveConfig(parsed.configuration(), partial(_writes, trainer))])
     run = getattr(trainer, parsed.command)
     result = run(made["model"], datamodule=datamodule, **parsed.entry_point_arguments())
     return CliRun(command=parsed.command, trainer=trainer, module=made["model"], datamodule=datamodule, result=result)
+
+
+def _writes(trainer: Trainer, stage: str) -> bool:
+    """Whether the run writes logs or checkpoints, with the callbacks that the module adds."""
+    saves = stage == "fit" and trainer.checkpoint_callback is not None
+    return bool(trainer.loggers or saves) and not trainer.settings.fast
 
 
 @final
 class _SaveConfig(Callback):
     """Writes the resolved configuration to the run's directory, without replacing another one."""
 
-    def __init__(self, configuration: Mapping[str, Any]) -> None:
+    def __init__(self, configuration: Mapping[str, Any], writes: Callable[[str], bool]) -> None:
         self.configuration = configuration
+        self.writes = writes
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        if not trainer.is_global_zero:
+        if not trainer.is_global_zero or not self.writes(stage):
             return
         import yaml
 

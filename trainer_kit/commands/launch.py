@@ -68,14 +68,6 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--config_file", type=file, help="YAML or JSON; by default the file of `config`.")(command)
 
 
-def _planned(given: Mapping[str, Any], config_file: Path | None) -> tuple[Resolved, Plan, Environment]:
-    from trainer_kit.launch.configuration import resolve
-    from trainer_kit.launch.plan import plan
-
-    options, here = resolve(_flags(given), config_file), Environment.detect()
-    return options, plan(options, here), here
-
-
 def _warn_ignored(found: Plan, options: Resolved) -> Iterator[str]:
     for name, reason in found.ignored.items():
         yield f"has no effect yet: {options.describe(name)}: {reason}"
@@ -133,9 +125,12 @@ def launch(
     Flags have priority over the configuration file, the file over the environment. SLURM and MPI need no options.
     Further flags (--tee, --log_dir, --role, --env, ...) are in the guide; so is every key of a configuration file.
     """
+    from trainer_kit.launch.configuration import resolve
     from trainer_kit.launch.machines import RUN_TOKEN, run_token
+    from trainer_kit.launch.plan import plan
 
-    options, found, _ = _planned(given, config_file)
+    options = resolve(_flags(given), config_file)
+    found = plan(options, Environment.detect())
     words = _words(script, arguments, module, no_python)
     if found.through and no_python:
         raise ConfigurationError(
@@ -198,12 +193,16 @@ def explain(
 
     Lists each value and its origin: a flag, a configuration file, the environment, or the default.
     """
+    from trainer_kit.launch.configuration import resolve
     from trainer_kit.launch.machines import RUN_TOKEN, run_token
+    from trainer_kit.launch.plan import plan
 
-    options, found, here = _planned(given, config_file)
+    options = resolve(_flags(given), config_file)
     click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
     for line in describe_origins((name, _masked(name, chosen)) for name, chosen in options.chosen.items()):
         click.echo(line)
+    here = Environment.detect()
+    found = plan(options, here)
     by = f"as rank {here.rank} of {here.world_size} ({here.source})" if found.in_place else "by an agent"
     alone = found.processes == found.machines.count == 1
     click.echo(f"\nprocesses here: {found.processes}{'' if alone else f', {by}'}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,10 +20,6 @@ from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 
 __all__ = ["TrainModule"]
-
-# lightning-utilities raises an error when it prints before the rank is known; a started strategy knows it better.
-if getattr(rank_zero_only, "rank", None) is None:
-    rank_zero_only.rank = int(os.environ.get("RANK", "0") or 0)  # type: ignore[attr-defined]
 
 
 class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):

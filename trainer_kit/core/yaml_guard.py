@@ -118,6 +118,8 @@ class _Sizes:
         import yaml
 
         line = _line(event)
+        if isinstance(event, yaml.DocumentStartEvent):
+            self.anchors.clear()  # an alias refers to an anchor of its own document
         if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.anchor in self._names():
             raise YamlProblem(line, f"&{event.anchor} is given twice")
         if isinstance(event, yaml.CollectionStartEvent):

@@ -205,8 +205,11 @@ class MixedPrecision(NativePrecision):
         scaler: torch.amp.GradScaler | None = None,
         exceptions: Exceptions = (),
     ) -> None:
-        accelerator = present_accelerator()
-        super().__init__(exceptions, device_type or ("cpu" if accelerator is None else accelerator.type))
+        if device_type is None:
+            accelerator = present_accelerator()
+            super().__init__(exceptions, "cpu" if accelerator is None else accelerator.type)
+        else:
+            super().__init__(exceptions, device_type)
         self.name = f"{_bits(dtype, _HALF, 'MixedPrecision')}-mixed"
         self.dtype = dtype
         self._any_device = device_type is None

@@ -285,11 +285,15 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
 
 
 def average(tensors: Iterable[Tensor], group: Group) -> None:
-    """Average whole tensors over the ranks, in place, in one exchange for each dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    """Average whole tensors over the ranks, in place, in one exchange for each dtype.
+
+    Integers and bools, such as steps and quantized weights, have no mean and stay as they are.
+    """
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor.detach())
-    for same in by_dtype.values():
+        if tensor.is_floating_point() or tensor.is_complex():
+            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same in alike.values():
         flat = group.all_reduce(torch.cat([t.reshape(-1) for t in same])).div_(group.size)
         for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
             tensor.copy_(part.view_as(tensor))

@@ -588,6 +588,16 @@ class Session:
         return self.files.root
 
     @property
+    def seed(self) -> int | None:
+        """The argument ``seed``."""
+        return self.files.seed
+
+    @property
+    def resume(self) -> str | None:
+        """The argument ``resume``."""
+        return self.files.resume
+
+    @property
     def data_seed(self) -> int:
         """The seed of the order of the data."""
         return self.files.data_seed
