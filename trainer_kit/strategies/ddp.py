@@ -232,6 +232,11 @@ class DDPStrategy(Strategy):
                 else:
                     with self._ddp.no_sync():
                         _without_exchange(micro, index)
+                        if micro.batch is None:
+                            # The wrapper's forward may broadcast buffers or rebuild buckets: no rank may leave it out,
+                            # for hooks exchange values between two micro-batches.
+                            with self._step.adding_nothing():
+                                self._ddp()
             else:
                 _without_exchange(micro, index)
                 if index == last and self._backward == "several":
