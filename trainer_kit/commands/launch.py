@@ -14,7 +14,6 @@ import click
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.configuration_sources import Chosen, describe_origins
 from trainer_kit.core.display import mask_secrets
-from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.options import Option, all_options
 
@@ -125,6 +124,7 @@ def launch(
     Flags have priority over the configuration file, the file over the environment. SLURM and MPI need no options.
     Further flags (--tee, --log_dir, --role, --env, ...) are in the guide; so is every key of a configuration file.
     """
+    from trainer_kit.core.environment import Environment
     from trainer_kit.launch.configuration import resolve
     from trainer_kit.launch.machines import RUN_TOKEN, run_token
     from trainer_kit.launch.plan import plan
@@ -193,6 +193,7 @@ def explain(
 
     Lists each value and its origin: a flag, a configuration file, the environment, or the default.
     """
+    from trainer_kit.core.environment import Environment
     from trainer_kit.launch.configuration import resolve
     from trainer_kit.launch.machines import RUN_TOKEN, run_token
     from trainer_kit.launch.plan import plan
