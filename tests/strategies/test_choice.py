@@ -129,7 +129,7 @@ def test_a_launched_world_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_number_than_was_launched_is_refused(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
     as_launched(monkeypatch, 4)
     with pytest.raises(
-        StrategyError, match=f"not the ones(.|\n)*found: 4 .torchrun., devices={devices}(.|\n)*devices=4"
+        StrategyError, match=f"not the requested number(.|\n)*found: 4 .torchrun., devices={devices}(.|\n)*devices=4"
     ):
         made(devices=devices)
 

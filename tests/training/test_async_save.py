@@ -234,7 +234,7 @@ def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
     class Looks(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.global_step in (4, 6):
-                copies = trainer.run.saver.buffers[False]._before
+                copies = trainer.run.saver.buffers[False]._previous
                 held.append({name: copy.data_ptr() for name, copy in copies.items() if copy.numel()})
 
     fit(tmp_path, Looks())
@@ -250,7 +250,7 @@ def test_buffers_follow_shapes_and_forget_what_is_gone():
     buffers.end()
     assert buffers.copy("a", torch.ones(3)) is not first
     buffers.end()
-    assert set(buffers._before) == {"a"}
+    assert set(buffers._previous) == {"a"}
     assert buffers.copy("a", torch.ones(3, 2).T[0]).is_contiguous()
 
 
@@ -266,7 +266,7 @@ def test_every_accelerator_that_was_copied_from_is_waited_for(monkeypatch):
     buffers = HostBuffers()
     for number in (1, 0, 1):
         there = SimpleNamespace(device=torch.device("cuda", number), shape=(), dtype=torch.float32)
-        buffers.copy(f"w{len(buffers._now)}", there)
+        buffers.copy(f"w{len(buffers._current)}", there)
     buffers.end()
     buffers.end()
     assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
