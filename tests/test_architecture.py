@@ -509,3 +509,15 @@ def test_the_ways_through_the_house_exist() -> None:
             if name not in {getattr(node, "name", "") for node in tree(ROOT / PACKAGE / file).body}
         ]
     )
+
+
+def test_lists_of_slow_tests_name_files_that_exist() -> None:
+    """A renamed test file would silently leave its list, and run in `make test-quick`."""
+    lists = {
+        ast.unparse(node.targets[0]): ast.literal_eval(node.value)
+        for node in tree(ROOT / "tests" / "conftest.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in {"_SLOW", "_LONG"}
+    }
+    assert set(lists) == {"_SLOW", "_LONG"}
+    entries = [entry for entries in lists.values() for entry in entries]
+    report([f"tests/conftest.py: {entry} does not exist" for entry in entries if not (ROOT / "tests" / entry).exists()])
