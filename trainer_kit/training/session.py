@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -108,7 +109,7 @@ class Session:
         self.strategy, self.precision_plugin = strategy, precision
         self.start, self.processes = start, processes
         self.files = RunFiles(
-            loggers=loggers, root=root, seed=seed, resume=resume, records=not settings.fast, say=self.print
+            loggers=loggers, root=root, seed=seed, resume=resume, records=not settings.fast, say=partial(_say, self)
         )
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
@@ -654,3 +655,7 @@ class Session:
         "loaders are divided without samplers; trainer.world_size and global_rank say how"
     )
     reload_dataloaders_every_n_epochs = _Elsewhere("loaders are built once a fit")
+
+
+def _say(session: Session, line: str) -> None:
+    session.print(line)  # looked up at each call: a script may replace `trainer.print`
