@@ -190,14 +190,11 @@ def _forget_the_seed():
 
 # Files and folders whose tests are all slow: left out of `make test-quick`. Most start programs that import torch.
 _SLOW = (
-    "benchmarks/",
     "docs/test_pages.py",
     "docs/test_readme.py",
-    "examples/",
     "faults/",
     "launch/test_agent.py",
     "launch/test_notebook.py",
-    "loggers/test_wandb.py",
     "testing/test_leaks.py",
     "testing/test_world_size_mark.py",
     "test_public_names.py",
@@ -206,8 +203,21 @@ _SLOW = (
 )
 # Left out of `make test` too: variants of what a quicker test shows in one case. `make test-all` runs them.
 _LONG = (
+    "accelerator/test_scripts.py",
+    "benchmarks/",
+    "commands/test_trial.py",
+    "examples/",
+    "faults/test_hostile_checkpoints.py",
+    "faults/test_kills.py",
+    "faults/test_remote.py",
+    "faults/test_resume_auto.py",
+    "faults/test_slurm.py",
     "gpu/",
+    "loggers/test_wandb.py",
+    "parity/test_between_strategies.py",
     "parity/test_every_step.py",
+    "parity/test_mesh_memory.py",
+    "parity/test_tensor_parallel.py",
 )
 
 
