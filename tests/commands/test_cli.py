@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 import trainer_kit as tk
@@ -480,3 +481,17 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
         refusals(script, [[*quiet, *words.split()] for words in wrong]), wrong.values(), strict=True
     ):
         assert expected in said
+
+
+class Keeps(TinyModule):
+    def configure_callbacks(self) -> Any:
+        return [tk.callbacks.ModelCheckpoint()]
+
+    def train_dataloader(self) -> Any:
+        return [torch.ones(2, 32)]
+
+
+def test_a_checkpoint_callback_of_the_module_counts_for_the_configuration(tmp_path: Path) -> None:
+    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    tk.cli(Keeps, args=["fit", "--trainer.max_steps=1", "--trainer.accelerator=cpu", *quiet])
+    assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]
