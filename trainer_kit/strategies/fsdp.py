@@ -38,7 +38,7 @@ from trainer_kit.strategies.state import (
 )
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy, keep_activations, outer_modules
-from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, sharded_costs, sharded_units
+from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, resharding, sharded_costs, sharded_units
 
 __all__ = ["ExchangingBackward", "FSDPStrategy"]
 
@@ -258,15 +258,7 @@ class FSDPStrategy(Strategy):
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """The same; weights are divided again after each call, as hooks and checkpoints expect them."""
         call = method if self._root is None else _through(self._root, method)
-        units = self._units
-
-        def evaluate(*arguments: Any) -> Any:
-            output = call(*arguments)
-            for unit in units:
-                unit.reshard()
-            return output
-
-        return evaluate
+        return resharding(call, self._units)
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """The module's override, or autograd's; with ``inputs`` it keeps the gradients of other parameters."""

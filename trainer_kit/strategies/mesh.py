@@ -48,7 +48,7 @@ from trainer_kit.strategies.state import (
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy
 from trainer_kit.strategies.transforms.context import ContextParallel
-from trainer_kit.strategies.transforms.fully_shard import abandon, sharded_units
+from trainer_kit.strategies.transforms.fully_shard import abandon, resharding, sharded_units
 from trainer_kit.strategies.transforms.pipeline import Pipeline, PipelineParallel
 from trainer_kit.strategies.transforms.pipeline_schedules import bubble, check_schedule
 from trainer_kit.strategies.transforms.pipeline_stages import has_stages
@@ -529,15 +529,7 @@ class _StagedStrategy(Strategy):
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """Through all stages; weights are divided again after each call, as hooks and checkpoints expect them."""
         call = self.pipeline.bind_evaluation(method)
-        units = self._units
-
-        def evaluate(*arguments: Any) -> Any:
-            output = call(*arguments)
-            for unit in units:
-                unit.reshard()
-            return output
-
-        return evaluate
+        return resharding(call, self._units)
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """The schedule runs backward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -25,7 +25,7 @@ from trainer_kit.strategies.costs import held_in_parts, own_part, ring
 from trainer_kit.strategies.transforms.blocks import Policy, units
 from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["FullyShard", "abandon", "sharded_costs", "sharded_units"]
+__all__ = ["FullyShard", "abandon", "resharding", "sharded_costs", "sharded_units"]
 
 
 @final
@@ -200,3 +200,15 @@ def sharded_costs(
 
 def _whole_shape(parameter: nn.Parameter, mesh: DeviceMesh, axes: int) -> Any:
     return torch.empty(parameter.shape, device="meta") if mesh.ndim == axes else parameter
+
+
+def resharding(call: Callable[..., Any], units: Sequence[Any]) -> Callable[..., Any]:
+    """``call``, after which the weights of ``units`` are sharded again: hooks and checkpoints expect them so."""
+
+    def resharded(*arguments: Any) -> Any:
+        output = call(*arguments)
+        for unit in units:
+            unit.reshard()
+        return output
+
+    return resharded
