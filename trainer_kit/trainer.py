@@ -258,7 +258,7 @@ class Trainer(Session):
                 a DataModule; by default the datamodule's or the module's own.
             val_dataloaders: a loader, or several in a list or dict, one after the other.
             datamodule: brings the loaders.
-            ckpt_path: a checkpoint to go on from: a path, a URL, ``"last"`` or ``"best"``.
+            ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: take only the weights from it.
         """
         if self.start is not None:

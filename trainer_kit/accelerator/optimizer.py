@@ -176,7 +176,7 @@ class AcceleratedScheduler:
             self.before_first_step = None
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR ends, and refuses to go on
+            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR ends, and refuses further steps
                 self.scheduler.step(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:

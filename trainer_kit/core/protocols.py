@@ -118,7 +118,7 @@ class Group(Protocol):
 class CheckpointRequest(Protocol):
     """What a callback asks of the loop: one checkpoint of the step it is in, after everything of that step.
 
-    Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training goes on;
+    Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training continues;
     ``next_try: str``, when the callback will ask again, for the line that says so; and ``committed(path)``, called on
     rank 0 the moment the checkpoint is durable, in the thread that wrote it: there files may be touched, and nothing
     that training uses. It may return a line for the user. ``not_finite()`` is called there just before, where the saved
@@ -169,7 +169,7 @@ class TrainerLike(Protocol):
     def current_epoch(self) -> int: ...
     @property
     def epoch_is_whole(self) -> bool:
-        """In ``on_train_epoch_end``: whether the epoch is over; a run that ends inside of it goes on there."""
+        """In ``on_train_epoch_end``: whether the epoch is over; a run that ends inside it continues there."""
 
     @property
     def global_step(self) -> int: ...

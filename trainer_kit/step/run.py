@@ -104,7 +104,7 @@ class Fit:
         since: monotonic seconds up to which time was taken.
         elapsed: seconds taken that are not in ``progress.seconds`` yet: several ranks count only what they agreed on.
         finite: step up to which losses were looked at.
-        resumed: whether it goes on from a checkpoint.
+        resumed: whether the run continues from a checkpoint.
         frozen: names of the parameters that were not trained when the run was composed.
         whole: whether the epoch that ended last was left because its batches were over.
         deferred: whether the line about a stop request before ``min_epochs`` or ``min_steps`` was printed.

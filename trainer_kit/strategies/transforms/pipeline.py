@@ -441,7 +441,7 @@ class Calls:
     """A call passes through all stages without gradients, and every rank gets its output, as a leaf of its graph.
 
     Gradients that arrive there are kept. When a window ends, its calls go through a schedule, where each is computed
-    once more and its gradients go on from there: from the same numbers, for each call draws from a seed of its own.
+    once more and its gradients continue from there: from the same numbers, for each call draws from a seed of its own.
 
     Args:
         relay: passes activations on.
