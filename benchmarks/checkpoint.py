@@ -58,8 +58,15 @@ def batch() -> Any:
 
 
 def peak() -> int:
-    """The most memory that this process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """The most memory that this process has had, in bytes.
+
+    Linux's ``ru_maxrss`` is not it: a new process starts with that of the process that started it.
+    """
+    try:
+        status = Path("/proc/self/status").read_text()
+    except FileNotFoundError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
 
 
 def run_ours(layers: int, steps: int, every: int | None, directory: Path, behind: bool) -> list[float]:

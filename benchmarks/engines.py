@@ -21,7 +21,6 @@ import argparse
 import importlib.util
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -33,6 +32,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+from checkpoint import peak as memory_peak  # noqa: E402
 from ranks import environment, free_port  # noqa: E402
 
 ENGINES = {
@@ -74,9 +74,9 @@ def measure(engine: str, loop: str, sizes: dict[str, int], out: Path) -> None:
         importlib.import_module("deepspeed")
     LOOPS["plain"](Work(engine="none", width=32, layers=1, length=2, batch=1, steps=2))  # imports more, once used
     work = Work(engine=engine, **sizes)
-    before = _peak()
+    before = memory_peak()
     model = LOOPS[loop](work)
-    peak = _peak() - before
+    peak = memory_peak() - before
     # Whole, on every rank; only then may rank 0 go on alone.
     weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters()]
     rank = int(os.environ["RANK"])
@@ -86,11 +86,6 @@ def measure(engine: str, loop: str, sizes: dict[str, int], out: Path) -> None:
     (out / f"rank-{rank}.json").write_text(json.dumps({"ms": 1e3 * statistics.median(steps), "mb": peak / 1e6}))
     # torch's gloo may abort a process that shuts down Python while a thread of its own lets go of the last collective.
     os._exit(0)
-
-
-def _peak() -> int:
-    """The most memory that this process has had, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def spawn(engine: str, loop: str, sizes: dict[str, int]) -> tuple[dict[str, float], Any]:

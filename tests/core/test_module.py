@@ -247,11 +247,11 @@ def test_a_group_of_ones_own_is_not_gathered_from():
         Trainer(**QUIET, max_steps=1).fit(Gathers(), [torch.randn(2, 2)])
 
 
-def test_the_rank_is_known_before_any_room_is_used():
-    """Functions under lightning_utilities' ``rank_zero_only`` run before a Trainer exists."""
+@pytest.mark.parametrize("name", ["TrainModule", "DataModule", "Callback", "Trainer", "Accelerator"])
+def test_functions_under_rank_zero_only_run_before_a_trainer_exists(name):
     code = (
         "from lightning_utilities.core.rank_zero import rank_zero_only\n"
-        "import trainer_kit.core.errors\n"
+        f"from trainer_kit import {name}\n"
         "print(rank_zero_only.rank)"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": "3"})

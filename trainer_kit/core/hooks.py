@@ -7,8 +7,11 @@ datamodule. Bodies are empty but for modes: the bus calls only overridden hooks.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from trainer_kit.core.signatures import check_hooks, check_overrides
 from trainer_kit.core.tensors import move_to_device
@@ -18,6 +21,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+# lightning-utilities raises an error when a user's function runs under `rank_zero_only` before the rank is known; a
+# started strategy sets the real rank.
+if getattr(rank_zero_only, "rank", None) is None:
+    rank_zero_only.rank = int(os.environ.get("RANK", "0") or 0)  # type: ignore[attr-defined]
 
 __all__ = ["Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes", "restore_modes"]
 
