@@ -195,6 +195,7 @@ _SLOW = (
     "faults/",
     "launch/test_agent.py",
     "launch/test_notebook.py",
+    "test_architecture.py",  # part of `make check`
     "testing/test_leaks.py",
     "testing/test_world_size_mark.py",
     "test_public_names.py",

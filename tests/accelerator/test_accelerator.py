@@ -573,6 +573,7 @@ def test_two_processes_train_as_one(steps):
     assert_close(weights(model), weights(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_tokens_weigh_over_processes():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)

@@ -341,6 +341,7 @@ def what_is_refused() -> None:
         made(**axes(forgotten, tp=2)).prepare(make_language())
 
 
+@pytest.mark.long
 @pytest.mark.world_size(4, timeout=240)
 def test_four_processes(tmp_path: Path) -> None:
     accelerator, model = compare(axes(dp_shard=2, tp=2), tmp_path / "middle")
@@ -352,6 +353,7 @@ def test_four_processes(tmp_path: Path) -> None:
     two_models_of_one_loop(made(**axes(dp_shard=2, tp=2)))
 
 
+@pytest.mark.long
 @pytest.mark.world_size(4, timeout=240)
 def test_two_copies_or_parts_of_what_is_divided_again() -> None:
     for sizes in (

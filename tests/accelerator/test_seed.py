@@ -79,10 +79,11 @@ def test_processes_that_seed_themselves_differently_share_an_order(seed_with):
         (1, 0, "nothing"),
         (1, 2, "set_seed"),
         (1, 0, "torch"),
-        pytest.param(2, 0, "set_seed", marks=pytest.mark.slow),
-        pytest.param(2, 2, "nothing", marks=pytest.mark.slow),
+        (2, 0, "set_seed"),
+        (2, 2, "nothing"),
     ],
 )
+@pytest.mark.slow
 def test_another_process_goes_on_with_the_very_samples(processes, workers, seed_with, tmp_path, programs):
     def run(*words):
         given = (RESUME, seed_with, str(workers), *words)

@@ -118,6 +118,7 @@ def run(*command: str) -> None:
     subprocess.run(command, check=True, env=environment, capture_output=True, timeout=120)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_what_deepspeed_itself_wrote(tmp_path: Path) -> None:
     run_distributed(write, 2, str(tmp_path), timeout=150)

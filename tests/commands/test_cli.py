@@ -406,7 +406,7 @@ print("refused", refused)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mutated_files_are_read_or_refused_in_a_line(script, tmp_path, programs):
     (tmp_path / "mutate.py").write_text(MUTATE)
     listing = script("fit", "--print_config").stdout

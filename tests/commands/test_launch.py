@@ -295,7 +295,7 @@ def test_one_rank_killed_on_one_of_two_machines() -> None:
     assert "after it: rank 0" in other_err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines_restart_together() -> None:
     (code, out, err), (other_code, other_out, other_err) = on_two_machines(
         "--num_processes", "2", "--max_restarts", "1", "raw.py", "once", "1"
@@ -312,7 +312,7 @@ def test_two_machines_restart_together() -> None:
     assert line not in other_err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "received a stop signal")])
 def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
     shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
@@ -354,7 +354,7 @@ def all_out(tasks: list[subprocess.Popen[str]]) -> list[str]:
     return sorted(line for out, _ in outputs for line in out.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_task_of_slurm_for_each_process_needs_no_options() -> None:
     tasks = [start("raw.py", "until", TRAINER_KIT_USE_CPU="1", **slurm(rank, nodes=1)) for rank in range(2)]
     ranks_that_listen_to_nobody_outside(tasks, processes=2)

@@ -247,6 +247,7 @@ def test_a_group_of_ones_own_is_not_gathered_from():
         Trainer(**QUIET, max_steps=1).fit(Gathers(), [torch.randn(2, 2)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["TrainModule", "DataModule", "Callback", "Trainer", "Accelerator"])
 def test_functions_under_rank_zero_only_run_before_a_trainer_exists(name):
     code = (

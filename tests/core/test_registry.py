@@ -177,6 +177,7 @@ def test_what_users_register_comes_before_what_the_library_brings_however_early(
     assert registry.get("late") is list
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "registry", "name"),
     [
@@ -196,6 +197,7 @@ def test_a_registry_is_filled_whichever_module_is_imported_first(first, registry
     assert done.stdout.strip(), done.stderr
 
 
+@pytest.mark.slow
 def test_the_library_fills_its_registries_where_modules_are_imported():
     """A call of ``supply`` inside a function would be a side effect that no import shows."""
     package = Path(__file__).resolve().parents[2] / "trainer_kit"

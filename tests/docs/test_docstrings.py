@@ -14,8 +14,9 @@ import trainer_kit
 MODULES = sorted(
     ["trainer_kit", *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit."))]
 )
-HEAVY = {  # import a library for seconds
+HEAVY = {  # import a library for seconds, or train
     "trainer_kit.inference.quantization",
+    "trainer_kit.testing.conformance",
     *(f"trainer_kit.precision.{name}" for name in ("bitsandbytes", "torchao")),
 }
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

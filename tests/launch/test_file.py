@@ -208,7 +208,7 @@ def unknown_keys(text: str) -> set[str]:
     return unknown
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_2000_mutated_files_end_in_values_or_in_one_line(tmp_path: Path) -> None:
     count, accepted = 2000, 0
     draw = random.Random(7)

@@ -134,6 +134,7 @@ def test_what_could_not_be_written_is_written_later(tmp_path):
     assert text(logger) == "step,a,b\n0,1.0,2.0\n"
 
 
+@pytest.mark.slow
 def test_what_a_killed_process_left_is_removed_by_who_goes_on(tmp_path, programs):
     def files():
         return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())

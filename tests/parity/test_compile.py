@@ -17,7 +17,7 @@ from trainer_kit.testing.conformance import Classifier, assert_same, fit
 BACKEND = "aot_eager"  # graphs of forward and backward as the compiler makes them, without minutes of code generation
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch's compiler looks at it, and hides that by default

@@ -61,6 +61,7 @@ def test_deepspeed() -> None:
     check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW) for stage in (1, 3)}, "bf16-mixed")
 
 
+@pytest.mark.long
 @pytest.mark.world_size(4, timeout=110)
 def test_four_ranks() -> None:
     hybrid = partial(FSDPStrategy, sharding_strategy="HYBRID_SHARD", device_mesh=(2, 2))
@@ -69,6 +70,7 @@ def test_four_ranks() -> None:
     check({"fsdp and tp": (partial(mesh, dp_shard=2, tp=2), FEW)}, "bf16-mixed")
 
 
+@pytest.mark.long
 @pytest.mark.world_size(8, timeout=110)
 def test_eight_ranks() -> None:
     check(

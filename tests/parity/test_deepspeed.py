@@ -412,6 +412,7 @@ CHECKS: list[Callable[[Path], None]] = [
 ]
 
 
+@pytest.mark.long
 # One start: DeepSpeed takes as long to import as everything here to run.
 @pytest.mark.timeout(240)
 @pytest.mark.world_size(2, timeout=200)

@@ -138,6 +138,7 @@ def skips_without_a_scale_are_known(path: Path, stage: int) -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (8 - len(OVERFLOWS)))
 
 
+@pytest.mark.long
 @pytest.mark.world_size(1, process_group=False, timeout=150)
 def test_the_scale_is_kept_and_skipped_steps_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):

@@ -487,6 +487,7 @@ def test_four_ranks() -> None:
             compared_on(stages(schedule, **sizes), 2, count, **options)
 
 
+@pytest.mark.long
 @pytest.mark.world_size(4)
 def test_four_ranks_share_weights_and_sequences() -> None:
     check_divided_ties()
@@ -532,6 +533,7 @@ def check_with_context() -> None:
     torch.testing.assert_close(said[1], said[0], rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.long
 @pytest.mark.world_size(8)
 def test_eight_ranks_along_three_axes() -> None:
     compared_on(stages("Interleaved1F1B", dp_shard=2, tp=2), 2, 46, gradient_clip_val=0.05)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 ENGINES = ("deepspeed", "megatron", "xla")
 PROGRAM = """
@@ -41,6 +43,7 @@ for word in %s:
 """
 
 
+@pytest.mark.slow
 def test_a_library_without_the_engines_trains_and_names_the_missing_one(tmp_path: Path) -> None:
     copy = tmp_path / "trainer_kit"
     shutil.copytree(ROOT / "trainer_kit", copy, ignore=shutil.ignore_patterns("__pycache__", *ENGINES))

@@ -85,6 +85,7 @@ def test_a_tiny_step_takes_few_python_calls():
     assert calls_per_step() <= MOST_CALLS
 
 
+@pytest.mark.slow
 def test_callbacks_that_override_nothing_add_no_call():
     class Idle(Callback):
         pass
@@ -92,6 +93,7 @@ def test_callbacks_that_override_nothing_add_no_call():
     assert calls_per_step(callbacks=[Idle() for _ in range(50)]) == calls_per_step()
 
 
+@pytest.mark.slow
 def test_callbacks_that_listen_elsewhere_add_no_call():
     class Elsewhere(Callback):
         def on_train_start(self, trainer, module): ...
@@ -101,6 +103,7 @@ def test_callbacks_that_listen_elsewhere_add_no_call():
     assert calls_per_step(callbacks=[Elsewhere() for _ in range(50)]) == calls_per_step()
 
 
+@pytest.mark.slow
 def test_a_logged_value_takes_few_calls():
     class Logs(Net):
         def training_step(self, batch, batch_idx):
