@@ -29,6 +29,7 @@ from trainer_kit.checkpoint.files import (
     checksum,
     make_directories,
     missing_directories,
+    named_failure,
     safetensors_bytes,
     write_file,
 )
@@ -284,7 +285,7 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     target = absolute(path)
     if not is_ours(target):
         raise CheckpointError(target, None, "not a checkpoint of this library, so it is not deleted")
-    try:
+    with named_failure(target, "could not be deleted"):
         if isinstance(target, RemotePath):
             delete(target)
             return
@@ -292,8 +293,6 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
         os.rename(target, hidden)
         sync_directory(target.parent)
         _delete_directory(hidden)
-    except OSError as error:
-        raise CheckpointError(target, None, f"could not be deleted: {error}") from error
 
 
 def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:

@@ -11,6 +11,7 @@ import stat
 import struct
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +38,7 @@ __all__ = [
     "in_bytes",
     "make_directories",
     "missing_directories",
+    "named_failure",
     "numpy_dtype",
     "read_file",
     "read_header",
@@ -121,6 +123,15 @@ _LONGEST_HEADER: Final = 100_000_000
 _PIECE: Final = 64 << 20
 """Bytes of a local file per call. Each call releases the interpreter lock and waits for it again, 5 ms if the training
 thread runs Python, so a file is hashed and written in few calls."""
+
+
+@contextmanager
+def named_failure(file: object, what: str, fix: str | None = None) -> Iterator[None]:
+    """Turn an ``OSError`` inside into a `CheckpointError` that names ``file``; ``what`` begins the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(file, None, f"{what}: {error.strerror or error}", fix=fix) from error
 
 
 def in_bytes(size: int | str, name: str, least: int = 0) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 from bisect import bisect_right, insort
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, dtype_name, read_file, read_header
-from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, load_json
+from trainer_kit.checkpoint.files import CARRIERS, TENSOR_DTYPES, dtype_name, read_header
+from trainer_kit.checkpoint.manifest import DOCUMENT_MOST, LAYOUT, is_sharded, read_json, shards_of
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
 
@@ -28,6 +28,7 @@ __all__ = [
     "TensorLayout",
     "check_cover",
     "dump_layout",
+    "layouts_of",
     "named_dtype",
     "read_layout",
     "tensors_in",
@@ -112,10 +113,7 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, 
             have; a file is not a file of its part; or ``layout.json`` is damaged.
     """
     file = path / LAYOUT
-    try:
-        content = load_json(file, read_file(file, DOCUMENT_MOST))
-    except OSError as error:
-        raise CheckpointError(file, None, f"the file cannot be read: {error}") from error
+    content = read_json(file)
     parts = manifest["parts"]
     if not isinstance(content, dict) or set(content) != set(parts):
         raise CheckpointError(file, None, "it does not describe the parts that the manifest names")
@@ -286,3 +284,15 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
         chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, key)
         layout[name] = TensorLayout(tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ())
     return layout
+
+
+def layouts_of(path: Path, manifest: Mapping[str, Any], parts: Iterable[str]) -> dict[str, dict[str, TensorLayout]]:
+    """Return the layout of a checkpoint's tensors by part and name, also of one that a single process wrote.
+
+    Raises:
+        CheckpointError: as from `read_layout` or `tensors_in`.
+    """
+    if is_sharded(manifest):
+        return read_layout(path, manifest)
+    files = {part: [path / name for name in shards_of(manifest, part)] for part in parts}
+    return {part: {key: one for file in own for key, one in tensors_in(file).items()} for part, own in files.items()}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
-from trainer_kit.checkpoint.files import checksum, read_file, read_start, stated_size
+from trainer_kit.checkpoint.files import checksum, named_failure, read_file, read_start, stated_size
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
@@ -37,6 +37,7 @@ __all__ = [
     "load_json",
     "may_be_ours",
     "new_manifest",
+    "read_json",
     "read_manifest",
     "shards_of",
     "was_checkpoint",
@@ -118,10 +119,8 @@ def read_manifest(path: Location) -> dict[str, Any]:
         raise CheckpointError(path, None, reason) from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)
-    try:
+    with named_failure(file, "the manifest cannot be read"):
         raw = read_file(file, _MOST)
-    except OSError as error:
-        raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
     manifest = load_json(file, raw)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise CheckpointError(file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX)
@@ -159,10 +158,8 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
     Raises:
         CheckpointError: naming the missing, foreign or resized file.
     """
-    try:
+    with named_failure(path, "the directory cannot be read"):
         entries = [(entry.name, entry.lstat()) for entry in path.iterdir()]
-    except OSError as error:
-        raise CheckpointError(path, None, f"the directory cannot be read: {error}") from error
     # A checkpoint at a URL may be in the process of being replaced.
     found = {n: s for n, s in entries if not (isinstance(path, RemotePath) and AGAIN.fullmatch(n))}
     for name, status in sorted(found.items()):
@@ -187,14 +184,12 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
 def _check_extra(path: Location, name: str, size: int) -> None:
     *directories, _ = PurePosixPath(name).parts
     place = path
-    try:
+    with named_failure(path / name, "the file is missing", _FIX):
         for directory in directories:
             place = place / directory
             if stat.S_ISLNK(place.lstat().st_mode):
                 raise CheckpointError(place, None, "a symbolic link, which a checkpoint never holds", fix=_FIX)
         status = (path / name).lstat()
-    except OSError as error:
-        raise CheckpointError(path / name, None, f"the file is missing: {error.strerror or error}", fix=_FIX) from error
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
         raise CheckpointError(path / name, None, f"it is not the file of {size} bytes that was written", fix=_FIX)
 
@@ -220,9 +215,8 @@ def check_sizes(path: Location, manifest: dict[str, Any], names: list[str]) -> N
         if not name.endswith(SHARD):
             continue
         try:
-            stated = stated_size(path / name)
-        except OSError as error:
-            raise CheckpointError(path / name, None, f"the file cannot be read: {error}", fix=_FIX) from error
+            with named_failure(path / name, "the file cannot be read", _FIX):
+                stated = stated_size(path / name)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             reason = f"damaged: it does not begin with a header of tensors: {type(error).__name__}: {error}"
             raise CheckpointError(path / name, None, reason, fix=_FIX) from error
@@ -239,10 +233,8 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
     """
     check_sizes(path, manifest, names)
     for name in names:
-        try:
+        with named_failure(path / name, "the file cannot be read", _FIX):
             found = checksum(path / name)
-        except OSError as error:
-            raise CheckpointError(path / name, None, f"the file cannot be read: {error}", fix=_FIX) from error
         recorded = listed(manifest)[name]["xxh3_64"]
         if found != recorded:
             raise CheckpointError(path / name, None, f"damaged: checksum {found}, but {recorded} was written", fix=_FIX)
@@ -290,6 +282,16 @@ def was_checkpoint(path: Location) -> bool:
     except OSError:
         return False
     return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(_named_as_ours, files))
+
+
+def read_json(file: Location, most: int = DOCUMENT_MOST) -> Any:
+    """Read a file of at most ``most`` bytes as `load_json` does.
+
+    Raises:
+        CheckpointError: the file cannot be read, or is not such JSON.
+    """
+    with named_failure(file, "the file cannot be read"):
+        return load_json(file, read_file(file, most))
 
 
 def load_json(file: Location, raw: bytes) -> Any:
@@ -352,12 +354,16 @@ def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
             raise CheckpointError(file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX)
         _check_entry(file, f"files.{name}", entry)
     _check_extra_names(file, manifest)
-    if is_sharded(manifest):
-        _check_shards(file, manifest)
-        return
-    for part, name in parts.items():
-        if name is not None and (not isinstance(name, str) or name not in files):
-            raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
+    sharded, count = is_sharded(manifest), manifest.get("shards")
+    if sharded and (type(count) is not int or count < 1 or LAYOUT not in files):
+        raise CheckpointError(file, "shards", "a sharded checkpoint without number of shards or layout", fix=_FIX)
+    for part, held in parts.items():
+        for name in shards_of(manifest, part) if isinstance(held, list if sharded else (str, type(None))) else [held]:
+            entry = files.get(name) if isinstance(name, str) else None
+            if entry is None:
+                raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
+            if sharded and (type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count):
+                raise CheckpointError(file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX)
 
 
 def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
@@ -374,16 +380,3 @@ def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
 def _check_entry(file: Location, key: str, entry: Any) -> None:
     if not isinstance(entry, dict) or type(entry.get("size")) is not int or "xxh3_64" not in entry:
         raise CheckpointError(file, key, "an entry without size and checksum", fix=_FIX)
-
-
-def _check_shards(file: Location, manifest: dict[str, Any]) -> None:
-    files, count = manifest["files"], manifest.get("shards")
-    if type(count) is not int or count < 1 or LAYOUT not in files:
-        raise CheckpointError(file, "shards", "a sharded checkpoint without number of shards or layout", fix=_FIX)
-    for part, names in manifest["parts"].items():
-        for name in names if isinstance(names, list) else [names]:
-            entry = files.get(name) if isinstance(name, str) else None
-            if entry is None:
-                raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
-            if type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count:
-                raise CheckpointError(file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX)

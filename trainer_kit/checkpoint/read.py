@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.codec import decode
-from trainer_kit.checkpoint.files import read_file, read_tensors
+from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, read_layout
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
-    DOCUMENT_MOST,
     LAYOUT,
     MANIFEST,
     check_content,
@@ -25,7 +24,7 @@ from trainer_kit.checkpoint.manifest import (
     files_of,
     is_sharded,
     listed,
-    load_json,
+    read_json,
     read_manifest,
     shards_of,
 )
@@ -144,10 +143,7 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
         CheckpointError: the file is damaged, or lacks one of ``parts``.
     """
     document = root / DOCUMENT
-    try:
-        trees = load_json(document, read_file(document, DOCUMENT_MOST))
-    except OSError as error:
-        raise CheckpointError(document, None, f"the file cannot be read: {error}") from error
+    trees = read_json(document)
     for part in parts:
         if not isinstance(trees, dict) or part not in trees:
             raise CheckpointError(document, part, "the manifest names this part, but it is not in the file")

@@ -40,9 +40,8 @@ from trainer_kit.checkpoint.layout import (
     TensorLayout,
     check_cover,
     dump_layout,
+    layouts_of,
     named_dtype,
-    read_layout,
-    tensors_in,
 )
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
@@ -51,7 +50,6 @@ from trainer_kit.checkpoint.manifest import (
     SHARD,
     check_content,
     dump_manifest,
-    is_sharded,
     new_manifest,
     shards_of,
 )
@@ -526,13 +524,7 @@ class _Source:
         self.document = root / DOCUMENT
         check_content(root, manifest, descriptions(manifest))
         self.trees = read_trees(root, parts)
-        self.layout: dict[str, dict[str, TensorLayout]] = {part: {} for part in parts}
-        if is_sharded(manifest):
-            self.layout = read_layout(root, manifest)
-        else:
-            for part in parts:
-                for file in shards_of(manifest, part):
-                    self.layout[part] |= tensors_in(root / file)
+        self.layout = layouts_of(root, manifest, parts)
 
     def stored(self, tree: Any, part: str, key: str) -> TensorLayout | None:
         """Return the layout of the tensor that ``tree`` is the record of; None if there is no such tensor."""

@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any, Final, final
 
 from trainer_kit.checkpoint.commit import clean_incomplete
-from trainer_kit.checkpoint.files import read_file
+from trainer_kit.checkpoint.files import named_failure, read_file
 from trainer_kit.checkpoint.lock import DirectoryLock
 from trainer_kit.checkpoint.manifest import DAMAGED, MANIFEST, digest, load_json, read_manifest, was_checkpoint
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
@@ -99,10 +99,8 @@ def entries(root: Location) -> list[Any]:
     Raises:
         CheckpointError: the directory cannot be read.
     """
-    try:
+    with named_failure(root, "the directory cannot be read"):
         return list(root.iterdir()) if root.is_dir() else []
-    except OSError as error:
-        raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
 
 
 def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | None) -> None:
@@ -145,10 +143,8 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
         index[name] = within
     index = dict(sorted(index.items()))
     content = json.dumps({"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1) + "\n"
-    try:
+    with named_failure(root / _INDEX, "could not be written"):
         replace_file(root / _INDEX, content.encode())
-    except OSError as error:
-        raise CheckpointError(root / _INDEX, None, f"could not be written: {error}") from error
 
 
 def _within(root: Location, target: Location) -> str | None:
@@ -237,12 +233,10 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_
     index = read_index(root) or {}
     counted = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
     mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
-    try:
+    with named_failure(root, "the directory cannot be read"):
         known = {e: _content(e) if whole_first or run is not None else (None, True) for e in mine}
         ours = (e for e, (by, _) in known.items() if run is None or by in (run, _ANY_RUN))
         found = sorted(((_step(e), _time(e), e) for e in ours), reverse=True)
-    except OSError as error:
-        raise CheckpointError(root, None, f"the directory cannot be read: {error.strerror or error}") from error
     named = index.get("last")
     last = next((step for step, _, entry in found if entry.name == named), None)
     if last is not None:
@@ -284,14 +278,12 @@ def set_aside(path: str | os.PathLike[str]) -> Location:
     while new.exists() or new.is_symlink():
         count += 1
         new = old.with_name(f"{old.name}.damaged-{count}")
-    try:
+    with named_failure(old, "could not be set aside"):
         if isinstance(old, RemotePath):
             move(old, old.with_name(new.name))
         else:
             os.rename(old, new)
             sync_directory(old.parent)
-    except OSError as error:
-        raise CheckpointError(old, None, f"could not be set aside: {error.strerror or error}") from error
     return new
 
 

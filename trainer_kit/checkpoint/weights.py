@@ -7,10 +7,11 @@ import os
 import shutil
 import stat
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from trainer_kit.checkpoint.files import (
     EXTRA_STATE,
     TENSOR_DTYPES,
     in_bytes,
-    read_file,
+    named_failure,
     read_header,
     read_tensors,
     safetensors_bytes,
@@ -30,17 +31,15 @@ from trainer_kit.checkpoint.files import (
     torch_load,
     write_file,
 )
-from trainer_kit.checkpoint.layout import TensorLayout, read_layout, tensors_in
+from trainer_kit.checkpoint.layout import TensorLayout, layouts_of, tensors_in
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
     MANIFEST,
     check_content,
     check_files,
-    is_sharded,
-    load_json,
+    read_json,
     read_manifest,
-    shards_of,
 )
 from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
@@ -82,19 +81,46 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         ...     read_weights(f"{directory}/old.ckpt")
         {'w': tensor([1., 1.])}
     """
-    file = locate(path)
+    found = _read(locate(path), device, ())["state_dict"]
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}  # without extra state
+
+
+def _read(file: Location, device: torch.device | str, parts: Collection[str] | None) -> dict[str, Any]:
+    """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
     if isinstance(file, Path) and holds_weight_files(file):
-        return _read_weight_files(_find_weight_files(file), device)
+        return {"state_dict": _joined(_find_weight_files(file), partial(read_tensors, device=device))}
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
-        return deepspeed_weights(theirs, device)
+        return {"state_dict": deepspeed_weights(theirs, device)}
     if file.is_dir():
-        return tensors_of(file, read_checkpoint(file, parts=["model"], device=device)["model"])
+        more = [] if parts == () else [one for one in read_manifest(file)["parts"] if parts is None or one in parts]
+        content = read_checkpoint(file, dict.fromkeys(["model", *more]), device=device)
+        held = content.pop("model")
+        weights = tensors_of(file, held)
+        extra = {name: value for name, value in held.items() if str(name).endswith(EXTRA_STATE)}
+        return {**content, "state_dict": {**weights, **extra}}
     if isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
-            return read_weights(here / file.name, device)
+            return _read(here / file.name, device, parts)
     if weight_format(file) == "safetensors":
-        return read_tensors(file, device)
-    return tensors_of(file, _state_dict(torch_load(file, device)), file.stat().st_size)
+        return {"state_dict": read_tensors(file, device)}
+    loaded = torch_load(file, device)
+    weights = _state_dict(loaded)
+    other = {} if weights is loaded else {name: loaded[name] for name in loaded if parts is None or name in parts}
+    return {**other, "state_dict": tensors_of(file, weights, file.stat().st_size)}
+
+
+_Held = TypeVar("_Held")
+
+
+def _joined(files: list[Path], read: Callable[[Path], dict[str, _Held]]) -> dict[str, _Held]:
+    """Return what all files hold, by name; CheckpointError if two hold the same name."""
+    whole: dict[str, _Held] = {}
+    for file in files:
+        found = read(file)
+        if twice := whole.keys() & found:
+            raise CheckpointError(file, min(twice), "another file of this directory holds it too")
+        whole |= found
+    return whole
 
 
 def weight_format(file: Path) -> Literal["safetensors", "torch"]:
@@ -103,13 +129,11 @@ def weight_format(file: Path) -> Literal["safetensors", "torch"]:
     Raises:
         CheckpointError: the file is in neither format, not a regular file, or cannot be read.
     """
-    try:
+    with named_failure(file, "it cannot be read"):
         if not stat.S_ISREG(file.stat().st_mode):  # the read of a pipe would block
             raise CheckpointError(file, None, "this is not a regular file")
         with open(file, "rb") as stream:
             start = stream.read(9)
-    except OSError as error:
-        raise CheckpointError(file, None, f"it cannot be read: {error.strerror}") from error
     if start[8:] == b"{":  # the JSON header follows its length
         return "safetensors"
     if start.startswith((b"PK", b"\x80")):  # a zip file, or a pickle of torch before 1.6
@@ -157,26 +181,16 @@ def weight_layout(
     if isinstance(file, RemotePath):
         raise CheckpointError(file, None, "headers are read on this machine", fix="copy it here first")
     if holds_weight_files(file):
-        whole: dict[str, TensorLayout] = {}
-        for one in _find_weight_files(file, index):
-            found = tensors_in(one)
-            if twice := whole.keys() & found:
-                raise CheckpointError(one, min(twice), "another file of this directory holds it too")
-            whole |= found
-        return file, whole
+        return file, _joined(_find_weight_files(file, index), tensors_in)
     if not file.is_dir():
         return file.parent, tensors_in(file)
     manifest = read_manifest(file)
     if "model" not in manifest["parts"]:
         raise CheckpointError(file, "model", "this checkpoint holds no weights")
-    names = shards_of(manifest, "model")
     if verify:
         check_files(file, manifest)
         check_content(file, manifest, files_for(manifest, ["model"]))
-    if is_sharded(manifest):
-        layout = dict(read_layout(file, manifest)["model"])
-    else:
-        layout = {key: one for name in names for key, one in tensors_in(file / name).items()}
+    layout = layouts_of(file, manifest, ["model"])["model"]
     held = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in layout.items()}
     keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
     # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
@@ -214,35 +228,11 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
         CheckpointError: as for `read_weights`.
     """
     file = locate(path)
-    content: dict[str, Any] = {}
-    if isinstance(file, Path) and (holds_weight_files(file) or find_deepspeed(file) is not None):
-        content["state_dict"] = read_weights(file)
-    elif file.is_dir():
-        known = read_manifest(file)["parts"]
-        content = read_checkpoint(file, parts=known if whole else ["model", *{"hyper_parameters"} & set(known)])
-        if "model" not in content:
-            raise CheckpointError(file, "model", "this checkpoint holds no weights")
-        content["state_dict"] = _with_extra_state(file, content.pop("model"))
-    elif isinstance(file, RemotePath):
-        with fetched(file.parent, [file.name]) as here:
-            return read_module(here / file.name, whole)
-    elif weight_format(file) == "torch":
-        loaded = torch_load(file, "cpu")
-        weights = _state_dict(loaded)
-        other = {} if weights is loaded else loaded
-        content = {name: other[name] for name in (other if whole else other.keys() & {"hyper_parameters"})}
-        content["state_dict"] = tensors_of(file, weights, file.stat().st_size)
-    else:
-        content["state_dict"] = read_tensors(file)
+    content = _read(file, "cpu", None if whole else {"hyper_parameters"})
     kept = content.setdefault("hyper_parameters", {})
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
     return content
-
-
-def _with_extra_state(file: Location, content: Any) -> dict[str, Any]:
-    weights: dict[str, Any] = dict(tensors_of(file, content))
-    return {**weights, **{name: value for name, value in content.items() if str(name).endswith(EXTRA_STATE)}}
 
 
 _INDEX: Final = ".safetensors.index.json"
@@ -301,32 +291,19 @@ def read_index(index: Path) -> dict[str, str]:
         CheckpointError: ``index`` is not an index of weights, or names a file that is missing or elsewhere.
     """
     try:
-        content = load_json(index, read_file(index, _MOST))
+        content = read_json(index, _MOST)
         places: dict[str, str] = content.get("weight_map", content)
         names = sorted(set(places.values()))
         if not all(
             isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..") for name in names
         ):
             raise CheckpointError(index, "weight_map", "a file that is not one of this directory")
-    except OSError as error:
-        raise CheckpointError(index, None, f"it cannot be read: {error.strerror}") from error
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(index, "weight_map", "this is no index of weights") from error
     for name in names:
         if not (index.parent / name).is_file():
             raise CheckpointError(index.parent / name, None, f"{index.name} names it, and it is not there")
     return places
-
-
-def _read_weight_files(files: list[Path], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """Return all tensors of several files; CheckpointError if one cannot be read, or two hold the same name."""
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        for name, tensor in read_tensors(file, device).items():
-            if name in weights:
-                raise CheckpointError(file, name, "another file of this directory holds it too")
-            weights[name] = tensor
-    return weights
 
 
 ExportFormat = Literal["huggingface", "safetensors", "torch"]
