@@ -318,6 +318,7 @@ class CombinedSource(Source):
         self.generators = [generator for source in self.sources for generator in source.generators]
         self.indexed = all(source.indexed for source in self.sources)
         self.stateful = not place.ordered and (bool(self.generators) or not self.indexed)
+        self.counts = [one for source in self.sources for one in source.counts]
         self.workers = [number for source in self.sources for number in source.workers]
         self._spots: list[Spot] = []
         self._states: list[Any] = []
@@ -336,10 +337,6 @@ class CombinedSource(Source):
         if self.combined.mode in ("min_size", "max_size"):
             return parts
         return [(f"{unit} of a {self.combined.mode}", number) for unit, number in parts]
-
-    @property
-    def doubt(self) -> str | None:
-        return next((source.doubt for source in self.sources if source.doubt is not None), None)
 
     def describe(self) -> str:
         mode = self.combined.mode

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import random
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
-from typing import Any, Final, Protocol, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -95,11 +96,6 @@ def drawn(sampler: Iterable[Any], seed: int, chunk: int = _CHUNK) -> Iterator[An
         yield from taken
 
 
-def _begun(items: Iterator[Any]) -> Iterator[Any]:
-    """Draw the first item now, and return an iterator over all items."""
-    return chain(list(islice(items, 1)), items)
-
-
 def seed_globals(seed: int) -> None:
     """Seed the global generators of Python, NumPy and torch on the CPU."""
     random.seed(seed)
@@ -130,30 +126,55 @@ class SeededIndices(list[Any]):
         return SeededIndices, (self[:], self.seed, self.first)
 
 
-class Split(Protocol):
-    """Replaces the ``batch_sampler`` (or ``sampler``) of a DataLoader, and yields this rank's part."""
+class Split(ABC):
+    """Replaces the ``batch_sampler`` (or ``sampler``) of a DataLoader, and yields this rank's part.
 
-    handed: int
-    """Micro-batches given to the loader in this epoch."""
-    empty: bool
-    """Whether this rank has no share of the last global micro-batch."""
-    sizes: deque[int]
-    """Samples of the micro-batches that the loader got in this epoch and `Feed` has not read yet."""
+    Args:
+        order: what the user's sampler or batch sampler yields.
+        rank: this rank, from 0.
+        size: the number of ranks that share the data.
+        pad: a short last global micro-batch is filled from the start of the order.
+        chunk: items of ``order`` drawn at a time.
+
+    Attributes:
+        handed: micro-batches given to the loader in this epoch.
+        empty: whether this rank has no share of the last global micro-batch.
+        sizes: samples of the micro-batches that the loader got in this epoch and `Feed` has not read yet.
+    """
+
+    def __init__(self, order: Iterable[Any], rank: int, size: int, pad: bool, chunk: int) -> None:
+        self.order = order
+        self.rank = rank
+        self.size = size
+        self.pad = pad
+        self._chunk = chunk
+        self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
         """Prepare the iteration with ``seed`` from micro-batch ``start``; see `SeededIndices` for ``sample_seed``."""
+        self._start = start
+        self._sample_seed = sample_seed
+        self.handed = 0
+        self.empty = False
+        self.sizes: deque[int] = deque()
+        self._known: dict[int, int] = {}  # samples of global micro-batches that reading has shown
+        self._drawn = drawn(self.order, seed, self._chunk)
 
-    def __iter__(self) -> Iterator[Any]: ...
-    def __len__(self) -> int: ...
     def draw(self) -> None:
         """Begin to draw the order now, not at the loader's first request."""
+        self._drawn = chain(list(islice(self._drawn, 1)), self._drawn)
 
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]: ...
+    @abstractmethod
+    def __len__(self) -> int: ...
+    @abstractmethod
     def samples(self, index: int) -> int | None:
         """Return the number of samples of global micro-batch ``index``; None if it is not known yet."""
 
 
 @final
-class SampleBlocks:
+class SampleBlocks(Split):
     """Global micro-batches of ``batch_size * size`` consecutive samples; rank r takes the r-th contiguous block.
 
     A short last one is divided as evenly as possible, with one sample more on the first ranks; with ``pad`` it is
@@ -171,25 +192,9 @@ class SampleBlocks:
     def __init__(
         self, order: Iterable[Any], batch_size: int, *, drop_last: bool, rank: int, size: int, pad: bool = False
     ) -> None:
-        self.order = order
         self.batch_size = batch_size
         self.drop_last = drop_last
-        self.rank = rank
-        self.size = size
-        self.pad = pad
-        self.begin(0, 0)
-
-    def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        self._start = start
-        self._sample_seed = sample_seed
-        self.handed = 0
-        self.empty = False
-        self.sizes: deque[int] = deque()
-        self._short: tuple[int, int] | None = None
-        self._drawn = drawn(self.order, seed)
-
-    def draw(self) -> None:
-        self._drawn = _begun(self._drawn)
+        super().__init__(order, rank, size, pad, _CHUNK)
 
     def __len__(self) -> int:
         count, whole = len(self.order), self.batch_size * self.size  # type: ignore[arg-type]
@@ -207,7 +212,7 @@ class SampleBlocks:
             first += whole
         if not block or self.drop_last:
             return
-        self._short = first // whole, len(block)
+        self._known[first // whole] = len(block)
         if self.pad:
             block += islice(cycle(head or block), whole - len(block))
         each, more = divmod(len(block), self.size)
@@ -236,8 +241,8 @@ class SampleBlocks:
     def samples(self, index: int) -> int | None:
         whole = self.batch_size * self.size
         # For yielded micro-batches the number is known; for later ones only the sampler's length can tell.
-        if self._short is not None and index >= self._short[0]:
-            return self._short[1] if index == self._short[0] else None
+        if self._known and index >= min(self._known):
+            return self._known.get(index)
         if index < self._start + self.handed:
             return whole
         count = length_of(self.order)
@@ -248,7 +253,7 @@ class SampleBlocks:
 
 
 @final
-class BatchTurns:
+class BatchTurns(Split):
     """``size`` consecutive items of a user's batch sampler make one global micro-batch; rank r takes the r-th.
 
     Args:
@@ -270,25 +275,9 @@ class BatchTurns:
         pad: bool = False,
         whole: int | None = None,
     ) -> None:
-        self.order = order
-        self.rank = rank
-        self.size = size
         self.sized = sized
-        self.pad = pad
         self.whole = whole if pad and sized else None
-        self.begin(0, 0)
-
-    def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
-        self._start = start
-        self._sample_seed = sample_seed
-        self.handed = 0
-        self.empty = False
-        self.sizes: deque[int] = deque()
-        self._counts: list[int] = []
-        self._drawn = drawn(self.order, seed, _BATCH_CHUNK if self.sized else _CHUNK)
-
-    def draw(self) -> None:
-        self._drawn = _begun(self._drawn)
+        super().__init__(order, rank, size, pad, _BATCH_CHUNK if sized else _CHUNK)
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.size)  # type: ignore[arg-type]
@@ -302,7 +291,7 @@ class BatchTurns:
         while turn := after:
             after = list(islice(order, self.size))
             if self.sized:
-                self._counts.append(sum(map(len, turn)))
+                self._known[at // self.size] = sum(map(len, turn))
             if self.rank < len(turn) or head:
                 share = turn[self.rank] if self.rank < len(turn) else head[(self.rank - len(turn)) % len(head)]
                 if self.whole is not None and not after and len(share) < self.whole:
@@ -321,5 +310,4 @@ class BatchTurns:
         return SeededIndices(list(batch), derive_seed(self._sample_seed, at), 0)
 
     def samples(self, index: int) -> int | None:
-        at = index - self._start
-        return self._counts[at] if 0 <= at < len(self._counts) else None
+        return self._known.get(index)

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer_kit.core.errors import DataError
+from trainer_kit.data.sizes import BatchSizes
 from trainer_kit.data.workers import EndsWithParent, checked_context
 
 __all__ = [
@@ -115,6 +116,9 @@ class Source(ABC):
     """The number of worker processes of each loader with a state, which is valid only for this number."""
     generators: Sequence[Any] = ()
     """The user's generators that the order is drawn from."""
+    counts: Sequence[BatchSizes] = ()
+    """What counts the samples of batches whose loader does not."""
+    _began: Sequence[Any] = ()
 
     @property
     @abstractmethod
@@ -126,9 +130,9 @@ class Source(ABC):
     @abstractmethod
     def stride(self) -> list[tuple[str, int]]: ...
     @property
-    @abstractmethod
     def doubt(self) -> str | None:
         """The reason why the numbers of samples may be wrong; None if they are certain, or nothing was read yet."""
+        return next((one.doubt for one in self.counts if one.doubt is not None), None)
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -146,6 +150,13 @@ class Source(ABC):
     def state(self) -> Any:
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None
+
+    def draw_from(self, state: Any) -> None:
+        """Restore the user's generators, if there is a state, and record from where the order is drawn."""
+        if self.generators:
+            if state is not None:
+                restore_generators(self.generators, state["generators"])
+            self._began = generator_states(self.generators)
 
     def first_state(self) -> Any:
         """Return the state before the first batch. Default: that of the generators."""

@@ -28,12 +28,10 @@ from trainer_kit.data.place import (
     Place,
     Source,
     copied,
-    generator_states,
     kind_of,
     one_for_one,
     own_generators,
     refuse_batch_size,
-    restore_generators,
     set_epoch,
 )
 from trainer_kit.data.sizes import BatchSizes
@@ -53,6 +51,7 @@ class ListSource(Source):
         self.rank, self.size = place.part
         self._place = place
         self._sizes = BatchSizes()
+        self.counts = [self._sizes]
 
     @property
     def length(self) -> int:
@@ -67,10 +66,6 @@ class ListSource(Source):
             return None
         # A list holds its batches already: reading the sizes of other ranks' batches costs nothing.
         return self._sizes.total(self.batches[index * self.size : (index + 1) * self.size])
-
-    @property
-    def doubt(self) -> str | None:
-        return self._sizes.doubt
 
     def describe(self) -> str:
         split = f", each {self.size}th by index" if self.size > 1 else ""
@@ -103,7 +98,6 @@ class IndexedSource(Source):
         self.own_batches = _own_batches(loader)
         self.order, self.split_by_user = self._find_order()
         self.generators = own_generators(loader, self.order, getattr(self.order, "sampler", None))
-        self._began: list[Any] = []
         rank, size = (0, 1) if self.split_by_user else place.part
         self.split: Split
         if self.own_batches:
@@ -123,10 +117,7 @@ class IndexedSource(Source):
             self.per_rank_batch_size = per_rank
         self._drawn = one_for_one(loader) and (not isinstance(self.split, BatchTurns) or self.split.sized)
         self._sizes = BatchSizes()  # for a loader that makes its own batches
-
-    @property
-    def doubt(self) -> str | None:
-        return self._sizes.doubt
+        self.counts = [self._sizes]
 
     def _find_order(self) -> tuple[Any, bool]:
         """Return what yields the indices (or batches of indices), and whether these are already one rank's part."""
@@ -200,11 +191,7 @@ class IndexedSource(Source):
         sample_seed = derive_seed(seed) if ours else derive_seed(seed, self.place.rank)
         seeds = self.loader.num_workers > 0 or self.place.reproducible
         self.split.begin(seed, start, sample_seed if seeds and given.batch_sampler is not None else None)
-        if self.generators:
-            # The whole order of an epoch is drawn from the states at its start.
-            if state is not None:
-                restore_generators(self.generators, state["generators"])
-            self._began = generator_states(self.generators)
+        self.draw_from(state)  # the whole order of an epoch is drawn from the states at its start
         if self.generator is not None:
             # A different seed per rank, or the workers of all ranks would draw the same augmentations.
             self.generator.manual_seed(derive_seed(seed, self.place.rank))
@@ -284,6 +271,7 @@ class StreamSource(Source):
         self.loader: Any = loader
         self.generator: torch.Generator | None = None
         self._sizes = BatchSizes()
+        self.counts = [self._sizes]
         self._counts = False
         if isinstance(loader, DataLoader):
             self.loader, self.generator = copied(loader)
@@ -317,7 +305,7 @@ class StreamSource(Source):
         self.workers_end = number > 0 and not self.loader.persistent_workers
         self.rolls = self.stateful and not self.workers_end
         self.generators = own_generators(loader) if isinstance(loader, DataLoader) else []
-        self._began: list[Any] = []
+        self._began = []  # in checkpoints a list, also without generators
 
     @property
     def length(self) -> int | None:
@@ -331,10 +319,6 @@ class StreamSource(Source):
     def even(self) -> bool:
         # The user's code decides whether all ranks read the same stream.
         return self.place.size == 1
-
-    @property
-    def doubt(self) -> str | None:
-        return self._sizes.doubt
 
     def describe(self) -> str:
         what = kind_of(self.given)
@@ -381,10 +365,7 @@ class StreamSource(Source):
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         parts = (getattr(self.given, name, None) for name in ("dataset", "sampler", "batch_sampler"))
         set_epoch(epoch, self.given, *parts)
-        if self.generators:
-            if state is not None:
-                restore_generators(self.generators, state["generators"])
-            self._began = generator_states(self.generators)
+        self.draw_from(state)
         if self.generator is not None:
             # The same seed on all ranks: a dataset that shuffles in its workers must yield the same stream everywhere.
             self.generator.manual_seed(derive_seed(self.place.seed, epoch, turn))
