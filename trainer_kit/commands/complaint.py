@@ -6,9 +6,9 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import yaml
 
@@ -74,17 +74,15 @@ def check_keys(
     Raises:
         FileProblem: place and reason.
     """
-    names = [option.removeprefix("--") for option in options]
+    keys = _Keys([option.removeprefix("--") for option in options], kinds)
     for file in files:
-        for found in _misplaced(_root(file), "", names, kinds):
-            raise FileProblem(f"{file}:{found.line}: {found.key}: {found.reason}")
+        keys.check(_root(file), "", lambda key, line, file=file: f"{file}:{line}: {key}")  # type: ignore[misc]
     for option, value in _given(words):
         try:
             node = yaml.compose(value, Loader=yaml.SafeLoader)
         except (yaml.YAMLError, ValueError, OverflowError):
             continue
-        for found in _misplaced(node, option.removeprefix("--").rstrip("+"), names, kinds):
-            raise FileProblem(f"{prog}: --{found.key}: {found.reason}")
+        keys.check(node, option.removeprefix("--").rstrip("+"), lambda key, _: f"{prog}: --{key}")
 
 
 def _given(words: Sequence[str]) -> list[tuple[str, str]]:
@@ -172,7 +170,7 @@ def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> t
     classes = re.findall(r"Problem with given class_path '([^']+)'", text)
     kind = classes[-1] if classes else None
     if kind and (found := re.search(r"Option '([^']+)' is not accepted", text)):
-        return found[1], f"{kind} does not take {found[1]!r}{_meant(found[1], _parameters(kind))}"
+        return found[1], f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}"
     if kind and (found := re.search(r"following arguments are required: (.*)", text)):
         return None, f"{kind} needs {found[1]}"
     if found := re.search(r"Expected a dot import path string: (\S+)", text):
@@ -224,7 +222,7 @@ def _line(file: str, key: str, inner: str | None) -> int | None:
         entry = _entry(one, inner or "")
         if entry is not None:
             return int(entry[0].start_mark.line) + 1
-        rest += [value for _, value in one.value] if isinstance(one, yaml.MappingNode) else []
+        rest += [value for _, value in _pairs(one)]
         rest += one.value if isinstance(one, yaml.SequenceNode) else []
     return line
 
@@ -235,8 +233,11 @@ def _root(file: str) -> Any:
 
 
 def _entry(node: Any, name: str) -> Any:
-    pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    return next((pair for pair in pairs if pair[0].value == name or str(pair[0].value).startswith(f"{name}.")), None)
+    return next((pair for pair in _pairs(node) if f"{pair[0].value}.".startswith(f"{name}.")), None)
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []
 
 
 def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> str:
@@ -245,11 +246,6 @@ def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> st
         return f"; instead of it: {FORMER_ARGUMENTS[former].format(value='...')}"
     near = did_you_mean(name, known, otherwise="")
     return f", {near}" if near else f"; {otherwise}"
-
-
-def _parameters(path: str) -> list[str]:
-    module, _, name = path.rpartition(".")
-    return _parameter_names(getattr(sys.modules.get(module), name, None))
 
 
 def _shown(value: str, key: str) -> str:
@@ -263,86 +259,85 @@ def _short(value: Any, most: int = 80) -> str:
 
 
 @final
-class _Misplaced(NamedTuple):
-    """A key that has no place.
-
-    Attributes:
-        key: with those around it.
-        line: of the text, from 1.
-        reason: what is wrong with it.
-    """
-
-    key: str
-    line: int
-    reason: str
-
-
-def _misplaced(node: Any, key: str, options: Iterable[str], kinds: Mapping[str, type[Any]]) -> Iterator[_Misplaced]:
-    """Unknown keys with an empty mapping, and classes for arguments without a type.
+class _Keys:
+    """Refuses unknown keys with an empty mapping, and classes for arguments without a type.
 
     jsonargparse drops the former, and instantiates or passes on any class for the latter.
 
     Args:
-        node: of PyYAML.
-        key: the path to it; empty for a whole file.
         options: every option, without ``--``.
         kinds: by key, the base class of what is made there.
     """
-    known = {option for option in options if not option.endswith(".help")}
-    outer, _, name = key.rpartition(".")
-    if outer in kinds:
-        yield from _untyped(kinds[outer], name, node, key, 1)
-    around = {part for option in known for part in _prefixes(option)[:-1]}
-    yield from _Walk(known | around, known - around, kinds).below(node, key)
 
+    def __init__(self, options: Iterable[str], kinds: Mapping[str, type[Any]]) -> None:
+        known = {option for option in options if not option.endswith(".help")}
+        around = {part for option in known for part in _prefixes(option)[:-1]}
+        self._places, self._leaves, self._kinds = known | around, known - around, kinds
 
-@final
-class _Walk:
-    def __init__(self, places: set[str], leaves: set[str], kinds: Mapping[str, type[Any]]) -> None:
-        self.places, self.leaves, self.kinds = places, leaves, kinds
+    def check(self, node: Any, key: str, place: Callable[[str, int], str]) -> None:
+        """Check a node of PyYAML.
 
-    def below(self, node: Any, key: str) -> Iterator[_Misplaced]:
-        """The misplaced keys of one node."""
+        Args:
+            node: of a file, or of the value of an option.
+            key: the path to it; empty for a whole file.
+            place: returns a text from a key and its line, from 1.
+
+        Raises:
+            FileProblem: its place and the reason.
+        """
+        self._place = place
+        outer, _, name = key.rpartition(".")
+        if outer in self._kinds:
+            self._check_class(self._kinds[outer], name, node, key, 1)
+        self._below(node, key)
+
+    def _refuse(self, key: str, line: int, reason: str) -> None:
+        raise FileProblem(f"{self._place(key, line)}: {reason}")
+
+    def _below(self, node: Any, key: str) -> None:
         for item in node.value if isinstance(node, yaml.SequenceNode) else ():
-            yield from self.below(item, key)
-        pairs = node.value if isinstance(node, yaml.MappingNode) else []
-        path = next((value.value for name, value in pairs if name.value == "class_path"), None)
-        kind = self.kinds.get(key) if path is None else self._class(str(path))
+            self._below(item, key)
+        pairs = _pairs(node)
+        path = next((str(value.value) for name, value in pairs if name.value == "class_path"), None)
+        kind = self._kinds.get(key) if path is None else self._class(path)
         for name, value in pairs:
             if path is not None and name.value in ("init_args", "dict_kwargs"):
-                yield from self._arguments(value, key, path, kind if name.value == "init_args" else None)
+                self._check_arguments(value, key, path, kind if name.value == "init_args" else None)
                 continue
-            inner = f"{key}.{name.value}" if key else str(name.value)
-            inside = any(part in self.leaves for part in _prefixes(inner)[:-1])
-            if _is_empty(value) and path is None and not inside and inner not in self.places:
-                near = did_you_mean(inner, self.places, otherwise="see --help")
-                yield _Misplaced(inner, name.start_mark.line + 1, f"unknown key, {near}")
+            inner, line = f"{key}.{name.value}" if key else str(name.value), name.start_mark.line + 1
+            inside = any(part in self._leaves for part in _prefixes(inner)[:-1])
+            if _is_empty(value) and path is None and not inside and inner not in self._places:
+                near = did_you_mean(inner, self._places, otherwise="see --help")
+                self._refuse(inner, line, f"unknown key, {near}")
             if path is None and kind is not None:
-                yield from _untyped(kind, name.value, value, inner, name.start_mark.line + 1)
-            yield from self.below(value, inner)
+                self._check_class(kind, name.value, value, inner, line)
+            self._below(value, inner)
 
-    def _arguments(self, node: Any, key: str, path: str, kind: Any) -> Iterator[_Misplaced]:
-        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+    def _check_arguments(self, node: Any, key: str, path: str, kind: Any) -> None:
+        for name, value in _pairs(node):
+            line = name.start_mark.line + 1
             if kind is not None and _is_empty(value) and not _takes(kind, name.value):
                 near = did_you_mean(name.value, _parameter_names(kind), otherwise="see --help")
-                yield _Misplaced(key, name.start_mark.line + 1, f"{path} does not take {name.value!r}, {near}")
+                self._refuse(key, line, f"{path} does not take {name.value!r}, {near}")
             if kind is not None:
-                yield from _untyped(kind, name.value, value, f"{key}.{name.value}", name.start_mark.line + 1)
-            yield from self.below(value, key)
+                self._check_class(kind, name.value, value, f"{key}.{name.value}", line)
+            self._below(value, key)
+
+    def _check_class(self, kind: Any, name: str, value: Any, key: str, line: int) -> None:
+        if any(inner.value == "class_path" for inner, _ in _pairs(value)) and _annotation(kind, name) in _UNTYPED:
+            reason = f"{name!r} of {kind.__name__} has no type, so no class is made for it; annotate it with one"
+            self._refuse(key, line, reason)
 
     def _class(self, path: str) -> Any:
         """An imported class by its path, or a known class by its bare name."""
-        module, _, name = path.rpartition(".")
-        if module:
-            return getattr(sys.modules.get(module), name, None)
-        return next((one for kind in self.kinds.values() for one in _subclasses(kind) if one.__name__ == name), None)
+        if "." in path:
+            return _imported(path)
+        return next((one for kind in self._kinds.values() for one in _subclasses(kind) if one.__name__ == path), None)
 
 
-def _untyped(kind: Any, name: str, value: Any, key: str, line: int) -> Iterator[_Misplaced]:
-    pairs = value.value if isinstance(value, yaml.MappingNode) else []
-    if any(inner.value == "class_path" for inner, _ in pairs) and _annotation(kind, name) in _UNTYPED:
-        reason = f"{name!r} of {kind.__name__} has no type, so no class is made for it; annotate it with one"
-        yield _Misplaced(key, line, reason)
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
 
 
 def _is_empty(node: Any) -> bool:

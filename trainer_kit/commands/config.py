@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 
 from trainer_kit.commands.terminal import FilePath, ask, choose
+from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_on
@@ -85,12 +86,7 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
         answers["machine_rank"] = ask("Which of them is this, from 0?", "0", TOP["machine_rank"].value)
         answers["main_process_ip"] = ask("Address of machine 0?", None, str)
         answers["main_process_port"] = ask("Port there?", "29500", TOP["main_process_port"].value)
-    if kind == "NO":
-        each = 1
-    elif kind == "MULTI_CPU":
-        each = max(2, os.cpu_count() or 1)
-    else:
-        each = max(count, 1)
+    each = max(2, os.cpu_count() or 1) if kind == "MULTI_CPU" else max(count, 1)
     found = f" ({count} of type {device} here)" if device is not None and kind.startswith("MULTI_") else ""
     answers["num_processes"] = ask(
         f"How many processes, on all machines together?{found}", str(each * machines), positive
@@ -143,17 +139,9 @@ def _write(path: Path, answers: Mapping[str, Any]) -> None:
     """Write the file atomically."""
     import yaml
 
-    from trainer_kit.launch.configuration import read_configuration
-
-    filled = {name: value for name, value in sorted(answers.items()) if value not in (None, {})}
+    filled = {name: value for name, value in answers.items() if value not in (None, {})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        part.write_text(yaml.safe_dump(filled, sort_keys=True), encoding="utf-8")
-        read_configuration(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    replace_file(path, yaml.safe_dump(filled, sort_keys=True).encode())
 
 
 @click.group("config", invoke_without_command=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -47,7 +48,7 @@ class Finding:
         about: the subject.
         text: the observation.
         level: OK; "warning": training works, but may be slow or fail later; "fix": training fails.
-        fix: how to repair it.
+        fix: how to repair it; not shown for OK.
     """
 
     about: str
@@ -84,7 +85,7 @@ def doctor(directory: Path) -> None:
     width = max(len(each.about) for each in found)
     for each in found:
         click.echo(f"{each.level:8}{each.about:{width}}  {each.text}")
-        if each.fix:
+        if each.fix and each.level != "OK":
             click.echo(f"{'':8}{'':{width}}  → {each.fix}")
     wrong, warned = (sum(each.level == level for each in found) for level in ("fix", "warning"))
     click.echo(f"{len(found)} looked at: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
@@ -174,10 +175,8 @@ def _processes() -> Iterator[Finding]:
         )
         return
     names = ", ".join(_backends("gloo", "nccl"))
-    if torch.cuda.is_available() and "nccl" not in names:
-        yield Finding("backends", f"{names}; GPUs without nccl", "warning", "install a build of torch with NCCL")
-    else:
-        yield Finding("backends", names)
+    lacks = "; GPUs without nccl" if torch.cuda.is_available() and "nccl" not in names else ""
+    yield Finding("backends", names + lacks, "warning" if lacks else "OK", "install a build of torch with NCCL")
 
 
 def _network() -> Iterator[Finding]:
@@ -188,10 +187,7 @@ def _network() -> Iterator[Finding]:
         for name in filter(None, value.lstrip("^=").split(",")):
             if not any(interface.startswith(name) for interface in interfaces):
                 yield Finding("network", f"{variable}={value} names no interface", "fix", f"unset {variable}")
-    try:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-    except OSError as error:
+    if error := _unusable(0):
         yield Finding("network", f"loopback does not work: {error}", "fix", "bring up the interface lo")
     for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
         try:
@@ -206,10 +202,19 @@ def _network() -> Iterator[Finding]:
             yield Finding("network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix)
             continue
         text = f"{name} is {', '.join(sorted(addresses))}"
-        if took > 1:
-            yield Finding("network", f"{text}, resolved after {took:.1f} s", "warning", f"add {name} to /etc/hosts")
-        else:
-            yield Finding("network", text)
+        slow = f", resolved after {took:.1f} s" if took > 1 else ""
+        yield Finding("network", text + slow, "warning" if slow else "OK", f"add {name} to /etc/hosts")
+
+
+def _unusable(port: int) -> OSError | None:
+    """The error of listening at a port of the loopback interface, if any."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        return error
+    return None
 
 
 def _ports() -> Iterator[Finding]:
@@ -219,16 +224,10 @@ def _ports() -> Iterator[Finding]:
     if not port.isdigit() or not 0 < int(port) < 65536:
         yield Finding("ports", f"MASTER_PORT={port} is no port", "fix", "unset it, or set a number up to 65535")
         return
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", int(port)))
-    except OSError as error:
-        given = "MASTER_PORT" in os.environ
-        text = f"{port}, where several machines meet, cannot be used: {error.strerror}"
-        yield Finding("ports", text, "fix" if given else "warning", "set MASTER_PORT to a port that is free")
-    else:
-        yield Finding("ports", f"{port} is free")
+    error = _unusable(int(port))
+    level = "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
+    cannot = f", where several machines meet, cannot be used: {error.strerror}" if error else " is free"
+    yield Finding("ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free")
 
 
 def _disk(directory: Path) -> Iterator[Finding]:
@@ -242,9 +241,12 @@ def _disk(directory: Path) -> Iterator[Finding]:
             yield Finding(about, f"{place} cannot be written to: {error.strerror}", "fix", "use another directory")
             continue
         free = shutil.disk_usage(place).free
-        text = f"{in_units(free)} free in {place}"
-        level = "OK" if free >= 10e9 else "warning" if free >= 1e9 else "fix"
-        yield Finding(about, text, level, "" if level == "OK" else "make room: a checkpoint may be gigabytes")
+        level, fix = _level(free, 10e9, 1e9), "make room: a checkpoint may be gigabytes"
+        yield Finding(about, f"{in_units(free)} free in {place}", level, fix)
+
+
+def _level(found: float, enough: float, usable: float) -> str:
+    return "OK" if found >= enough else "warning" if found >= usable else "fix"
 
 
 def _shared_memory() -> Iterator[Finding]:
@@ -252,9 +254,9 @@ def _shared_memory() -> Iterator[Finding]:
     if not place.is_dir():
         return
     usage = shutil.disk_usage(place)
-    level = "OK" if usage.free >= 1e9 else "warning" if usage.free > 128e6 else "fix"
-    fix = "" if level == "OK" else "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
-    yield Finding("/dev/shm", f"{in_units(usage.free)} free of {in_units(usage.total)}, for loader workers", level, fix)
+    text = f"{in_units(usage.free)} free of {in_units(usage.total)}, for loader workers"
+    fix = "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
+    yield Finding("/dev/shm", text, _level(usage.free, 1e9, 128e6), fix)
 
 
 def _limits() -> Iterator[Finding]:
@@ -263,11 +265,11 @@ def _limits() -> Iterator[Finding]:
     except ImportError:  # Windows has none
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level = "OK" if soft == resource.RLIM_INFINITY or soft >= 4096 else "warning" if soft >= 1024 else "fix"
+    level = _level(math.inf if soft == resource.RLIM_INFINITY else soft, 4096, 1024)
     most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     raised = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= 65536 else f"ulimit -n {hard}"
     more = "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
-    fix = "" if level == "OK" else more if soft == hard else f"{raised} before training"
+    fix = more if soft == hard else f"{raised} before training"
     yield Finding("open files", f"at most {soft} (up to {most})", level, fix)
 
 

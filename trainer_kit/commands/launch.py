@@ -36,7 +36,7 @@ class _Value(click.ParamType[Any]):
 
     def __init__(self, option: Option) -> None:
         self.option = option
-        self.name = "integer" if option.read.__name__ in ("_integer", "_natural", "positive", "_port") else "text"
+        self.name = "integer" if option.whole else "text"
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         try:

@@ -242,17 +242,9 @@ def load_checkpoint_and_dispatch(
         ...     layer(torch.ones(1, 2)).shape
         torch.Size([1, 3])
     """
-    if device_map is None:
-        load_checkpoint_in_model(
-            model,
-            checkpoint,
-            dtype=dtype,
-            strict=strict,
-            full_state_dict=full_state_dict,
-            broadcast_from_rank0=broadcast_from_rank0,
-        )
-        return model
-    devices = resolve_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    devices: dict[str, Device] | None = None
+    if device_map is not None:
+        devices = resolve_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -264,6 +256,8 @@ def load_checkpoint_and_dispatch(
         full_state_dict=full_state_dict,
         broadcast_from_rank0=broadcast_from_rank0,
     )
+    if devices is None:
+        return model
     return dispatch_model(
         model,
         devices,

@@ -5,6 +5,7 @@ The names are Accelerate's.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,33 +23,26 @@ def _boolean(text: str) -> bool:
     raise ValueError("is true or false")
 
 
-def _integer(text: str) -> int:
-    if not re.fullmatch(r"[+-]?\d{1,15}", text):
-        raise ValueError("is a whole number")
-    return int(text)
-
-
-def _natural(text: str) -> int:
-    number = _integer(text)
-    if number < 0:
-        raise ValueError("is a whole number, 0 or more")
-    return number
-
-
-def positive(text: str) -> int:
-    """Read a whole number.
-
-    Raises:
-        ValueError: it is no whole number of 1 or more; the message completes "NAME ...".
+def _whole(what: str = "a whole number", least: float = -math.inf, most: float = math.inf) -> Callable[[str], int]:
+    """A reader of whole numbers; its ValueError completes "NAME ...".
 
     Example:
         >>> positive("12")
         12
     """
-    number = _integer(text)
-    if number < 1:
-        raise ValueError("is a whole number, 1 or more")
-    return number
+
+    def read(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d{1,15}", text) or not least <= int(text) <= most:
+            raise ValueError(f"is {what}")
+        return int(text)
+
+    return read
+
+
+_integer: Final = _whole()
+_natural: Final = _whole("a whole number, 0 or more", 0)
+positive: Final = _whole("a whole number, 1 or more", 1)
+_port: Final = _whole("a port, 0 to 65535", 0, 65535)
 
 
 def _number(text: str) -> float:
@@ -78,13 +72,6 @@ def _streams(text: str) -> str:
     if not re.fullmatch(r"[0-3]|\d{1,5}:[0-3](,\d{1,5}:[0-3])*", text):
         raise ValueError("is 0 to 3 (none, stdout, stderr, both), or RANK:NUMBER of each local rank such as 0:1,1:3")
     return text
-
-
-def _port(text: str) -> int:
-    number = _integer(text)
-    if not 0 <= number < 65536:
-        raise ValueError("is a port, 0 to 65535")
-    return number
 
 
 @final
@@ -117,6 +104,11 @@ class Option:
     flags: tuple[str, ...] | None = None
     switch: bool = False
     ignored: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether its value is a whole number."""
+        return self.read in (_integer, _natural, positive, _port)
 
     def value(self, text: str) -> Any:
         """Read a value from a text.
