@@ -442,7 +442,9 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all() -> None:
                     loss: Tensor = super().training_step(batch, batch_idx)
                     return loss * float("nan") if batch_idx == 3 and dist.get_rank() == 1 else loss
 
-            with pytest.raises(NonFiniteError, match="not finite between steps"):
+            with pytest.raises(
+                NonFiniteError, match=r"(?s)not finite at step 4\n.*batch 3 of epoch 0 \(samples .*, on rank 1"
+            ):
                 ddp(Spoiled(double()), loader(24), log_every_n_steps=every)
             dist.barrier()
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from trainer_kit import Trainer
 from trainer_kit.callbacks import EarlyStopping
-from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError
 from trainer_kit.loggers import CSVLogger
 from trainer_kit.testing import TinyModule
 
@@ -33,6 +34,28 @@ def test_a_forgotten_return(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         Trainer(max_epochs=1, **QUIET).fit(NoReturn(), [torch.randn(4, 32)] * 2)
     assert "nothing was trained: no training_step of this epoch returned a loss" in capsys.readouterr().out
+
+
+def test_a_forgotten_return_is_found_when_the_first_epoch_ends() -> None:
+    module, trainer = NoReturn(), Trainer(max_epochs=3, **QUIET)
+    with pytest.raises(ConfigurationError, match=r"(?s)no training_step returned a loss.*2 times None"):
+        trainer.fit(module, [torch.randn(4, 32)] * 2)
+    assert trainer.global_step == 2
+
+
+class Empty(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [[], DataLoader(torch.randn(3, 32), batch_size=4, drop_last=True), DataLoader(Empty())],  # type: ignore[arg-type]
+)
+def test_a_loader_without_a_batch_is_an_error(loader: Any) -> None:
+    with pytest.raises(DataError, match="the training loader gave no batch"):
+        Trainer(max_epochs=1, **QUIET).fit(TinyModule(), loader)
+    Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(TinyModule(), [torch.randn(4, 32)])
 
 
 def test_no_optimizer(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
+    from trainer_kit.callbacks.nan_guard import NaNGuard
     from trainer_kit.callbacks.progress_bar import TQDMProgressBar
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
@@ -30,6 +31,7 @@ __all__ = [
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
+    "NaNGuard",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Timer",
@@ -46,6 +48,7 @@ _HOME = {
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
+    "NaNGuard": "nan_guard",
     "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -19,6 +19,9 @@ from trainer_kit.data.place import Place, Source, generator_states, kind_of, res
 from trainer_kit.data.sources import IndexedSource, ListSource, StreamSource
 
 __all__ = ["Feed", "LoaderState"]
+
+_SHOWN: Final = 64
+"""Samples that a description of a batch names."""
 
 
 @final
@@ -48,6 +51,11 @@ class LoaderState:
         self._before: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
         self._kind = [kind_of(source), len(source.workers), *(unit for unit, _ in source.stride)]
+
+    def reopen(self) -> None:
+        """Read from the position that `load_state_dict` is given next, as in a new process."""
+        self._states, self._before, self._opened = {}, None, None
+        self._epoch, self._at, self._ended = -1, 0, False
 
     def epoch(self, epoch: int, start: int) -> Iterator[Any]:
         """Return the batches of an epoch from ``start``; see `Feed.epoch`."""
@@ -351,6 +359,15 @@ class Feed:
         ``collate_fn``. Without a DataLoader it is read from the batch; see `ask_for_sizes`.
         """
         return self.loader_state.epoch(epoch, start)
+
+    def name_batch(self, epoch: int, batch: int) -> str:
+        """Describe this rank's micro-batch ``batch`` of the epoch that is being read, with its samples if known."""
+        name = f"batch {batch} of epoch {epoch}"
+        indices = self._source.indices(epoch, batch)
+        if indices is None:
+            return name
+        shown = ", ".join(map(str, indices[:_SHOWN])) + (", …" if len(indices) > _SHOWN else "")
+        return f"{name} (samples {shown} of the dataset)"
 
     def ask_for_sizes(self, how: str) -> None:
         """Warn, once and on rank 0, if the numbers of samples were read from batches and may be wrong.

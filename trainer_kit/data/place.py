@@ -147,6 +147,13 @@ class Source(ABC):
         """Return the number of samples of a global micro-batch over all ranks. Default: unknown."""
         return None
 
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        """Return the dataset's indices in this rank's micro-batch of the epoch that is being read. Default: unknown.
+
+        The order is drawn again, in the time that this takes; what is being read goes on unchanged.
+        """
+        return None
+
     def state(self) -> Any:
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None

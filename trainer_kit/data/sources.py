@@ -28,10 +28,12 @@ from trainer_kit.data.place import (
     Place,
     Source,
     copied,
+    generator_states,
     kind_of,
     one_for_one,
     own_generators,
     refuse_batch_size,
+    restore_generators,
     set_epoch,
 )
 from trainer_kit.data.sizes import BatchSizes
@@ -181,6 +183,17 @@ class IndexedSource(Source):
 
     def state(self) -> Any:
         return {"generators": self._began} if self.generators else None
+
+    def indices(self, epoch: int, batch: int) -> list[Any] | None:
+        if not self._drawn:
+            return None
+        split, states = copy.copy(self.split), generator_states(self.generators)
+        split.begin(derive_seed(self.place.seed, epoch, 0), batch)
+        try:
+            restore_generators(self.generators, self._began)
+            return list(next(iter(split), ()))
+        finally:
+            restore_generators(self.generators, states)
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         given = self.given

@@ -9,6 +9,7 @@ continues.
 from __future__ import annotations
 
 import errno
+import math
 import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -354,18 +355,33 @@ _OVERFLOWS: Final = 20
 """Steps without one finite loss after which a run with gradient scaling ends, too."""
 
 
+_NONE: Final = (math.inf, math.inf, 0.0)
+"""In the place of step, batch and value: all losses are finite."""
+
+
 def check_finite(run: Fit) -> None:
     """Check the losses since the last check, on all ranks; raise where one is NaN or infinite."""
-    first, step, world = run.finite + 1, run.progress.step, run.strategy.world
+    step, world = run.progress.step, run.strategy.world
     if step == run.finite or (run.precision.scales and step - run.finite < _OVERFLOWS):
         return  # the scaler skips overflowed steps and adapts the scale: too early to judge
-    run.finite = step
-    finite = run.micro.is_finite()
+    before, run.finite = run.finite, step
+    bad = run.micro.first_bad()
+    rows = [list(bad or _NONE)]
     if world.size > 1:
-        finite = all(row[0] for row in world.agree([finite]))
-    if not finite:
-        raise NonFiniteError(
-            f"the loss is not finite between steps {first} and {run.progress.step}",
-            found=f"NaN or infinity in what training_step returned; the last loss is {run.micro.loss}",
-            fix="lower the learning rate, clip gradients, or look for the step with detect_anomaly=True",
-        )
+        rows = world.agree(rows[0])
+    first = min(rows)
+    if first[0] == _NONE[0]:
+        return
+    rank = rows.index(first)
+    found = f"{first[2]} in {run.windows.feed.name_batch(run.progress.epoch, int(first[1]))}"
+    if world.size > 1:
+        found = world.broadcast(f"{found}, on rank {rank}", rank)
+    error = NonFiniteError(
+        f"the loss is not finite at step {int(first[0])}",
+        found=found,
+        fix="lower the learning rate or clip gradients; detect_anomaly=True names the operation, callbacks=[NaNGuard()]"
+        " the parameter",
+    )
+    if run.guard is not None:
+        run.guard.found(run, error, before)
+    raise error

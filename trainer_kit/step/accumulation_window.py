@@ -38,6 +38,7 @@ class WindowLoader:
         limit: micro-batches of an epoch, or None if unknown.
         provide: called for a window of which a rank may lack a micro-batch; None if nothing has to be done.
         budget: the number of micro-batches left in the run, where known; None for no limit.
+        left_out: numbers of the steps whose windows are read, counted and not trained on.
         measure: called once with the samples and the weight of the next micro-batch over all ranks, before its window
             is complete; it sets ``length``. None: ``length`` is known.
     """
@@ -58,6 +59,7 @@ class WindowLoader:
         self.feed, self.micro, self.group, self.divisor, self.parts = feed, micro, group, divisor, parts
         self.loss_weight, self.weighting, self.limit, self.ahead = loss_weight, weighting, limit, ahead
         self.length = 1
+        self.left_out: set[int] = set()
         self._by_samples = False
         self.provide: Callable[[], None] | None = None
         self.budget: int | None = None
@@ -80,7 +82,20 @@ class WindowLoader:
             windows = self._weighed_windows(batches, start)
         else:
             windows = self._alone(batches, start)
+        if self.left_out:
+            windows = self._without(windows, progress)
         return self._tracked(windows) if self.feed.stateful else windows
+
+    def _without(self, windows: Iterator[MicroBatches], progress: Progress) -> Iterator[MicroBatches]:
+        """Windows of steps that are left out have no micro-batch."""
+        for micro in windows:
+            if micro.started + 1 in self.left_out:
+                progress.batch += micro.count
+                progress.epoch_batch += micro.count
+                progress.samples += sum(micro.sizes[: micro.count])
+                progress.tokens += micro.tokens
+                micro.count, micro.batch = 0, None
+            yield micro
 
     def _tracked(self, windows: Iterator[MicroBatches]) -> Iterator[MicroBatches]:
         for micro in windows:

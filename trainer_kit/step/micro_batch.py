@@ -89,7 +89,7 @@ class MicroBatches:
         sizes: samples of each micro-batch, over all ranks.
         tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
         loss: the last one, detached.
-        loss_sum: of the losses since `is_finite` was asked; NaN and infinities stay in it.
+        losses: those since `first_bad` was asked, each with the steps completed before it and its batch's number.
         skipped: how many times the step returned None.
         padded: how many micro-batches this rank did not have, in windows that were loaded.
         uneven: whether any rank may lack a micro-batch of this window.
@@ -133,7 +133,7 @@ class MicroBatches:
         self.earlier: Any = None
         self.outputs: Any = None
         self.loss: Tensor | None = None
-        self.loss_sum: Tensor | None = None
+        self.losses: list[tuple[Tensor, int, int]] = []
         self.always_unusual = manual or several is not None or precision.scales
         self.unusual = True  # the first loss is looked at closely
         self.drops: list[Any] = []
@@ -188,10 +188,7 @@ class MicroBatches:
             return self._unusual(output, index)
         # The usual case in one frame: one loss, as a tensor.
         detached = self.loss = output.detach()
-        if self.loss_sum is None:
-            self.loss_sum = detached.to(torch.float32, copy=True)
-        else:
-            self.loss_sum += detached
+        self.losses.append((detached, self.started, self.index))
         if self.wants_outputs:
             self.outputs = {"loss": detached}
         self.contributed = True
@@ -211,23 +208,25 @@ class MicroBatches:
     def note(self, loss: Tensor) -> None:
         """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
         detached = self.loss = loss.detach()
-        if self._scale is not None:
-            # An overflowed step is skipped, not wrong: only a loss that is never finite is.
-            finite = detached.isfinite().logical_not_().float()
-            self.loss_sum = finite if self.loss_sum is None else self.loss_sum.minimum(finite)
-        elif self.loss_sum is None:
-            self.loss_sum = detached.to(torch.float32, copy=True)
-        else:
-            self.loss_sum = self.loss_sum + detached  # their shapes may differ: () and (1,)
+        self.losses.append((detached.clone(), self.started, self.index))  # a compiled step may reuse its memory
 
-    def is_finite(self) -> bool:
-        """Whether the losses since the last call were finite (with scaling: whether any was). A sync point."""
-        seen, self.loss_sum = self.loss_sum, None
-        if seen is None:
-            return True
-        if self._scale is not None:
-            return not bool(seen)  # sync point: where values are read anyway
-        return bool(seen.isfinite().all())  # sync point: where values are read anyway
+    def first_bad(self) -> tuple[int, int, float] | None:
+        """The first NaN or infinity among the losses since the last call: its step, batch number and value.
+
+        With scaling an overflowed step is skipped, not wrong: None if any of the losses was finite. A sync point.
+        """
+        seen, self.losses = self.losses, []
+        if not seen:
+            return None
+        losses = [loss for loss, _, _ in seen]
+        if any(loss.shape for loss in losses):
+            losses = [loss.reshape(()) for loss in losses]
+        values = torch.stack(losses)
+        finite = values.isfinite()
+        if bool(finite.any() if self._scale is not None else finite.all()):  # sync point: where values are read anyway
+            return None
+        at = finite.tolist().index(False)  # sync point: the run ends or goes back
+        return seen[at][1] + 1, seen[at][2], float(values[at])  # sync point: as above
 
     def _unusual(self, output: Any, index: int) -> Any | None:
         """Handle every result of a step other than a plain tensor."""

@@ -67,13 +67,13 @@ class PaddingBatches:
         micro = self._micro
         if micro.earlier is None:
             raise DataError("no rank has a batch", fix="give the loader data")
-        kept = micro.factors, micro.loss, micro.loss_sum
-        micro.factors = [0.0]
+        kept = micro.factors, micro.loss, micro.losses
+        micro.factors, micro.losses = [0.0], []
         try:
             with without_side_effects(self._module, self._strategy.device):
                 output = micro.dry_run(micro.earlier, micro.first)
         finally:
-            micro.factors, micro.loss, micro.loss_sum = kept
+            micro.factors, micro.loss, micro.losses = kept
         if micro.manual or output is None:
             return None
         if self._names is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from trainer_kit.checkpoint.background import Background, HostBuffers
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, NonFiniteError
 from trainer_kit.core.location import Location
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import CheckpointRequest
@@ -22,10 +22,27 @@ from trainer_kit.step.requests import Requests
 from trainer_kit.step.schedule import Schedule
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["Fit", "Outcome", "Save", "Saver"]
+__all__ = ["Fit", "Outcome", "Rewind", "Save", "Saver", "StepGuard"]
 
 Outcome = dict[str, CheckpointError | None]
 """By path, why there is no checkpoint; None where there is one."""
+
+
+class Rewind(Exception):
+    """Leave the running step: the loop goes back to a state that the guard of the run holds."""
+
+
+class StepGuard(Protocol):
+    """What a step that is not finite leads to; `state.rewind.Guard`. Every rank must call each method."""
+
+    def hold(self, run: Fit) -> None:
+        """Hold the state after this step, if one is due; the losses up to it are finite."""
+
+    def found(self, run: Fit, error: NonFiniteError, published: int) -> None:
+        """Raise `Rewind` to find the step of ``error``; return where that was done already."""
+
+    def rewind(self, run: Fit) -> None:
+        """Put a held state back."""
 
 
 @final
@@ -109,6 +126,7 @@ class Fit:
         whole: whether the epoch that ended last was left because its batches were over.
         deferred: whether the line about a stop request before ``min_epochs`` or ``min_steps`` was printed.
         trained: whether a step is known to have had a gradient on any rank.
+        guard: what a step that is not finite leads to; None: an error.
         id: in the info of its checkpoints; "" where the run has no record.
     """
 
@@ -146,6 +164,7 @@ class Fit:
     deferred: bool = False
     trained: bool = False
     id: str = ""
+    guard: StepGuard | None = None
 
     def wake(self) -> None:
         """Settle at the end of this step."""

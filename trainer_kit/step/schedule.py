@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from trainer_kit.core.progress import Duration, Progress
 
-__all__ = ["Schedule"]
+__all__ = ["LONGEST", "Schedule"]
 
-_LONGEST = 256  # steps between two looks, whatever else is due: kept losses must not pile up
+LONGEST: Final = 256  # steps between two looks, whatever else is due: kept losses must not pile up
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Schedule:
     def due(self, progress: Progress, window: int) -> int:
         """The next step at which there is anything to look at, with ``window`` micro-batches a step."""
         step = progress.step
-        when = [step + _LONGEST, _next_multiple(step, self.log_every)]
+        when = [step + LONGEST, _next_multiple(step, self.log_every)]
         if self.agree_every:
             when.append(_next_multiple(step, self.agree_every))
         if self.max_steps is not None:

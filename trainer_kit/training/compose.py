@@ -24,7 +24,9 @@ from trainer_kit.core.progress import Duration
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
+from trainer_kit.state.collect import collect, restore
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
+from trainer_kit.state.rewind import Guard
 from trainer_kit.state.runs import call_optional
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
@@ -193,7 +195,40 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     )
     if stepper.evaluates:
         micro.remember(stepper.draws)
+    run.guard = _guard(trainer, run, datamodule)
     return run
+
+
+def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
+    asked, strategy = trainer.first_callback("non_finite"), trainer.strategy
+    if asked is None:
+        return None
+    cannot = (
+        "loss scaling, which skips such steps by itself"
+        if run.precision.scales
+        else f"the engine {strategy.name}"
+        if strategy.owns_step or strategy.keeps_gradients or strategy.per_rank_state or strategy.names_on_all_ranks()
+        else "a loader that can be read only once"
+        if run.windows.feed.once
+        else None
+    )
+    if cannot is not None:
+        raise ConfigurationError(
+            f"NaNGuard cannot go back with {cannot}",
+            fix="leave it out: a loss that is not finite is an error without it",
+        )
+    # Checkpoints on disk stay, and the guard's own record of what it left out.
+    kept = {id(asked), *map(id, trainer.checkpoint_callbacks)}
+    callbacks = [callback for callback in trainer.callbacks if id(callback) not in kept]
+    policy, back, most, left_out = asked.non_finite
+    return Guard(
+        lambda: collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False),
+        lambda state: restore(run, state, run.stepper.made, callbacks, datamodule, strict=True),
+        raises=policy == "raise",
+        back=back,
+        most=most,
+        left_out=left_out,
+    )
 
 
 def _run_metadata(trainer: Session) -> dict[str, Any]:
@@ -297,6 +332,8 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
     several, precision = stepper.several, trainer.precision_plugin
     micro = MicroBatches(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
+    if trainer.compile_options is not None:  # a compiled step may write its next loss into the same memory
+        micro.always_unusual = True
     micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
     stepper.window = micro
     return micro

@@ -286,6 +286,7 @@ class EntryPoint:
         if run is None:
             return
         abandon_save(run)
+        run.guard = None
         if not run.requests.named:
             return
         if isinstance(error, NonFiniteError) or self.trainer.world_size > 1 or run.requests.at_once:

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.state.saving import settle_save
 from trainer_kit.step.micro_batch import EarlyEpochExit
-from trainer_kit.step.run import Fit
+from trainer_kit.step.run import Fit, Rewind
 from trainer_kit.training.settle import (
     check_trained,
     continues,
@@ -17,6 +17,7 @@ from trainer_kit.training.settle import (
     settle_end,
     settle_epoch,
     settle_resume,
+    settle_rewind,
     settle_step,
     settle_stop,
 )
@@ -32,27 +33,30 @@ def fit(run: Fit) -> None:
             hook()
     goes_on = continues(run)
     while goes_on:
-        _begin_epoch(run)
-        with _repeated(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
-            for hook in bus.on_train_epoch_start:
-                hook()
-        completed = not settle_resume(run)
         try:
-            for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
-                strategy.forward_backward(micro)  # begin, training_step, backward, end of each
-                stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
-                progress.step += 1
-                if micro.batch is not None:
-                    for hook in bus.on_train_batch_end:
-                        hook(micro.outputs, micro.batch, micro.index)
-                for hook in bus.on_train_step_end:
+            _begin_epoch(run)
+            with _repeated(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
+                for hook in bus.on_train_epoch_start:
                     hook()
-                if progress.step >= run.due and settle_step(run):
-                    completed = run.schedule.epoch_is_over(progress)
-                    break
-        except EarlyEpochExit:
-            micro.started = -1  # no window is open
-        goes_on = settle_epoch(run, completed)
+            completed = not settle_resume(run)
+            try:
+                for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
+                    strategy.forward_backward(micro)  # begin, training_step, backward, end of each
+                    stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
+                    progress.step += 1
+                    if micro.batch is not None:
+                        for hook in bus.on_train_batch_end:
+                            hook(micro.outputs, micro.batch, micro.index)
+                    for hook in bus.on_train_step_end:
+                        hook()
+                    if progress.step >= run.due and settle_step(run):
+                        completed = run.schedule.epoch_is_over(progress)
+                        break
+            except EarlyEpochExit:
+                micro.started = -1  # no window is open
+            goes_on = settle_epoch(run, completed)
+        except Rewind:
+            settle_rewind(run)  # the loop continues from an earlier state
     settle_stop(run)
     check_trained(run, over=True)
     settle_save(run)  # on_train_end finds every requested checkpoint
@@ -77,3 +81,5 @@ def _begin_epoch(run: Fit) -> None:
     run.windows.budget = None if steps is None else steps * run.windows.length
     # Requests made between the epochs are settled after the first step.
     run.due = 0 if any(run.requests.pending) else next_due(run)
+    if run.guard is not None:
+        run.guard.hold(run)

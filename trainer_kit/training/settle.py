@@ -8,13 +8,14 @@ from __future__ import annotations
 import signal
 import time
 
-from trainer_kit.core.errors import ConfigurationError, RankError
+from trainer_kit.core.errors import ConfigurationError, DataError, RankError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.saving import check_finite, save_requested, settle_save
 from trainer_kit.step.evaluate import evaluate
 from trainer_kit.step.requests import ended_by, requeue_once
 from trainer_kit.step.run import Fit
+from trainer_kit.step.schedule import LONGEST
 
 __all__ = [
     "check_trained",
@@ -23,6 +24,7 @@ __all__ = [
     "settle_end",
     "settle_epoch",
     "settle_resume",
+    "settle_rewind",
     "settle_step",
     "settle_stop",
     "validate",
@@ -39,8 +41,12 @@ def settle_step(run: Fit) -> bool:
         _unite(run)
     elif listens:
         _listen(run)
+    if run.guard is not None and (agrees or schedule.flushes(progress) or schedule.owes_validation(progress)):
+        check_finite(run)  # nothing is published or validated of a step that will be left out
     if schedule.flushes(progress):
         run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
+        check_finite(run)
+    elif agrees and progress.step - run.finite >= LONGEST:  # kept losses must not pile up
         check_finite(run)
     asked = agrees and requests.validation is not None and run.validation is not None
     if schedule.validation_due(progress) or asked:
@@ -58,9 +64,18 @@ def settle_step(run: Fit) -> bool:
     run.due = next_due(run)  # before the check for signals: the next signal sets it to 0
     if run.saver.ended and run.strategy.world.size == 1:
         run.wake()  # it ended after the check above
+    if run.guard is not None and run.finite == progress.step and not (over or leaves):
+        run.guard.hold(run)
     if listens:
         _leave_on_signal(run)
     return leaves
+
+
+def settle_rewind(run: Fit) -> None:
+    """Go back to a state that the guard of this run holds. Every rank must call it."""
+    assert run.guard is not None
+    settle_save(run)
+    run.guard.rewind(run)
 
 
 def settle_resume(run: Fit) -> bool:
@@ -111,6 +126,8 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         run.requests.validation = None
     save_requested(run)
     _leave_on_signal(run)
+    if empty and progress.batch == 0:
+        raise _no_batch(run)
     if empty:
         run.say("the training loader gave no batch: training ends here")
     return schedule.finished(progress) is None and not _stops(run) and not empty
@@ -148,7 +165,7 @@ def check_trained(run: Fit, over: bool) -> None:
             fix="compute the loss from parameters that the optimizer has; an overridden backward or optimizer_step must"
             " not drop gradients before the step",
         )
-    if over and without:
+    if without and (over or (run.whole and not run.resumed)):
         raise ConfigurationError(
             "nothing was trained: no training_step returned a loss",
             found=f"{int(without)} times None",
@@ -176,9 +193,19 @@ def continues(run: Fit) -> bool:
     """Whether to train at all: no limit is reached, and no stop is requested before the first step."""
     _unite(run)
     reached = run.schedule.finished(run.progress)
+    if reached is not None and run.windows.feed.length == 0 and run.progress.batch == 0 and run.schedule.batches == 0:
+        raise _no_batch(run)
     if reached is not None:
         run.say(f"nothing to train: {reached}")
     return reached is None and not _stops(run)
+
+
+def _no_batch(run: Fit) -> DataError:
+    return DataError(
+        "the training loader gave no batch",
+        found=run.windows.feed.describe(),
+        fix="give it data; drop_last=True drops the only batch of a dataset that is smaller than a batch",
+    )
 
 
 def validate(run: Fit) -> None:
