@@ -334,7 +334,7 @@ def added_callbacks(
     if time is not None:
         # Both limits hold; their states need two names.
         added.append(callbacks.Timer(time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer"))
-    if bar and not has(callbacks.TQDMProgressBar):
+    if bar and not has(callbacks.ProgressBar):
         added.append(callbacks.TQDMProgressBar())
     if summary and not has(callbacks.ModelSummary):
         added.append(callbacks.ModelSummary())

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.nan_guard import NaNGuard
-    from trainer_kit.callbacks.progress_bar import TQDMProgressBar
+    from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
+    from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
@@ -32,6 +33,9 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",
+    "ProgressBar",
+    "RichModelSummary",
+    "RichProgressBar",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
     "Timer",
@@ -49,25 +53,21 @@ _HOME = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "NaNGuard": "nan_guard",
+    "ProgressBar": "progress_bar",
+    "RichModelSummary": "rich_displays",
+    "RichProgressBar": "rich_displays",
     "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
-_FINETUNING = "set requires_grad in on_train_epoch_start, and call optimizer.add_param_group for the new parameters"
 _ELSEWHERE = {
-    "BackboneFinetuning": _FINETUNING,
-    "BaseFinetuning": _FINETUNING,
-    "BasePredictionWriter": "write outputs in on_predict_batch_end; predict(return_predictions=False) keeps none",
     "BatchSizeFinder": "tk.find_executable_batch_size finds a size that fits",
     "Checkpoint": "subclass Callback",
     "DeviceStatsMonitor": "log torch.accelerator.memory_stats() in on_train_step_end",
     "LearningRateFinder": "train a few steps with each of several rates",
     "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_start",
     "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
-    "ProgressBar": "TQDMProgressBar is the only one; or print in your own Callback",
-    "RichModelSummary": "ModelSummary",
-    "RichProgressBar": "TQDMProgressBar",
     "SpikeDetection": "compare the loss in on_train_batch_end, and ask trainer.stop(reason)",
     "ThroughputMonitor": "trainer.progress.samples and trainer.progress.seconds count",
 }

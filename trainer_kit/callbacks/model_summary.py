@@ -80,7 +80,10 @@ class ModelSummaryTable:
         return self.trainable + self.frozen
 
     def __str__(self) -> str:
-        lines = self._table() if self.rows else []
+        return "\n".join([*(self._table() if self.rows else []), *self.totals()])
+
+    def totals(self) -> list[str]:
+        """The lines below the table."""
         totals = [
             (_short(self.trainable), "trainable params"),
             (_short(self.frozen), "non-trainable params"),
@@ -91,10 +94,11 @@ class ModelSummaryTable:
         ]
         if self.flops is not None:
             totals.append((_short(self.flops), "FLOPs in a forward"))
-        lines += [f"{number:<10}{what}" for number, what in totals]
-        return "\n".join(lines if self.note is None else [*lines, self.note])
+        lines = [f"{number:<10}{what}" for number, what in totals]
+        return lines if self.note is None else [*lines, self.note]
 
-    def _table(self) -> list[str]:
+    def cells(self) -> list[list[str]]:
+        """The names of the columns, and a list of texts for each row."""
         sized = any(row.in_size is not None for row in self.rows)
         head = ["Name", "Type", "Params", "Mode", *(["FLOPs", "In sizes", "Out sizes"] if sized else [])]
         cells = [head]
@@ -105,13 +109,16 @@ class ModelSummaryTable:
             cells.append([row.name, row.type, params, mode, *(sizes if sized else [])])
         if self.loose:
             cells.append(["other params", "", _short(self.loose), "", *([""] * 3 if sized else [])])
+        return cells
+
+    def _table(self) -> list[str]:
+        cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
         rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
         return [lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), rule]
 
 
-@final
 class ModelSummary(Callback):
     """Print the table of the module when fitting starts, on rank 0, to stderr.
 
@@ -128,7 +135,7 @@ class ModelSummary(Callback):
 
     never_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
         ("summarize", "_summary"),
-        "write a callback whose on_fit_start prints another summary",
+        "override show(table, costs), or write a callback whose on_fit_start prints another summary",
     )
 
     def __init__(self, max_depth: int = 1) -> None:
@@ -148,11 +155,17 @@ class ModelSummary(Callback):
                 note = "no sizes: a forward would need every stage of the pipeline"
                 example = getattr(module, "example_input_array", None)
                 table = _table(module, self.max_depth, held, _Seen(note=None if example is None else note))
-            lines = [str(table)]
             costs = trainer.strategy.costs(module, plugin, trainer.world_size)
-            if costs is not None:
-                lines += cost_lines(costs, trainer.optimizers)
-            sys.stderr.write("\n".join([*lines, ""]))
+            self.show(table, [] if costs is None else cost_lines(costs, trainer.optimizers))
+
+    def show(self, table: ModelSummaryTable, costs: Sequence[str]) -> None:
+        """Write the summary; called on rank 0.
+
+        Args:
+            table: ``str()`` of it is its text.
+            costs: lines that say what a rank holds and sends.
+        """
+        sys.stderr.write("\n".join([str(table), *costs, ""]))
 
 
 def summarize(

@@ -1,11 +1,11 @@
-"""`TQDMProgressBar`: one line with the progress of the run, in place on a terminal, else as plain text."""
+"""`ProgressBar`, the base of progress bars, and `TQDMProgressBar`: one line in place on a terminal, else plain text."""
 
 from __future__ import annotations
 
 import builtins
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any, ClassVar, Final, Literal, Protocol, TextIO, final
@@ -15,7 +15,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["TQDMProgressBar"]
+__all__ = ["Line", "PlainLine", "ProgressBar", "TQDMProgressBar", "View", "shown_values"]
 
 _TERMINAL_INTERVAL: Final = 0.1
 _PLAIN_INTERVAL: Final = 10.0
@@ -30,7 +30,7 @@ _OF_UNKNOWN: Final = (None, "{desc}: {n_fmt} [{elapsed}{postfix}]", "{desc}: {n_
 
 
 @dataclass
-class _View:
+class View:
     """The content of the line.
 
     Attributes:
@@ -53,19 +53,19 @@ class _View:
         return (self.done - self.first) / max(monotonic() - self.began, 1e-9)
 
 
-class _Line(Protocol):
-    """Draws a `_View`."""
+class Line(Protocol):
+    """Draws a `View`."""
 
     due: float
     """When the next drawing is due, on the monotonic clock."""
 
-    def show(self, view: _View) -> None:
+    def show(self, view: View) -> None:
         """Start to show ``view``."""
 
-    def draw(self, view: _View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Draw the progress of ``view``."""
 
-    def finish(self, view: _View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
         """Draw the final state of ``view``."""
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
@@ -91,12 +91,12 @@ class _TerminalLine:
             # Terminals without a size (in containers, recorders) report 0 by 0, and tqdm would draw nothing.
             self._bar.dynamic_ncols = lambda stream: _sized(*measure(stream))
 
-    def show(self, view: _View) -> None:
+    def show(self, view: View) -> None:
         bar = self._bar
         bar.total, bar.initial, bar.desc = view.total, view.first, view.title
         self.draw(view, {})
 
-    def draw(self, view: _View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
         now, bar = monotonic(), self._bar
         self.due = now + _TERMINAL_INTERVAL
         bar.n, bar.last_print_t = view.done, bar._time()
@@ -108,16 +108,17 @@ class _TerminalLine:
         """Choose the longest form of the line that fits the terminal: first the decoration is dropped, then values."""
         bar = self._bar
         if self._format is not None:
-            bar.postfix = _shown(metrics)
+            bar.postfix = shown_values(metrics)
             return
         bar.bar_format = None
         facts = bar.format_dict
         columns = facts["ncols"] or math.inf
         # Losses are the last values to be dropped.
         names = sorted(metrics, key=lambda name: "loss" not in name)
-        texts = [_shown(metrics)]
+        texts = [shown_values(metrics)]
         texts += [
-            f"{_shown({name: metrics[name] for name in names[:count]})}, ..." for count in range(len(names))[:0:-1]
+            f"{shown_values({name: metrics[name] for name in names[:count]})}, ..."
+            for count in range(len(names))[:0:-1]
         ]
         layouts = _OF_TOTAL if bar.total and bar.n <= bar.total else _OF_UNKNOWN
         for layout, text in [*((layout, texts[0]) for layout in layouts), *((layouts[-1], text) for text in texts[1:])]:
@@ -125,10 +126,10 @@ class _TerminalLine:
             drawn = bar.format_meter(**{**facts, "ncols": None, "bar_format": layout, "postfix": text})
             if len(drawn) <= columns:
                 return
-        shortest = _shown({name: metrics[name] for name in names[:1]}) or bar.desc
+        shortest = shown_values({name: metrics[name] for name in names[:1]}) or bar.desc
         bar.bar_format = shortest[: int(columns)].replace("{", "{{").replace("}", "}}")
 
-    def finish(self, view: _View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
         self.draw(view, metrics)
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
@@ -140,24 +141,24 @@ class _TerminalLine:
 
 
 @final
-class _PlainLine:
+class PlainLine:
     """A line of text at most every ten seconds, and one whenever something is complete."""
 
     def __init__(self, file: TextIO) -> None:
         self.due = monotonic() + _PLAIN_INTERVAL
         self._file = file
 
-    def show(self, view: _View) -> None:
+    def show(self, view: View) -> None:
         """There is nothing to print yet."""
 
-    def draw(self, view: _View, metrics: Mapping[str, Any]) -> None:
+    def draw(self, view: View, metrics: Mapping[str, Any]) -> None:
         self.due = monotonic() + _PLAIN_INTERVAL
         total = "" if view.total is None else f"/{view.total}"
-        values = _shown(metrics)
+        values = shown_values(metrics)
         line = f"{view.title}: {view.done}{total} batches, {view.rate:.4g}/s{', ' * bool(values)}{values}"
         print(line, file=self._file, flush=True)
 
-    def finish(self, view: _View, metrics: Mapping[str, Any]) -> None:
+    def finish(self, view: View, metrics: Mapping[str, Any]) -> None:
         self.draw(view, metrics)
 
     def write(self, text: str, end: str, file: TextIO | None) -> None:
@@ -171,78 +172,86 @@ def _sized(columns: int | None, rows: int | None) -> tuple[int | None, int | Non
     return 80 if columns == 0 else columns, 24 if rows == 0 else rows
 
 
-def _shown(metrics: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_number(value)}" for name, value in metrics.items())
+def shown_values(metrics: Mapping[str, Any], delimiter: str = ", ", digits: str = ".3g") -> str:
+    """``name=value`` for each metric.
+
+    Example:
+        >>> shown_values({"loss": 0.12345, "note": "warm", "tokens": 3e9})
+        'loss=0.123, note=warm, tokens=3.000e+09'
+    """
+    return delimiter.join(f"{name}={_number(value, digits)}" for name, value in metrics.items())
 
 
-def _number(value: Any) -> str:
+def _number(value: Any, digits: str) -> str:
     if not isinstance(value, float) and hasattr(value, "item"):
         value = value.item()  # of `get_metrics`: sync point
     if not isinstance(value, float) or not math.isfinite(value):
         return str(value)
-    return f"{value:.3g}" if abs(value) < 1e6 else f"{value:.3e}"
+    return f"{value:{digits}}" if abs(value) < 1e6 else f"{value:.3e}"
 
 
-_TOTALS: Final = "read trainer.num_training_batches, num_val_batches, num_test_batches or num_predict_batches"
-_DRAWS: Final = "override get_metrics, init_train_tqdm, init_validation_tqdm, ... or a hook, and call super()"
+_DRAWS: Final = "override get_metrics, a description, a total, or a hook, and call super()"
+_TOTALS: Final = "override total_val_batches, total_test_batches or total_predict_batches: one line shows all loaders"
 
 
-class TQDMProgressBar(Callback):
-    """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
+class ProgressBar(Callback):
+    """The base of progress bars: follows a run, and draws nothing. `TQDMProgressBar` and `RichProgressBar` draw.
 
-    It is drawn at most ten times a second, so a step costs one addition and one read of the clock. Values are those of
-    the last flush: nothing is read from the device. If stderr is not a terminal, plain lines are printed instead: one
-    at the end of each epoch, and between them at most one every ten seconds. Only rank 0 draws.
+    Subclass it and override hooks to draw by yourself, as in the example; the Trainer then adds no bar of its own. What
+    has no underscore may be overridden, also in a subclass of a bar that draws: such a bar draws on rank 0, at most ten
+    times a second, and a step costs one addition and one read of the clock.
 
-    Args:
-        refresh_rate: draw at most once in this many batches; 0 for never.
-        process_position: lines to leave free above, for bars of other programs.
-        leave: keep the finished line of each epoch.
-
-    Raises:
-        ConfigurationError: for a negative number; for a subclass that overrides a method that is never called.
-
-    A subclass may override `get_metrics`, the descriptions, and ``init_train_tqdm``, ``init_validation_tqdm``, …,
-    which make the bars.
+    When a fit ends, a bar that is enabled prints a summary through ``trainer.print``: steps, where the time went, the
+    best checkpoint of each `ModelCheckpoint` with its value, and the directory of the logs.
 
     Example:
-        >>> TQDMProgressBar(refresh_rate=0).is_enabled
-        False
+        >>> class Percent(ProgressBar):
+        ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        ...         print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %")
     """
 
     order: ClassVar[Literal["early", "normal", "late"]] = "late"  # the last line of an epoch has the epoch's values
-    BAR_FORMAT: str | None = None
-    """tqdm's ``bar_format``; None fits the line to the terminal."""
+    refresh_rate: int = 1
+    """Batches between two drawings, at least; 0 for none."""
+    leave: bool = False
+    """Whether the finished line of each epoch stays."""
     sanity_check_description: str = "Sanity check"
     validation_description: str = "Validation"
     test_description: str = "Test"
     predict_description: str = "Predict"
     never_called: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("total_train_batches", "total_val_batches", "total_val_batches_current_dataloader"), _TOTALS),
-        **dict.fromkeys(("total_test_batches_current_dataloader", "total_predict_batches_current_dataloader"), _TOTALS),
+        **dict.fromkeys(("total_val_batches_current_dataloader", "total_test_batches_current_dataloader"), _TOTALS),
+        "total_predict_batches_current_dataloader": _TOTALS,
         **dict.fromkeys(("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"), _DRAWS),
-        **dict.fromkeys(("_should_update", "_update", "_init_progress", "_add_task", "configure_columns"), _DRAWS),
-        "train_description": "the epoch is the description of training: override init_train_tqdm for the rest",
+        **dict.fromkeys(("_should_update", "_update", "_init_progress", "_add_task"), _DRAWS),
     }
 
-    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        if refresh_rate < 0 or process_position < 0:
-            raise ConfigurationError(
-                "a progress bar counts batches and lines from zero up",
-                found=f"refresh_rate={refresh_rate}, process_position={process_position}",
-            )
-        self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
+    def __init__(self) -> None:
         self._enabled = True
         self._shown = False  # enabled, on rank 0
         self._fitting = False
-        self._line: _Line | None = None
-        self._view = _View("", None, 0, 0, 0.0)
-        self._aside: _View | None = None  # the epoch, while a validation has the line
-        self._aside_line: _Line | None = None  # its line, while a validation has one of its own
+        self._line: Line | None = None
+        self._view = View("", None, 0, 0, 0.0)
+        self._aside: View | None = None  # the epoch, while a validation has the line
+        self._aside_line: Line | None = None  # its line, while a validation has one of its own
+        self._own_validation = False  # whether validation inside fit has a line of its own
+        self._trainer: TrainerLike | None = None
         self._module: Any = None
         self._aside_since = 0.0
         self._done = self._drawn = 0
         self._next = math.inf
+        self._times = _Times()
+
+    @property
+    def trainer(self) -> TrainerLike:
+        """The Trainer of the running, or last, entry point.
+
+        Raises:
+            ConfigurationError: before the first one.
+        """
+        if self._trainer is None:
+            raise ConfigurationError("the progress bar has no Trainer yet", fix="read it in or after setup")
+        return self._trainer
 
     @property
     def is_enabled(self) -> bool:
@@ -250,9 +259,41 @@ class TQDMProgressBar(Callback):
         return self._enabled and self.refresh_rate > 0
 
     @property
+    def is_disabled(self) -> bool:
+        """Whether the bar is not enabled."""
+        return not self.is_enabled
+
+    @property
     def is_drawn(self) -> bool:
         """Whether a line is on the screen, which a plain ``print`` would tear."""
         return self._line is not None
+
+    @property
+    def train_description(self) -> str:
+        """The title of training; read at the start of each epoch."""
+        epoch, last = self.trainer.current_epoch, self.trainer.max_epochs
+        return f"Epoch {epoch}" if last is None or last < 0 else f"Epoch {epoch}/{last - 1}"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of the epoch on this rank; infinite if they are not known."""
+        return self.trainer.num_training_batches
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Batches of all validation loaders; in the sanity check, those that it reads."""
+        trainer = self.trainer
+        return sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+
+    @property
+    def total_test_batches(self) -> int | float:
+        """Batches of all test loaders."""
+        return sum(self.trainer.num_test_batches)
+
+    @property
+    def total_predict_batches(self) -> int | float:
+        """Batches of all predict loaders."""
+        return sum(self.trainer.num_predict_batches)
 
     def enable(self) -> None:
         """Draw, from the next entry point on."""
@@ -273,35 +314,16 @@ class TQDMProgressBar(Callback):
         """The values to show, by name; called at most ten times a second."""
         return trainer.progress_bar_metrics
 
-    def init_sanity_tqdm(self) -> Any:
-        """The bar of the sanity check; its description is shown."""
-        return self._new_bar(self.sanity_check_description)
-
-    def init_train_tqdm(self) -> Any:
-        """The bar of training; its description becomes the epoch."""
-        return self._new_bar("")
-
-    def init_validation_tqdm(self) -> Any:
-        """The bar of validation. Inside ``fit`` validation shares the line of training, unless this is overridden."""
-        return self._new_bar(self.validation_description)
-
-    def init_test_tqdm(self) -> Any:
-        """The bar of a test; its description is shown."""
-        return self._new_bar(self.test_description)
-
-    def init_predict_tqdm(self) -> Any:
-        """The bar of a prediction; its description is shown."""
-        return self._new_bar(self.predict_description)
-
-    def _new_bar(self, description: str) -> Any:
-        options = {"position": self.process_position, "dynamic_ncols": True, "bar_format": self.BAR_FORMAT}
-        return bar_class()(desc=description, file=sys.stderr, leave=True, delay=1e-9, unit="batch", **options)
+    def _open(self, kind: str, title: str) -> tuple[Line | None, str]:
+        """A new line for sanity, train, validation, test or predict, and its title; None draws nothing."""
+        return None, title
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        self._module = module
+        self._trainer, self._module = trainer, module
         self._shown = self.is_enabled and trainer.is_global_zero
         self._fitting = stage == "fit"
         self._next = math.inf
+        self._times = _Times(began=monotonic())
 
     def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._close()
@@ -309,10 +331,12 @@ class TQDMProgressBar(Callback):
     def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
         self._close()
 
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._times.trained, self._times.from_step = monotonic(), trainer.global_step
+
     def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        epoch, last = trainer.current_epoch, trainer.max_epochs
-        title = f"Epoch {epoch}" if last is None or last < 0 else f"Epoch {epoch}/{last - 1}"
-        self._show("train", title, [trainer.num_training_batches], trainer.progress.epoch_batch)
+        if self._shown:
+            self._show("train", self.train_description, self.total_train_batches, trainer.progress.epoch_batch)
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
@@ -330,8 +354,13 @@ class TQDMProgressBar(Callback):
     def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._close()
 
+    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self._shown and not trainer.fast_dev_run:
+            for line in _summary(trainer, self._times):
+                trainer.print(line)
+
     def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._show("sanity", self.sanity_check_description, trainer.num_sanity_val_batches)
+        self._show("sanity", self.sanity_check_description, self.total_val_batches)
 
     def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._close(leave=False)
@@ -341,7 +370,7 @@ class TQDMProgressBar(Callback):
             return
         if self._fitting:
             self._aside, self._aside_since = replace(self._view, done=self._done), monotonic()
-        self._show("validation", self.validation_description, trainer.num_val_batches)
+        self._show("validation", self.validation_description, self.total_val_batches)
 
     def on_validation_batch_end(
         self,
@@ -363,7 +392,9 @@ class TQDMProgressBar(Callback):
             self._end(trainer)
             return
         view, self._aside = self._aside, None
-        view.began += monotonic() - self._aside_since
+        seconds = monotonic() - self._aside_since
+        view.began += seconds
+        self._times.validation += seconds
         self._done, self._view = view.done, view
         if self._aside_line is not None:
             assert self._line is not None
@@ -374,7 +405,7 @@ class TQDMProgressBar(Callback):
             self._next = self._line.due
 
     def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._show("test", self.test_description, trainer.num_test_batches)
+        self._show("test", self.test_description, self.total_test_batches)
 
     on_test_batch_end = on_validation_batch_end
 
@@ -382,32 +413,23 @@ class TQDMProgressBar(Callback):
         self._end(trainer)
 
     def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._show("predict", self.predict_description, trainer.num_predict_batches)
+        self._show("predict", self.predict_description, self.total_predict_batches)
 
     on_predict_batch_end = on_validation_batch_end
 
     def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         self._end(trainer)
 
-    def _show(self, kind: str, title: str, batches: Iterable[int | float], done: int = 0) -> None:
+    def _show(self, kind: str, title: str, total: int | float, done: int = 0) -> None:
+        self._done = self._drawn = done
         if not self._shown:
             return
-        name = f"init_{kind}_tqdm"
-        own = getattr(type(self), name) is not getattr(TQDMProgressBar, name)
-        if self._line is None or (own and kind == "validation"):
-            file = sys.stderr
-            terminal = file.isatty()
-            bar = getattr(self, name)() if own or terminal else None
-            if bar is not None and kind != "train":
-                title = (bar.desc or title).removesuffix(": ")
-            if self._line is not None:
-                self._aside_line = self._line
-            self._line = _TerminalLine(bar) if terminal else _PlainLine(file)
-            if bar is not None and not terminal:
-                bar.close()
-        total = sum(batches)
-        self._done = self._drawn = done
-        self._view = _View(title, int(total) if math.isfinite(total) else None, done, done, monotonic())
+        if self._line is None or (self._own_validation and kind == "validation"):
+            opened, title = self._open(kind, title)
+            if opened is None:
+                return
+            self._line, self._aside_line = opened, self._line
+        self._view = View(title, int(total) if math.isfinite(total) else None, done, done, monotonic())
         self._line.show(self._view)
         self._next = self._line.due
 
@@ -433,3 +455,117 @@ class TQDMProgressBar(Callback):
         lines, self._line, self._aside_line = (self._line, self._aside_line), None, None
         for line in filter(None, lines):
             line.close(leave)
+
+
+@dataclass
+class _Times:
+    """When a fit began, on the monotonic clock, and how its time passed, in seconds.
+
+    Attributes:
+        began: when it was set up.
+        trained: when training began.
+        validation: seconds of validation since then.
+        from_step: the step at which training began.
+    """
+
+    began: float = 0.0
+    trained: float = 0.0
+    validation: float = 0.0
+    from_step: int = 0
+
+
+def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
+    """What a fit has come to, in at most eight lines."""
+    from trainer_kit.state.runs import keep_checkpoints
+
+    now = monotonic()
+    setup, rest = times.trained - times.began, now - times.trained - times.validation
+    parts = {"setup": setup, "training": rest, "validation": times.validation}
+    split = " + ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05)
+    steps = trainer.global_step - times.from_step
+    lines = [
+        f"fit: {steps} steps to step {trainer.global_step} in {now - times.began:.1f} s{' = ' * bool(split)}{split}"
+    ]
+    for callback in keep_checkpoints(trainer.callbacks)[:6]:
+        if callback.best_model_path:
+            score = callback.best_model_score
+            value = (
+                "newest" if score is None else f"best {callback.monitor}={float(score):.6g}"
+            )  # no sync point: on the CPU
+            lines.append(f"checkpoint: {value}: {callback.best_model_path}")
+    if trainer.log_dir is not None:
+        lines.append(f"logs: {trainer.log_dir}")
+    return lines
+
+
+class TQDMProgressBar(ProgressBar):
+    """One line on stderr: epoch, batches, rate, and what was logged with ``prog_bar=True``.
+
+    It is drawn at most ten times a second, so a step costs one addition and one read of the clock. Values are those of
+    the last flush: nothing is read from the device. If stderr is not a terminal, plain lines are printed instead: one
+    at the end of each epoch, and between them at most one every ten seconds. Only rank 0 draws.
+
+    Args:
+        refresh_rate: draw at most once in this many batches; 0 for never.
+        process_position: lines to leave free above, for bars of other programs.
+        leave: keep the finished line of each epoch.
+
+    Raises:
+        ConfigurationError: for a negative number; for a subclass that overrides a method that is never called.
+
+    A subclass may override what `ProgressBar` has, and ``init_train_tqdm``, ``init_validation_tqdm``, …, which make the
+    bars.
+
+    Example:
+        >>> TQDMProgressBar(refresh_rate=0).is_enabled
+        False
+    """
+
+    BAR_FORMAT: str | None = None
+    """tqdm's ``bar_format``; None fits the line to the terminal."""
+
+    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+        if refresh_rate < 0 or process_position < 0:
+            raise ConfigurationError(
+                "a progress bar counts batches and lines from zero up",
+                found=f"refresh_rate={refresh_rate}, process_position={process_position}",
+            )
+        self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
+        super().__init__()
+        self._own_validation = type(self).init_validation_tqdm is not TQDMProgressBar.init_validation_tqdm
+
+    def init_sanity_tqdm(self) -> Any:
+        """The bar of the sanity check; its description is shown."""
+        return self._new_bar(self.sanity_check_description)
+
+    def init_train_tqdm(self) -> Any:
+        """The bar of training; its description becomes the epoch."""
+        return self._new_bar("")
+
+    def init_validation_tqdm(self) -> Any:
+        """The bar of validation. Inside ``fit`` validation shares the line of training, unless this is overridden."""
+        return self._new_bar(self.validation_description)
+
+    def init_test_tqdm(self) -> Any:
+        """The bar of a test; its description is shown."""
+        return self._new_bar(self.test_description)
+
+    def init_predict_tqdm(self) -> Any:
+        """The bar of a prediction; its description is shown."""
+        return self._new_bar(self.predict_description)
+
+    def _new_bar(self, description: str) -> Any:
+        options = {"position": self.process_position, "dynamic_ncols": True, "bar_format": self.BAR_FORMAT}
+        return bar_class()(desc=description, file=sys.stderr, leave=True, delay=1e-9, unit="batch", **options)
+
+    def _open(self, kind: str, title: str) -> tuple[Line | None, str]:
+        name, file = f"init_{kind}_tqdm", sys.stderr
+        terminal, own = file.isatty(), getattr(type(self), name) is not getattr(TQDMProgressBar, name)
+        bar = getattr(self, name)() if own or terminal else None
+        if bar is not None and kind != "train":
+            title = (bar.desc or title).removesuffix(": ")
+        if terminal:
+            return _TerminalLine(bar), title
+        if bar is not None:
+            bar.close()
+        return PlainLine(file), title
