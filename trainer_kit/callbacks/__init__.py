@@ -10,6 +10,7 @@ if __name__ != "trainer_kit.callbacks":  # imported through the link at the top 
 
 if TYPE_CHECKING:
     from trainer_kit.callbacks.early_stopping import EarlyStopping
+    from trainer_kit.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, LayerWiseUnfreezing
     from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
     from trainer_kit.callbacks.lambda_callback import FunctionCallback, LambdaCallback
     from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 __all__ = [
+    "BackboneFinetuning",
+    "BaseFinetuning",
     "Callback",
     "EMAWeightAveraging",
     "EarlyStopping",
@@ -29,6 +32,7 @@ __all__ = [
     "GradientAccumulation",
     "GradientAccumulationScheduler",
     "LambdaCallback",
+    "LayerWiseUnfreezing",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelSummary",
@@ -43,12 +47,15 @@ __all__ = [
 ]
 
 _HOME = {
+    "BackboneFinetuning": "finetuning",
+    "BaseFinetuning": "finetuning",
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "FunctionCallback": "lambda_callback",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
+    "LayerWiseUnfreezing": "finetuning",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",

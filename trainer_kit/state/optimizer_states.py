@@ -30,6 +30,7 @@ __all__ = [
     "restore_flags",
     "restore_optimizer",
     "restore_scheduler",
+    "scheduler_parts",
     "watch_groups",
 ]
 
@@ -313,14 +314,14 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any], keeps_rates: boo
         saved: its state.
         keeps_rates: whether base learning rates keep the values that the user configures now.
     """
-    today = [(part, part.base_lrs) for part in _parts(scheduler) if hasattr(part, "base_lrs")]
+    today = [(part, part.base_lrs) for part in scheduler_parts(scheduler) if hasattr(part, "base_lrs")]
     scheduler.load_state_dict(dict(saved))
     for part, rates in today if keeps_rates else ():
         part.base_lrs = rates
 
 
-def _parts(scheduler: Any) -> Iterator[Any]:
+def scheduler_parts(scheduler: Any) -> Iterator[Any]:
     """A scheduler and, recursively, its parts (``SequentialLR``, ``ChainedScheduler``)."""
     yield scheduler
     for part in getattr(scheduler, "_schedulers", ()):
-        yield from _parts(part)
+        yield from scheduler_parts(part)

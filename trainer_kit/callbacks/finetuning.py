@@ -1,0 +1,338 @@
+"""Finetuning: parts of a module are frozen before training, and trained from a later epoch on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, final
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["BackboneFinetuning", "BaseFinetuning", "LayerWiseUnfreezing"]
+
+Modules = nn.Module | Iterable["nn.Module | Iterable[Any]"]
+"""A module, or any nesting of lists of modules."""
+
+
+class BaseFinetuning(Callback):
+    """Freeze parts of a module before training, and train them from a later epoch on.
+
+    Override `freeze_before_training`, which runs before ``configure_optimizers``, and `finetune_function`, which runs
+    once at the start of each epoch. Build the optimizer from the parameters that are trained then:
+    ``filter(lambda p: p.requires_grad, self.parameters())``. A resumed run has the flags and parameter groups of its
+    checkpoint. Learning-rate schedulers follow: a group that is added keeps its ratio to the first group.
+
+    Layers must exist before ``setup`` ends: what ``configure_model`` builds cannot be frozen here.
+
+    Example:
+        >>> class TrainBodyLater(BaseFinetuning):
+        ...     def freeze_before_training(self, pl_module):
+        ...         self.freeze(pl_module.body)
+        ...     def finetune_function(self, pl_module, epoch, optimizer):
+        ...         if epoch == 3:
+        ...             self.unfreeze_and_add_param_group(pl_module.body, optimizer)
+    """
+
+    never_called: ClassVar[Mapping[str, str]] = {"_store": "parameter groups are in every checkpoint"}
+
+    def __init__(self) -> None:
+        self._begun = -1  # the epoch for which finetune_function ran last
+        self._tracking: dict[str, bool] = {}  # of a checkpoint: by batch norm, whether it updates running statistics
+        self._module: Any = None
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        """Freeze what is not trained at first; called in ``setup`` of a fit, before the optimizers are made."""
+        raise NotImplementedError(f"{type(self).__name__} must override freeze_before_training(self, pl_module)")
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        """Called for each optimizer when ``epoch`` starts: unfreeze what is trained from now on."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override finetune_function(self, pl_module, epoch, optimizer)"
+        )
+
+    @staticmethod
+    def flatten_modules(modules: Modules) -> list[nn.Module]:
+        """The modules that hold parameters or have no children, each once.
+
+        Example:
+            >>> body = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.ReLU()))
+            >>> [type(one).__name__ for one in BaseFinetuning.flatten_modules([body, body[0]])]
+            ['Linear', 'ReLU']
+        """
+        if isinstance(modules, nn.Module):
+            found = list(modules.modules())
+        else:
+            found = [one for each in modules for one in BaseFinetuning.flatten_modules(each)]
+        return list(dict.fromkeys(m for m in found if not list(m.children()) or m._parameters))
+
+    @staticmethod
+    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterable[nn.Parameter]:
+        """The parameters of these modules with this flag; ``train_bn=False`` leaves out batch norms."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            if isinstance(module, _BatchNorm) and not train_bn:
+                continue
+            yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
+
+    @staticmethod
+    def freeze_module(module: nn.Module) -> None:
+        """Freeze the parameters of one module, not of its children; a batch norm keeps its running statistics."""
+        _train(module, False)
+
+    @staticmethod
+    def make_trainable(modules: Modules) -> None:
+        """Train the parameters of these modules; batch norms update their running statistics."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _train(module, True)
+
+    @staticmethod
+    def freeze(modules: Modules, train_bn: bool = True) -> None:
+        """Freeze these modules; with ``train_bn`` their batch norms are trained."""
+        for module in BaseFinetuning.flatten_modules(modules):
+            _train(module, train_bn and isinstance(module, _BatchNorm))
+
+    @staticmethod
+    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters that the optimizer does not have."""
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    @staticmethod
+    def unfreeze_and_add_param_group(
+        modules: Modules,
+        optimizer: Optimizer,
+        lr: float | None = None,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+    ) -> None:
+        """Train these modules, and add those of their parameters that the optimizer lacks, as a new group.
+
+        Args:
+            modules: to unfreeze.
+            optimizer: that is to step them.
+            lr: of the new group; None: that of the first group, divided by ``initial_denom_lr``.
+            initial_denom_lr: see ``lr``.
+            train_bn: False leaves out batch norms.
+        """
+        BaseFinetuning.make_trainable(modules)
+        rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
+        added = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(modules, train_bn))
+        if added:
+            optimizer.add_param_group({"params": added, "lr": rate})
+
+    def state_dict(self) -> Mapping[str, Any]:
+        norms = {} if self._module is None else dict(_batch_norms(self._module))
+        return {"epoch": self._begun, "tracking": {name: norm.track_running_stats for name, norm in norms.items()}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._begun, self._tracking = int(state_dict["epoch"]), dict(state_dict["tracking"])
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":
+            self._begun, self._tracking, self._module = -1, {}, module
+            self.freeze_before_training(module)
+
+    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        for name, norm in _batch_norms(module):
+            norm.track_running_stats = self._tracking.get(name, norm.track_running_stats)
+        for optimizer in trainer.optimizers:
+            _let_schedulers_follow(trainer, optimizer, [])
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        epoch = trainer.current_epoch
+        if epoch == self._begun:  # a resumed run is inside this epoch
+            return
+        self._begun = epoch
+        for optimizer in trainer.optimizers:
+            before = [group["lr"] for group in optimizer.param_groups]
+            self.finetune_function(module, epoch, optimizer)
+            changed = [i for i, rate in enumerate(before) if optimizer.param_groups[i]["lr"] != rate]
+            _let_schedulers_follow(trainer, optimizer, changed)
+
+
+def _train(module: nn.Module, trains: bool) -> None:
+    if isinstance(module, _BatchNorm):
+        module.track_running_stats = trains
+    for parameter in module.parameters(recurse=False):
+        parameter.requires_grad_(trains)
+
+
+def _batch_norms(module: Any) -> list[tuple[str, _BatchNorm]]:
+    return [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm)]
+
+
+def _let_schedulers_follow(trainer: TrainerLike, optimizer: Optimizer, changed: Sequence[int]) -> None:
+    """Keep the schedulers' own lists as long as the optimizer's groups; otherwise torch refuses the next step.
+
+    Args:
+        trainer: has the schedulers.
+        optimizer: whose groups may be more than its schedulers know.
+        changed: groups with a new learning rate.
+    """
+    from trainer_kit.state.optimizer_states import scheduler_parts
+
+    groups = optimizer.param_groups
+    for config in trainer.lr_scheduler_configs:
+        for part in scheduler_parts(config.scheduler) if config.optimizer is optimizer else ():
+            own = vars(part)  # torch's schedulers have these lists or not, by their kind
+            bases, lambdas = own.get("base_lrs"), own.get("lr_lambdas")
+            if not bases:
+                continue
+            ratio = bases[0] / groups[0]["lr"] if groups[0]["lr"] else 1.0
+            for index in [*changed, *range(len(bases), len(groups))]:
+                bases[index : index + 1] = [groups[index]["lr"] * ratio]
+            if lambdas:
+                lambdas += [lambdas[0]] * (len(groups) - len(lambdas))
+
+
+def multiplicative(epoch: int) -> float:
+    """The default growth of the backbone's learning rate: twice as much each epoch."""
+    return 2.0
+
+
+class BackboneFinetuning(BaseFinetuning):
+    """Train ``module.backbone`` from an epoch on, with a learning rate that grows to that of the rest.
+
+    Args:
+        unfreeze_backbone_at_epoch: the epoch from which it is trained.
+        lambda_func: by what its learning rate is multiplied when an epoch starts, given the epoch.
+        backbone_initial_ratio_lr: its first learning rate, as a part of that of the first group.
+        backbone_initial_lr: its first learning rate, in place of that part.
+        should_align: whether its learning rate ends at that of the first group; otherwise it grows on.
+        initial_denom_lr: by what the first group's learning rate is divided where none of the two is given.
+        train_bn: whether batch norms of the backbone are trained from the start.
+        verbose: print both learning rates when an epoch starts.
+        rounding: digits of what is printed.
+
+    Raises:
+        ConfigurationError: before the first step, for a module without ``backbone``.
+
+    Example:
+        >>> BackboneFinetuning(5, lambda_func=lambda epoch: 1.5).unfreeze_backbone_at_epoch
+        5
+    """
+
+    def __init__(
+        self,
+        unfreeze_backbone_at_epoch: int = 10,
+        lambda_func: Callable[[int], float] = multiplicative,
+        backbone_initial_ratio_lr: float | None = 10e-2,
+        backbone_initial_lr: float | None = None,
+        should_align: bool = True,
+        initial_denom_lr: float = 10.0,
+        train_bn: bool = True,
+        verbose: bool = False,
+        rounding: int = 12,
+    ) -> None:
+        super().__init__()
+        self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
+        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
+        self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
+        self.verbose, self.rounding = verbose, rounding
+        self.previous_backbone_lr: float | None = None
+        self._group = -1  # the backbone's in the optimizer
+        self._print: Callable[[str], None] = print
+
+    def state_dict(self) -> Mapping[str, Any]:
+        own = {"previous_backbone_lr": self.previous_backbone_lr, "group": self._group}
+        return {**super().state_dict(), **own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.previous_backbone_lr, self._group = state_dict["previous_backbone_lr"], int(state_dict["group"])
+        super().load_state_dict(state_dict)
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
+            raise ConfigurationError(
+                "BackboneFinetuning trains module.backbone",
+                found=f"{type(module).__name__} has no submodule of this name",
+                fix="name it self.backbone in __init__, or subclass BaseFinetuning",
+            )
+        self.previous_backbone_lr, self._print = None, trainer.print
+        super().setup(trainer, module, stage)
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        groups = optimizer.param_groups
+        rate = groups[0]["lr"]
+        if epoch == self.unfreeze_backbone_at_epoch:
+            first = self.backbone_initial_lr
+            if first is None:
+                ratio = self.backbone_initial_ratio_lr
+                first = rate / self.initial_denom_lr if ratio is None else rate * ratio
+            self._group, self.previous_backbone_lr = len(groups), first
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, first, train_bn=self.train_bn)
+        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+            following = self.lambda_func(epoch + 1) * self.previous_backbone_lr
+            self.previous_backbone_lr = rate if self.should_align and following > rate else following
+            if self._group < len(groups):
+                groups[self._group]["lr"] = self.previous_backbone_lr
+        if self.verbose and self.previous_backbone_lr is not None:
+            own = round(float(self.previous_backbone_lr), self.rounding)
+            self._print(f"epoch {epoch}: lr {round(float(rate), self.rounding)}, of the backbone {own}")
+
+
+@final
+class LayerWiseUnfreezing(BaseFinetuning):
+    """Train one part of a module after the other: gradual unfreezing, with smaller learning rates for lower layers.
+
+    All named parts are frozen at first. From ``unfreeze_at_epoch`` on, one more of them is trained every
+    ``every_n_epochs``, in the given order; usually from the last layer to the first (Howard and Ruder 2018,
+    https://arxiv.org/abs/1801.06146).
+
+    Args:
+        layers: names of submodules, as in ``named_modules``.
+        unfreeze_at_epoch: when the first one is trained.
+        every_n_epochs: epochs between one and the next.
+        lr_factor: the i-th part (from 1) is trained with the learning rate of the first group times ``lr_factor**i``.
+        train_bn: whether batch norms are trained from the start.
+
+    Raises:
+        ConfigurationError: before the first step, for a name that the module does not have, and for numbers below 1.
+
+    Example:
+        >>> LayerWiseUnfreezing(["encoder.1", "encoder.0"], lr_factor=1 / 2.6).layers
+        ('encoder.1', 'encoder.0')
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        unfreeze_at_epoch: int = 1,
+        every_n_epochs: int = 1,
+        lr_factor: float = 1.0,
+        train_bn: bool = True,
+    ) -> None:
+        super().__init__()
+        if every_n_epochs < 1 or unfreeze_at_epoch < 0 or lr_factor <= 0 or isinstance(layers, str):
+            raise ConfigurationError(
+                "LayerWiseUnfreezing takes a list of names, an epoch, and a positive interval and factor",
+                found=f"layers={layers!r}, unfreeze_at_epoch={unfreeze_at_epoch}, every_n_epochs={every_n_epochs},"
+                f" lr_factor={lr_factor}",
+            )
+        self.layers, self.unfreeze_at_epoch, self.every_n_epochs = tuple(layers), unfreeze_at_epoch, every_n_epochs
+        self.lr_factor, self.train_bn = lr_factor, train_bn
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        known = dict(pl_module.named_modules())
+        for name in self.layers:
+            if name not in known:
+                raise ConfigurationError(
+                    f"{type(pl_module).__name__} has no submodule {name!r}",
+                    found=f"layers={list(self.layers)}",
+                    fix=did_you_mean(name, known),
+                )
+            self.freeze(known[name], train_bn=self.train_bn)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
+        turn, rest = divmod(epoch - self.unfreeze_at_epoch, self.every_n_epochs)
+        if rest == 0 and 0 <= turn < len(self.layers):
+            rate = optimizer.param_groups[0]["lr"] * self.lr_factor ** (turn + 1)
+            part = pl_module.get_submodule(self.layers[turn])
+            self.unfreeze_and_add_param_group(part, optimizer, rate, train_bn=self.train_bn)
