@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.nan_guard import NaNGuard
+    from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
     from trainer_kit.callbacks.timer import Timer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
+    "BasePredictionWriter",
     "Callback",
     "EMAWeightAveraging",
     "EarlyStopping",
@@ -37,6 +39,7 @@ __all__ = [
     "ModelCheckpoint",
     "ModelSummary",
     "NaNGuard",
+    "PredictionWriter",
     "ProgressBar",
     "RichModelSummary",
     "RichProgressBar",
@@ -49,6 +52,7 @@ __all__ = [
 _HOME = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
+    "BasePredictionWriter": "prediction_writer",
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "FunctionCallback": "lambda_callback",
@@ -60,6 +64,7 @@ _HOME = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelSummary": "model_summary",
     "NaNGuard": "nan_guard",
+    "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress_bar",
     "RichModelSummary": "rich_displays",
     "RichProgressBar": "rich_displays",

@@ -224,6 +224,10 @@ class TrainerLike(Protocol):
     def checkpoint_dir(self) -> Location:
         """The default directory of checkpoints; a URL if the root directory is a URL."""
 
+    @property
+    def predict_batch_indices(self) -> list[Any] | None:
+        """In prediction, the indices in the dataset of the samples of this rank's batch; None if they are unknown."""
+
     def stop(self, reason: str) -> None: ...
     def withdraw_stop(self, reason: str) -> None: ...
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None: ...

@@ -369,6 +369,17 @@ class Feed:
         shown = ", ".join(map(str, indices[:_SHOWN])) + (", …" if len(indices) > _SHOWN else "")
         return f"{name} (samples {shown} of the dataset)"
 
+    def record_indices(self) -> None:
+        """From the next epoch on, keep the dataset's indices of each batch for `next_indices`."""
+        self._source.record_indices()
+
+    def next_indices(self) -> list[Any] | None:
+        """The dataset's indices of this rank's next batch, once that was read, in the order of reading.
+
+        None where the loader does not draw them: for a stream, a list of batches, or several loaders read together.
+        """
+        return self._source.next_indices()
+
     def ask_for_sizes(self, how: str) -> None:
         """Warn, once and on rank 0, if the numbers of samples were read from batches and may be wrong.
 

@@ -140,6 +140,7 @@ class Split(ABC):
         handed: micro-batches given to the loader in this epoch.
         empty: whether this rank has no share of the last global micro-batch.
         sizes: samples of the micro-batches that the loader got in this epoch and `Feed` has not read yet.
+        shares: None, or the indices of those micro-batches, as far as `Feed` has not named them yet.
     """
 
     def __init__(self, order: Iterable[Any], rank: int, size: int, pad: bool, chunk: int) -> None:
@@ -148,6 +149,7 @@ class Split(ABC):
         self.size = size
         self.pad = pad
         self._chunk = chunk
+        self.shares: deque[list[Any]] | None = None
         self.begin(0, 0)
 
     def begin(self, seed: int, start: int, sample_seed: int | None = None) -> None:
@@ -157,6 +159,7 @@ class Split(ABC):
         self.handed = 0
         self.empty = False
         self.sizes: deque[int] = deque()
+        self.shares = None if self.shares is None else deque()
         self._known: dict[int, int] = {}  # samples of global micro-batches that reading has shown
         self._drawn = drawn(self.order, seed, self._chunk)
 
@@ -226,6 +229,8 @@ class SampleBlocks(Split):
             self.empty = True
 
     def _marked(self, share: list[Any], first: int) -> list[Any]:
+        if self.shares is not None:
+            self.shares.append(list(share))
         return share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
 
     def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
@@ -305,6 +310,8 @@ class BatchTurns(Split):
         self.handed += 1
         if self.sized:
             sizes.append(len(batch))
+        if self.shares is not None:
+            self.shares.append(list(batch) if self.sized else [batch])
         if not self.sized or self._sample_seed is None:
             return batch
         return SeededIndices(list(batch), derive_seed(self._sample_seed, at), 0)

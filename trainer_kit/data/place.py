@@ -154,6 +154,13 @@ class Source(ABC):
         """
         return None
 
+    def record_indices(self) -> None:
+        """From the next epoch on, keep the dataset's indices of each batch for `next_indices`. Default: unknown."""
+
+    def next_indices(self) -> list[Any] | None:
+        """Return the indices of the earliest batch of this epoch that was read and not named yet; None if unknown."""
+        return None
+
     def state(self) -> Any:
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -194,6 +195,13 @@ class IndexedSource(Source):
             return list(next(iter(split), ()))
         finally:
             restore_generators(self.generators, states)
+
+    def record_indices(self) -> None:
+        if one_for_one(self.given):
+            self.split.shares = deque()
+
+    def next_indices(self) -> list[Any] | None:
+        return self.split.shares.popleft() if self.split.shares else None
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         given = self.given

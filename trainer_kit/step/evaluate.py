@@ -48,6 +48,7 @@ class Evaluation:
         inference_mode: torch's, instead of ``no_grad``.
         publish: is handed the values of single batches that were asked for, and how many of that loader's came before.
         seen: batches of each loader so far, over all rounds.
+        indices: in prediction, the dataset's indices of the batch that runs; None if they are unknown.
     """
 
     stage: str
@@ -63,6 +64,7 @@ class Evaluation:
     inference_mode: bool
     publish: Callable[[Reduced, int], None]
     seen: dict[int, int] = field(default_factory=dict)
+    indices: list[Any] | None = None
 
     def listeners(self, moment: str) -> Listeners:
         """The listeners of ``on_<stage>_<moment>``."""
@@ -122,6 +124,9 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
     weigh = None if run.whole else part_weight(run.module, run.strategy)
     feed, lockstep, earlier, ran = run.feeds[loader], run.strategy.lockstep, None, False
+    names = run.stage == "predict"
+    if names:
+        feed.record_indices()
     metrics.feed = feed if weigh is None else None
     mine = padded_to_longest(feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy)
     for index, (batch, size) in enumerate(mine):
@@ -135,6 +140,8 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
                 _run_padding(run, partial(step, earlier, index, *extra))
             continue
         ran = True
+        if names:
+            run.indices = feed.next_indices()
         if weigh is not None:
             metrics.weight, metrics.weigh = None, partial(_weight, weigh, batch)
         else:

@@ -182,7 +182,7 @@ class EntryPoint:
 
     def _leave(self, error: BaseException | None) -> None:
         trainer = self.trainer
-        trainer.state_verb = ""
+        trainer.state_verb, trainer.evaluation = "", None
         trainer.metrics.leave()
         trainer.metrics.hook = ""
         trainer.sanity_checking = False
@@ -326,6 +326,7 @@ class EntryPoint:
             )
         run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
         setattr(trainer, f"num_{name}_batches", _counts(run))
+        trainer.evaluation = run
         return run
 
     def _introduce_to_loggers(self) -> None:

@@ -29,6 +29,7 @@ from trainer_kit.state.collect import collect
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, call_optional, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
+from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper
 from trainer_kit.step.optimizers import LRSchedulerConfig, parameters_of
 from trainer_kit.step.requests import Requests
@@ -128,6 +129,7 @@ class Session:
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
         self.run: Fit | None = None
+        self.evaluation: Evaluation | None = None  # that an entry point of its own runs
         self._callbacks: list[Callback] = []
         self._own_callbacks: list[Callback] = self._callbacks  # without those that the module brings
 
@@ -377,6 +379,14 @@ class Session:
             self.run.wake()
 
     # -- data ------------------------------------------------------------------------------------------------------
+
+    @property
+    def predict_batch_indices(self) -> list[Any] | None:
+        """In prediction, the indices in the dataset of the samples of this rank's batch, in its order.
+
+        None where a loader does not draw them: for a stream, a list of batches, or several loaders read together.
+        """
+        return None if self.evaluation is None else self.evaluation.indices
 
     def load_train(self) -> Any:
         """The training loaders of this fit, or None; the first call gets them from the user."""

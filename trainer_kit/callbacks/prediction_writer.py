@@ -1,0 +1,321 @@
+"""Predictions on disk, each with the index of its sample: `BasePredictionWriter` and `PredictionWriter`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, final
+
+import numpy as np
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from trainer_kit.core.atomic_files import replace_file
+from trainer_kit.core.collective_errors import fail_together
+from trainer_kit.core.errors import ConfigurationError, DataError, did_you_mean
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["BasePredictionWriter", "PredictionWriter"]
+
+_INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
+Columns = dict[str, Any]
+"""By name, a value for each sample: an array, or a list where values are no numbers."""
+
+
+class BasePredictionWriter(Callback):
+    """Write predictions as they are made, or all of them at the end.
+
+    Override `write_on_batch_end`, `write_on_epoch_end`, or both. Each rank calls them with its own batches. Pass
+    ``return_predictions=False`` to ``predict`` to keep nothing else in memory.
+
+    Args:
+        write_interval: ``"batch"``, ``"epoch"`` or ``"batch_and_epoch"``.
+
+    Raises:
+        ConfigurationError: for another word.
+
+    Example:
+        >>> class Save(BasePredictionWriter):
+        ...     def write_on_batch_end(
+        ...         self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+        ...     ):
+        ...         torch.save((batch_indices, prediction), f"{trainer.global_rank}-{batch_idx}.pt")
+        >>> Save("batch").interval
+        'batch'
+    """
+
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in _INTERVALS:
+            raise ConfigurationError(
+                "predictions are written after batches, at the end, or both",
+                found=f"write_interval={write_interval!r}",
+                fix=did_you_mean(str(write_interval), _INTERVALS),
+            )
+        self.interval = write_interval
+        self._predictions: list[list[Any]] = []
+        self._indices: list[list[list[Any] | None]] = []
+
+    def write_on_batch_end(
+        self,
+        trainer: TrainerLike,
+        pl_module: Any,
+        prediction: Any,
+        batch_indices: Sequence[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        """Write what one ``predict_step`` returned.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            prediction: what ``predict_step`` returned.
+            batch_indices: the index in the dataset of each sample of the batch; None where the loader draws none.
+            batch: what the step was given.
+            batch_idx: its number in this loader on this rank.
+            dataloader_idx: the number of the loader.
+        """
+        raise NotImplementedError(f"{type(self).__name__} writes batches and does not override write_on_batch_end")
+
+    def write_on_epoch_end(
+        self, trainer: TrainerLike, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        """Write everything that this rank predicted.
+
+        Args:
+            trainer: the Trainer.
+            pl_module: the module.
+            predictions: what ``predict_step`` returned for each batch, on the CPU; of several loaders a list for each.
+            batch_indices: for each loader, and each batch, the indices in the dataset; None where they are unknown.
+        """
+        raise NotImplementedError(f"{type(self).__name__} writes at the end and does not override write_on_epoch_end")
+
+    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._predictions = [[] for _ in trainer.num_predict_batches]
+        self._indices = [[] for _ in trainer.num_predict_batches]
+
+    def on_predict_batch_end(
+        self,
+        trainer: TrainerLike,
+        module: ModuleLike,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        indices = trainer.predict_batch_indices
+        if self.interval != "epoch":
+            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+        if self.interval != "batch":
+            self._predictions[dataloader_idx].append(_on_host(outputs))
+            self._indices[dataloader_idx].append(indices)
+
+    def on_predict_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self.interval != "batch":
+            predictions, indices = self._predictions, self._indices
+            self._predictions, self._indices = [], []
+            flat = predictions[0] if len(predictions) == 1 else predictions
+            self.write_on_epoch_end(trainer, module, flat, indices)
+
+
+@final
+class PredictionWriter(BasePredictionWriter):
+    """Write predictions with the index of each sample in its dataset: one file, or one for each batch.
+
+    ``"epoch"`` writes ``predictions.parquet`` (of several loaders ``predictions-0.parquet``, …): rank 0 gathers what
+    all ranks predicted, each sample once, sorted by index. ``"batch"`` writes ``predictions-0-rank0-00000.parquet``
+    (loader, rank, batch); nothing is gathered. Each file is complete or not there.
+
+    ``predict_step`` returns a tensor, or a dict or tuple of tensors, whose first dim is the batch; a dict may also have
+    lists of other values, such as texts, one for each sample. A file has the columns ``index`` and ``prediction``, or
+    ``index`` and the names of the dict. Where the loader draws no indices (a stream), ``index`` counts the samples in
+    the order of the data in ``"epoch"`` files, and those of the rank in ``"batch"`` files.
+
+    Args:
+        output_dir: the directory, made if it is not there.
+        write_interval: ``"epoch"`` or ``"batch"``.
+        format: ``"parquet"`` (needs pyarrow; tensors of more dims become lists), ``"npy"`` (a file for each column) or
+            ``"safetensors"`` (numbers only).
+
+    Raises:
+        ConfigurationError: for another word, and without pyarrow.
+        DataError: while predicting, where a value has no entry for each sample, or no place in the format.
+
+    Example:
+        >>> PredictionWriter("predictions", format="npy").interval
+        'epoch'
+    """
+
+    def __init__(
+        self,
+        output_dir: str | Path,
+        write_interval: Literal["epoch", "batch"] = "epoch",
+        format: Literal["parquet", "npy", "safetensors"] = "parquet",
+    ) -> None:
+        super().__init__(write_interval)
+        if format not in _WRITERS:
+            raise ConfigurationError(
+                "PredictionWriter knows no such format", found=repr(format), fix=did_you_mean(str(format), _WRITERS)
+            )
+        if format == "parquet":
+            _require_pyarrow()
+        self.output_dir, self.format = Path(output_dir), format
+        self._write = _WRITERS[format]
+        self._counted: dict[int, int] = {}  # by loader, samples of batches without indices
+
+    @property
+    def state_key(self) -> str:
+        return f"PredictionWriter({self.output_dir})"
+
+    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        super().on_predict_start(trainer, module)
+        self._counted = {}
+        self.output_dir.mkdir(parents=True, exist_ok=True)
+
+    def write_on_batch_end(
+        self,
+        trainer: TrainerLike,
+        pl_module: Any,
+        prediction: Any,
+        batch_indices: Sequence[Any] | None,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int,
+    ) -> None:
+        if trainer.global_rank != trainer.strategy.reporter:
+            return  # another rank computes the same batch
+        columns = _columns(_on_host(prediction), batch_indices)
+        if "index" not in columns:
+            first = self._counted.get(dataloader_idx, 0)
+            self._counted[dataloader_idx] = first + _rows(columns)
+            columns = {"index": np.arange(first, first + _rows(columns)), **columns}
+        name = f"predictions-{dataloader_idx}-rank{trainer.global_rank}-{batch_idx:05d}"
+        self._write(self.output_dir, name, columns)
+
+    def write_on_epoch_end(
+        self, trainer: TrainerLike, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+    ) -> None:
+        several, strategy = len(batch_indices) > 1, trainer.strategy
+        loaders = predictions if several else [predictions]
+        mine = fail_together(
+            strategy.world,
+            lambda: [list(map(_columns, own, known)) for own, known in zip(loaders, batch_indices, strict=True)],
+        )
+        for loader, parts in enumerate(mine):
+            everyone = strategy.data.gather_object(parts)
+            if not trainer.is_global_zero or everyone is None:
+                continue
+            count = max(map(len, everyone), default=0)  # a global batch is the ranks' blocks one after the other
+            ordered = [part[i] for i in range(count) for part in everyone if i < len(part)]
+            if ordered:
+                name = f"predictions-{loader}" if several else "predictions"
+                self._write(self.output_dir, name, _joined(ordered))
+
+
+def _on_host(value: Any) -> Any:
+    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu())  # sync point: leaves the device
+
+
+def _columns(prediction: Any, indices: Sequence[Any] | None) -> Columns:
+    """The columns of one batch."""
+    if isinstance(prediction, Mapping):
+        named = {str(name): value for name, value in prediction.items()}
+    elif isinstance(prediction, tuple):
+        named = {str(number): value for number, value in enumerate(prediction)}
+    else:
+        named = {"prediction": prediction}
+    columns: Columns = {} if indices is None else {"index": _array(list(indices))}
+    columns.update({name: _array(value) for name, value in named.items()})
+    rows = {name: len(value) if np.ndim(value) or isinstance(value, list) else None for name, value in columns.items()}
+    if None in rows.values() or len(set(rows.values())) > 1:
+        raise DataError(
+            "a prediction has one entry for each sample of its batch",
+            found=", ".join(f"{name}: {'a single value' if n is None else n}" for name, n in rows.items()),
+            fix="return tensors whose first dim is the batch from predict_step, or subclass BasePredictionWriter",
+        )
+    return columns
+
+
+def _array(value: Any) -> Any:
+    """A NumPy array of numbers, else the value."""
+    if isinstance(value, Tensor):
+        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()  # no sync point: it is on the host
+    if isinstance(value, list) and value and all(isinstance(one, (bool, int, float)) for one in value):
+        return np.asarray(value)
+    return value
+
+
+def _rows(columns: Columns) -> int:
+    return len(next(iter(columns.values())))
+
+
+def _joined(parts: Sequence[Columns]) -> Columns:
+    """The rows of all batches, sorted by index."""
+    columns: Columns = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        whole = all(isinstance(value, np.ndarray) for value in values)
+        columns[name] = np.concatenate(values) if whole else [one for value in values for one in value]
+    if "index" not in columns:
+        return {"index": np.arange(_rows(columns)), **columns}
+    if not isinstance(columns["index"], np.ndarray):  # keys of a dataset that is a mapping
+        return columns
+    order = np.argsort(columns["index"], kind="stable")
+    return {n: v[order] if isinstance(v, np.ndarray) else [v[i] for i in order] for n, v in columns.items()}
+
+
+def _write_parquet(directory: Path, name: str, columns: Columns) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    arrays = {
+        column: pyarrow.array(value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value)
+        for column, value in columns.items()
+    }
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(arrays), buffer)
+    replace_file(directory / f"{name}.parquet", buffer.getvalue())
+
+
+def _write_npy(directory: Path, name: str, columns: Columns) -> None:
+    for column, value in columns.items():
+        buffer = io.BytesIO()
+        np.save(buffer, np.asarray(value), allow_pickle=False)
+        replace_file(directory / f"{name}.{column}.npy", buffer.getvalue())
+
+
+def _write_safetensors(directory: Path, name: str, columns: Columns) -> None:
+    from safetensors.numpy import save
+
+    for column, value in columns.items():
+        if not isinstance(value, np.ndarray):
+            raise DataError(
+                "safetensors holds numbers only",
+                found=f"{column}: {type(value[0]).__name__ if len(value) else 'nothing'}",
+                fix='use format="parquet"',
+            )
+    arrays = {column: np.ascontiguousarray(value) for column, value in columns.items()}
+    replace_file(directory / f"{name}.safetensors", save(arrays))
+
+
+_WRITERS: Final[Mapping[str, Callable[[Path, str, Columns], None]]] = {
+    "parquet": _write_parquet,
+    "npy": _write_npy,
+    "safetensors": _write_safetensors,
+}
+
+
+def _require_pyarrow() -> None:
+    from lightning_utilities.core.imports import RequirementCache
+
+    requirement = RequirementCache("pyarrow>=15")
+    if not requirement:
+        raise ConfigurationError(
+            'PredictionWriter(format="parquet") needs pyarrow',
+            found=str(requirement),
+            fix='pip install \'trainer-kit[parquet]\', or use format="npy" or format="safetensors"',
+        )
