@@ -13,9 +13,9 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["BackboneFinetuning", "BaseFinetuning", "LayerWiseUnfreezing"]
+__all__ = ["BackboneFinetuning", "BaseFinetuning", "LayerWiseUnfreezing", "multiplicative"]
 
-Modules = nn.Module | Iterable["nn.Module | Iterable[Any]"]
+_Modules = nn.Module | Iterable["nn.Module | Iterable[Any]"]
 """A module, or any nesting of lists of modules."""
 
 
@@ -56,7 +56,7 @@ class BaseFinetuning(Callback):
         )
 
     @staticmethod
-    def flatten_modules(modules: Modules) -> list[nn.Module]:
+    def flatten_modules(modules: _Modules) -> list[nn.Module]:
         """The modules that hold parameters or have no children, each once.
 
         Example:
@@ -71,7 +71,7 @@ class BaseFinetuning(Callback):
         return list(dict.fromkeys(m for m in found if not list(m.children()) or m._parameters))
 
     @staticmethod
-    def filter_params(modules: Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterable[nn.Parameter]:
+    def filter_params(modules: _Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterable[nn.Parameter]:
         """The parameters of these modules with this flag; ``train_bn=False`` leaves out batch norms."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
@@ -84,13 +84,13 @@ class BaseFinetuning(Callback):
         _train(module, False)
 
     @staticmethod
-    def make_trainable(modules: Modules) -> None:
+    def make_trainable(modules: _Modules) -> None:
         """Train the parameters of these modules; batch norms update their running statistics."""
         for module in BaseFinetuning.flatten_modules(modules):
             _train(module, True)
 
     @staticmethod
-    def freeze(modules: Modules, train_bn: bool = True) -> None:
+    def freeze(modules: _Modules, train_bn: bool = True) -> None:
         """Freeze these modules; with ``train_bn`` their batch norms are trained."""
         for module in BaseFinetuning.flatten_modules(modules):
             _train(module, train_bn and isinstance(module, _BatchNorm))
@@ -103,7 +103,7 @@ class BaseFinetuning(Callback):
 
     @staticmethod
     def unfreeze_and_add_param_group(
-        modules: Modules,
+        modules: _Modules,
         optimizer: Optimizer,
         lr: float | None = None,
         initial_denom_lr: float = 10.0,

@@ -21,7 +21,7 @@ from trainer_kit.core.protocols import ModuleLike, TrainerLike
 __all__ = ["BasePredictionWriter", "PredictionWriter"]
 
 _INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
-Columns = dict[str, Any]
+_Columns = dict[str, Any]
 """By name, a value for each sample: an array, or a list where values are no numbers."""
 
 
@@ -220,7 +220,7 @@ def _on_host(value: Any) -> Any:
     return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu())  # sync point: leaves the device
 
 
-def _columns(prediction: Any, indices: Sequence[Any] | None) -> Columns:
+def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
     """The columns of one batch."""
     if isinstance(prediction, Mapping):
         named = {str(name): value for name, value in prediction.items()}
@@ -228,7 +228,7 @@ def _columns(prediction: Any, indices: Sequence[Any] | None) -> Columns:
         named = {str(number): value for number, value in enumerate(prediction)}
     else:
         named = {"prediction": prediction}
-    columns: Columns = {} if indices is None else {"index": _array(list(indices))}
+    columns: _Columns = {} if indices is None else {"index": _array(list(indices))}
     columns.update({name: _array(value) for name, value in named.items()})
     rows = {name: len(value) if np.ndim(value) or isinstance(value, list) else None for name, value in columns.items()}
     if None in rows.values() or len(set(rows.values())) > 1:
@@ -249,13 +249,13 @@ def _array(value: Any) -> Any:
     return value
 
 
-def _rows(columns: Columns) -> int:
+def _rows(columns: _Columns) -> int:
     return len(next(iter(columns.values())))
 
 
-def _joined(parts: Sequence[Columns]) -> Columns:
+def _joined(parts: Sequence[_Columns]) -> _Columns:
     """The rows of all batches, sorted by index."""
-    columns: Columns = {}
+    columns: _Columns = {}
     for name in parts[0]:
         values = [part[name] for part in parts]
         whole = all(isinstance(value, np.ndarray) for value in values)
@@ -268,7 +268,7 @@ def _joined(parts: Sequence[Columns]) -> Columns:
     return {n: v[order] if isinstance(v, np.ndarray) else [v[i] for i in order] for n, v in columns.items()}
 
 
-def _write_parquet(directory: Path, name: str, columns: Columns) -> None:
+def _write_parquet(directory: Path, name: str, columns: _Columns) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -281,14 +281,14 @@ def _write_parquet(directory: Path, name: str, columns: Columns) -> None:
     replace_file(directory / f"{name}.parquet", buffer.getvalue())
 
 
-def _write_npy(directory: Path, name: str, columns: Columns) -> None:
+def _write_npy(directory: Path, name: str, columns: _Columns) -> None:
     for column, value in columns.items():
         buffer = io.BytesIO()
         np.save(buffer, np.asarray(value), allow_pickle=False)
         replace_file(directory / f"{name}.{column}.npy", buffer.getvalue())
 
 
-def _write_safetensors(directory: Path, name: str, columns: Columns) -> None:
+def _write_safetensors(directory: Path, name: str, columns: _Columns) -> None:
     from safetensors.numpy import save
 
     for column, value in columns.items():
@@ -302,7 +302,7 @@ def _write_safetensors(directory: Path, name: str, columns: Columns) -> None:
     replace_file(directory / f"{name}.safetensors", save(arrays))
 
 
-_WRITERS: Final[Mapping[str, Callable[[Path, str, Columns], None]]] = {
+_WRITERS: Final[Mapping[str, Callable[[Path, str, _Columns], None]]] = {
     "parquet": _write_parquet,
     "npy": _write_npy,
     "safetensors": _write_safetensors,

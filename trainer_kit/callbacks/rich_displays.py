@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -161,7 +160,7 @@ class _RichLine:
         if target.isatty() or target is console.file:  # through rich, which moves the bar down
             console.print(text, end=end, markup=False, highlight=False, soft_wrap=True)
         else:
-            builtins.print(text, end=end, file=target)
+            target.write(text + end)
 
     def close(self, leave: bool) -> None:
         self._bars.live.transient = not leave
