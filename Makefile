@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-all test-quick test-slurm test-xla soak check bench docs clean
+.PHONY: help demo test test-all test-quick test-slurm test-xla soak check bench docs vendor clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
@@ -17,6 +17,7 @@ help:
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints, samples and engines cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
+	@echo "make vendor      fetch the run report's plotting library again, and compare it with its checksums (npm)"
 	@echo "make clean       remove .venv and caches"
 
 .venv/.stamp: constraints.txt pyproject.toml
@@ -101,6 +102,16 @@ bench: .venv/.stamp
 
 docs: .venv/.stamp
 	$(BIN)/python docs/generate_hooks.py
+
+# What npm gives must be, byte by byte, what the repository ships: another version needs new checksums first.
+UPLOT := 1.6.32
+VENDOR := trainer_kit/report/vendor
+vendor:
+	work=$$(mktemp -d) && npm pack --silent --pack-destination $$work uplot@$(UPLOT) \
+	  && tar xzf $$work/uplot-$(UPLOT).tgz -C $$work \
+	  && cp $$work/package/dist/uPlot.iife.min.js $$work/package/dist/uPlot.min.css $(VENDOR)/ \
+	  && cp $$work/package/LICENSE $(VENDOR)/uPlot.LICENSE; code=$$?; rm -rf $$work; exit $$code
+	cd $(VENDOR) && sha256sum --check SHA256SUMS
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache build dist *.egg-info

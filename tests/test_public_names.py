@@ -156,6 +156,7 @@ def test_nothing_public_is_missing_from_the_names():
         "launch",
         "metrics",
         "planning",
+        "report",
         "state",
         "step",
         "testing",

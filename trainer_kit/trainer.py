@@ -25,6 +25,7 @@ from trainer_kit.core.location import locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.precision.precision import Precision
+from trainer_kit.report.running import RunReport
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
@@ -266,8 +267,12 @@ class Trainer(Session):
                 self, "fit", model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only
             )
             return
-        with EntryPoint(self, "fit", model, train_dataloaders, datamodule) as entry:
+        with (
+            RunReport(self, "fit") as report,
+            EntryPoint(self, "fit", model, train_dataloaders, datamodule) as entry,
+        ):
             run = entry.compose_fit(val_dataloaders, ckpt_path, weights_only)
+            report.begin(entry.module)
             with listening(self.requests):
                 fit(run)
             entry.finish()
@@ -332,8 +337,12 @@ class Trainer(Session):
         if self.start is not None:
             results = run_on_processes(self, stage, model, dataloaders, ckpt_path, verbose, datamodule)
             return results
-        with EntryPoint(self, stage, model, dataloaders, datamodule) as entry:
+        with (
+            RunReport(self, stage) as report,
+            EntryPoint(self, stage, model, dataloaders, datamodule) as entry,
+        ):
             run = entry.compose_evaluation(ckpt_path)
+            report.begin(entry.module)
             reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
             shared = reduced.by_loader.get(None, {})

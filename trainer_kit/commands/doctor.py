@@ -23,19 +23,12 @@ import click
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.display import in_units, mask_secrets
 from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.report.environment import backends, describe_environment, usable_cores
 
 __all__ = ["Finding", "doctor", "env"]
 
 _DISTRIBUTION: Final = "trainer-kit"
 _RELEASED: Final = 1_767_225_600  # 2026: an earlier clock is wrong
-_PACKAGES: Final = (
-    "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
-    "deepspeed", "torchao", "bitsandbytes", "wandb", "tensorboard",
-)  # fmt: skip
-_VARIABLES: Final = (
-    "TRAINER_KIT_", "ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS", "MASTER_", "RANK",
-    "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "HF_HOME", "WANDB_",
-)  # fmt: skip
 _INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -141,7 +134,7 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix)
     else:
         yield Finding("devices", "no accelerator; training runs on the CPU")
-    yield Finding("cores", f"{_cores()} for this process, {torch.get_num_threads()} threads")
+    yield Finding("cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads")
 
 
 def _driver() -> str:
@@ -174,7 +167,7 @@ def _processes() -> Iterator[Finding]:
             "backends", "torch is built without distributed training", "fix", "install another build of torch"
         )
         return
-    names = ", ".join(_backends("gloo", "nccl"))
+    names = ", ".join(backends("gloo", "nccl"))
     lacks = "; GPUs without nccl" if torch.cuda.is_available() and "nccl" not in names else ""
     yield Finding("backends", names + lacks, "warning" if lacks else "OK", "install a build of torch with NCCL")
 
@@ -287,62 +280,11 @@ def _clock(directory: Path) -> Iterator[Finding]:
         yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _backends(*names: str) -> list[str]:
-    """Those of these backends that torch is built with."""
-    import torch.distributed as dist
-
-    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    return [name for name in names if available[name]()]
-
-
 @click.command("env")
 def env() -> None:
     """Show versions, devices and settings; secrets are masked."""
-    for name, value in [*_installed(), *_hardware(), *_variables(), *_configuration()]:
+    for name, value in [*describe_environment(), *_configuration()]:
         click.echo(f"{name}: {value}")
-
-
-def _installed() -> Iterator[tuple[str, Any]]:
-    yield "trainer_kit", sys.modules[__name__.partition(".")[0]].__version__
-    yield "Python", f"{platform.python_version()} ({sys.executable})"
-    yield "platform", platform.platform()
-    for package in _PACKAGES:
-        try:
-            yield package, importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-
-
-def _hardware() -> Iterator[tuple[str, Any]]:
-    import torch
-    import torch.distributed as dist
-
-    from trainer_kit.core.devices import count_accelerators, present_accelerator
-
-    yield "CPU", f"{os.cpu_count()} cores, {_cores()} usable"
-    built = [
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else "",
-        f"ROCm {torch.version.hip}" if torch.version.hip else "",
-    ]
-    yield "torch is built for", ", ".join(filter(None, built)) or "the CPU"
-    found = present_accelerator()
-    yield "accelerator", "none" if found is None else f"{count_accelerators()} of type {found.type}"
-    if found is not None and found.type == "cuda":
-        for index in range(torch.cuda.device_count()):
-            properties = torch.cuda.get_device_properties(index)
-            yield f"  device {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
-    if dist.is_available():
-        yield "backends", ", ".join(_backends("gloo", "nccl", "mpi")) or "none"
-
-
-def _variables() -> Iterator[tuple[str, Any]]:
-    set_here = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    for name, value in sorted(mask_secrets(set_here).items()):
-        yield f"${name}", value
 
 
 def _configuration() -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from trainer_kit.core.errors import LogError
 from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, params_dict, plain
 
-__all__ = ["JSONLLogger", "read_journal"]
+__all__ = ["JSONLLogger", "journal_record", "read_journal"]
 
 _FIELDS: Final = ("hparams", "step", "time")
 _SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
@@ -176,10 +176,23 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     del torn  # the part after the last newline: empty, or an incomplete line
     for number, line in enumerate(lines, 1):
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("not an object")
+            records.append(journal_record(line))
         except ValueError as error:
             raise LogError(f"{path}:{number}: this line of the journal cannot be read", found=str(error)) from error
-        records.append({name: _SPECIAL.get(v, v) if isinstance(v, str) else v for name, v in record.items()})
     return records
+
+
+def journal_record(line: bytes) -> dict[str, Any]:
+    """One line of a journal, with NaN and infinities as numbers.
+
+    Raises:
+        ValueError: it is not a JSON object.
+
+    Example:
+        >>> journal_record(b'{"step": 3, "loss": "NaN"}')
+        {'step': 3, 'loss': nan}
+    """
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("not an object")
+    return {name: _SPECIAL.get(v, v) if isinstance(v, str) else v for name, v in record.items()}

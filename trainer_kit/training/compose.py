@@ -189,7 +189,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         about=partial(_run_metadata, trainer),
         announce=partial(_announce_checkpoint, trainer),
-        say=trainer.print,
+        say=trainer.say,
         saver=Saver(trainer.async_save),
         frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
     )
@@ -249,6 +249,7 @@ def _run_metadata(trainer: Session) -> dict[str, Any]:
 
 
 def _announce_checkpoint(trainer: Session, path: Location) -> None:
+    trainer.note("checkpoint", str(path))
     for logger in trainer.files.every_logger if trainer.is_global_zero else ():
         call_optional(logger, "after_save_checkpoint", path)
 
@@ -277,10 +278,10 @@ def _report_length(trainer: Session, feed: Feed, limit: int | None) -> None:
     trainer.num_training_batches = float("inf") if limit is None else limit
     together = read_together(feed.loader)
     if isinstance(together, CombinedLoader):
-        trainer.print(f"training loaders in {together.mode}: {MODES[together.mode]}")
+        trainer.say(f"training loaders in {together.mode}: {MODES[together.mode]}")
     epochs = (settings.max_epochs or 0) - trainer.progress.epoch
     if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
-        trainer.print(
+        trainer.say(
             f"a {type(feed.loader).__name__} can be read once: after its end, the next of {settings.max_epochs} epochs"
             " is an error (pass something that can be iterated again, or max_epochs=1)"
         )
@@ -303,13 +304,13 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
     message = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
     if message:
-        trainer.print(message)
+        trainer.say(message)
     if trainer.compile_regional:  # before it is sharded
         Compile(options=trainer.compile_options).apply(module)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module, strategy)
     if not made.optimizers:
-        trainer.print("no optimizer: configure_optimizers returned None, so nothing will be stepped")
+        trainer.say("no optimizer: configure_optimizers returned None, so nothing will be stepped")
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
@@ -354,7 +355,7 @@ def _validation(trainer: Session, module: Any, datamodule: Any, val_loaders: Any
         return None
     if not is_overridden("validation_step", module, TrainModule):
         if val_loaders is not None:
-            trainer.print(f"no validation: {type(module).__name__} has no validation_step for val_dataloaders")
+            trainer.say(f"no validation: {type(module).__name__} has no validation_step for val_dataloaders")
         return None
     loaders = find_loaders("validate", val_loaders, module, datamodule)
     if loaders is None:
@@ -445,7 +446,7 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     trainer.strategy = chosen
     trainer.sharded_alternative = None  # for good: a sharded module stays sharded
     trainer.metrics.attach(chosen, module)
-    trainer.print(f'strategy="auto": {why}')
+    trainer.say(f'strategy="auto": {why}')
 
 
 def choose_by_memory(trainer: Session, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:

@@ -197,7 +197,7 @@ class EntryPoint:
         keeps = self.stage == "fit" and trainer.checkpoint_callback is not None and not trainer.settings.fast
         answer = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
         if answer:  # no step was running
-            trainer.print(answer)
+            trainer.say(answer)
 
     def _stop(self, error: BaseException | None) -> None:
         if self.stage == "fit":
@@ -227,7 +227,7 @@ class EntryPoint:
         search = Search(files, callbacks, world, fits=True)
         path, weights_only, found = search.start(ckpt_path, weights_only, removed)
         if path is None and trainer.trained_before:
-            trainer.print(
+            trainer.say(
                 f"this fit starts at step 0 with new optimizers; the last one ended at step {trainer.trained_before}"
                 ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
             )
@@ -255,7 +255,7 @@ class EntryPoint:
         self.unwinding.failed.append(self._save_after)
         in_eval = trainable_in_eval(module)
         if in_eval:
-            trainer.print(f"in evaluation mode although trainable, and left so: {', '.join(in_eval[:5])}")
+            trainer.say(f"in evaluation mode although trainable, and left so: {', '.join(in_eval[:5])}")
         self._introduce_to_loggers()
         # A resumed run starts with the generators of its checkpoint.
         with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
@@ -270,9 +270,9 @@ class EntryPoint:
         restore(run, state, run.stepper.made, trainer.callbacks, self.datamodule, strict, size)
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
-        trainer.print(found.replace("{step}", str(trainer.progress.step), 1))
+        trainer.say(found.replace("{step}", str(trainer.progress.step), 1))
         if trainer.progress.epoch_batch and state.get("seed", files.data_seed) != files.data_seed:
-            trainer.print(
+            trainer.say(
                 f"Trainer(seed={files.seed}) changes the order of the data inside an epoch: samples that the"
                 " epoch has read may come again; leave seed= out to keep the checkpoint's order"
             )
@@ -310,7 +310,7 @@ class EntryPoint:
         path = search.find("best" if chosen else ckpt_path)
         if path is not None:
             why = f": {_best(callbacks[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
-            trainer.print(f"{self.stage}: weights of {path}{why}")
+            trainer.say(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
         sharded = trainer.strategy.sharded  # then each rank reads the parts that it holds after placement
         if path is not None and not sharded:
@@ -451,7 +451,7 @@ def _dry_run(trainer: Session, run: Fit) -> None:
         on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
-        trainer.print(
+        trainer.say(
             f"hyperparameters that a checkpoint holds by their repr only: {', '.join(refused)}"
             " (load_from_checkpoint will ask for them)"
         )

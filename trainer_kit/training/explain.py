@@ -18,7 +18,7 @@ from trainer_kit.training.compose import check_module, choose_by_memory
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.session import Session
 
-__all__ = ["explain", "show_results"]
+__all__ = ["explain", "explain_running", "show_results"]
 
 _LOOP = """\
 on_fit_start
@@ -87,15 +87,7 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         _prepare(trainer, module, datamodule)
         if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):
             strategy, why = choose_by_memory(trainer, module, "fit")
-    lines = [
-        f"strategy     {strategy.describe()}",
-        f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
-        f"precision    {trainer.precision_plugin.name}",
-        f"chosen by    {', '.join(f'{name}: {chosen.origin}' for name, chosen in trainer.origins.items())}",
-        f"loggers      {', '.join(type(logger).__name__ for logger in trainer.loggers) or 'none'}",
-        f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
-        f"ends         {_limits(trainer)}",
-    ]
+    lines = _header(trainer, strategy, size)
     if trainer.progress.step and not trainer.state_verb:
         lines.append(
             f"begins       at step 0, with new optimizers (the last fit ended at step {trainer.progress.step})"
@@ -104,13 +96,44 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         lines.append(f"auto         {why}")
     if module is not None:
         found = find_loaders("fit", loaders, module, datamodule)
-        if found is not None:
-            lines += _data_lines(trainer, found, size)
-        lines += _cost_lines(trainer, strategy, module, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
-        validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
-        lines += ["", *_loop_lines(bus, _facts(trainer, module), validates)]
+        lines += _module_lines(trainer, strategy, module, found, bus)
     return Text("\n".join(lines))
+
+
+def explain_running(trainer: Session, module: Any) -> Text:
+    """What `explain` says, of the fit that has just been composed: nothing is prepared or loaded again.
+
+    Args:
+        trainer: that runs it.
+        module: of the fit.
+    """
+    size = max(trainer.world_size, trainer.processes)
+    lines = _header(trainer, trainer.strategy, size)
+    if trainer.run is not None:
+        lines += _module_lines(trainer, trainer.strategy, module, trainer.train_dataloader, trainer.run.bus)
+    return Text("\n".join(lines))
+
+
+def _header(trainer: Session, strategy: Strategy, size: int) -> list[str]:
+    return [
+        f"strategy     {strategy.describe()}",
+        f"processes    {size} ({trainer.environment.source}{'' if trainer.start is None else ', will be started'})",
+        f"precision    {trainer.precision_plugin.name}",
+        f"chosen by    {', '.join(f'{name}: {chosen.origin}' for name, chosen in trainer.origins.items())}",
+        f"loggers      {', '.join(type(logger).__name__ for logger in trainer.loggers) or 'none'}",
+        f"callbacks    {', '.join(type(callback).__name__ for callback in trainer.callbacks) or 'none'}",
+        f"ends         {_limits(trainer)}",
+    ]
+
+
+def _module_lines(trainer: Session, strategy: Strategy, module: Any, loaders: Any, bus: Bus) -> list[str]:
+    """Data, costs, and the loop with its listeners."""
+    size = max(trainer.world_size, trainer.processes)
+    lines = [] if loaders is None else _data_lines(trainer, loaders, size)
+    lines += _cost_lines(trainer, strategy, module, size)
+    validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
+    return [*lines, "", *_loop_lines(bus, _facts(trainer, module), validates)]
 
 
 def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:

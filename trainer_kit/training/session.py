@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -80,6 +79,7 @@ class Session:
         compile_regional: whether repeated blocks are compiled, not the whole step.
         async_save: whether checkpoints are written in the background.
         find_train_loaders: finds the training loaders of the fit that is being set up.
+        note: takes what the report of the run shows beside its values: the kind of an event, and a line about it.
     """
 
     arguments: dict[str, Any]
@@ -110,7 +110,7 @@ class Session:
         self.strategy, self.precision_plugin = strategy, precision
         self.start, self.processes = start, processes
         self.files = RunFiles(
-            loggers=loggers, root=root, seed=seed, resume=resume, records=not settings.fast, say=partial(_say, self)
+            loggers=loggers, root=root, seed=seed, resume=resume, records=not settings.fast, say=self.say
         )
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
@@ -122,6 +122,7 @@ class Session:
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
         self.find_train_loaders: Callable[[], Any] = lambda: None  # no fit is being set up
+        self.note: Callable[[str, str], Any] = lambda kind, text: None  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
@@ -636,6 +637,11 @@ class Session:
         say = bar.print if getattr(bar, "is_drawn", False) else print
         say(*values, **options)
 
+    def say(self, line: str) -> None:
+        """Print a line of this library, and show it in the report of the run."""
+        self.note("note", line)
+        self.print(line)  # looked up at each call: a script may replace `trainer.print`
+
     # -- attributes of Lightning's Trainer that this one lacks --------------------------------------------------
 
     fit_loop = _Elsewhere(
@@ -665,7 +671,3 @@ class Session:
         "loaders are divided without samplers; trainer.world_size and global_rank say how"
     )
     reload_dataloaders_every_n_epochs = _Elsewhere("loaders are built once a fit")
-
-
-def _say(session: Session, line: str) -> None:
-    session.print(line)  # looked up at each call: a script may replace `trainer.print`

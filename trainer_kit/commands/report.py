@@ -1,0 +1,51 @@
+"""``trainer-kit report``: one page over the curves, values and configurations of runs."""
+
+from __future__ import annotations
+
+import time
+import webbrowser
+from pathlib import Path
+
+import click
+
+from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["report"]
+
+
+@click.command("report")
+@click.argument("runs", metavar="RUN...", type=FilePath(exists=True, file_okay=False, path_type=Path), nargs=-1)
+@click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="By default report.html.")
+@click.option("--open", "opens", is_flag=True, help="Show the page in a browser.")
+@click.option("--watch", is_flag=True, help="Write it every few seconds until the runs have ended, or Ctrl-C.")
+@click.option("--every", type=click.FloatRange(min=1), default=10, show_default=True, help="Seconds, with --watch.")
+def report(runs: tuple[Path, ...], output: Path | None, opens: bool, watch: bool, every: float) -> None:
+    """Write one page about the runs in the directories RUN.
+
+    Of one run the page is its own report.html, of several it is report.html here. A directory of runs counts as all of
+    them.
+    """
+    from trainer_kit.report.collect import RunDirectory, find_runs
+    from trainer_kit.report.page import REPORT, write_report
+
+    found = [RunDirectory(directory) for directory in find_runs(runs or [Path()])]
+    target = output or (found[0].directory / REPORT if len(found) == 1 else Path(REPORT))
+    first = True
+    while True:
+        for run in found:
+            run.read()
+        over = not watch or all(run.finished for run in found)
+        try:
+            write_report(target, found, refresh=0 if over else max(1, round(every)))
+        except OSError as error:
+            fix = "name another file: --output"
+            raise ConfigurationError(f"{target} could not be written", found=str(error), fix=fix) from error
+        if first:
+            click.echo(target)
+            if opens:
+                webbrowser.open(target.resolve().as_uri())
+        if over:
+            return
+        first = False
+        time.sleep(every)

@@ -1,0 +1,27 @@
+"""The run report: ``report.html`` in a run's directory, and one page over several runs.
+
+The data are what the directory holds: the journal of logged values, the events of `events.py`, the checkpoints. Python
+collects them; the page, plain HTML and JavaScript under ``page/``, shows them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trainer_kit.core.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from trainer_kit.report.collect import RunDirectory, find_runs
+    from trainer_kit.report.page import REPORT, write_report
+    from trainer_kit.report.running import RunReport
+
+__all__ = ["REPORT", "RunDirectory", "RunReport", "find_runs", "write_report"]
+
+_HOME = {
+    "REPORT": "page",
+    "RunDirectory": "collect",
+    "RunReport": "running",
+    "find_runs": "collect",
+    "write_report": "page",
+}
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

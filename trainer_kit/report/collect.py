@@ -1,0 +1,351 @@
+"""Reads what a run's directory holds into the data of the page."""
+
+from __future__ import annotations
+
+import os
+from array import array
+from base64 import b64encode
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Final, final
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer_kit.checkpoint.store import checkpoints
+from trainer_kit.core.display import mask_secrets
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.location import is_url
+from trainer_kit.loggers.journal import journal_record
+from trainer_kit.loggers.layout import flatten, plain
+from trainer_kit.report.events import EVENTS, read_events
+from trainer_kit.state.records import RUN, read_records
+
+__all__ = ["JOURNAL", "MOST_POINTS", "RunDirectory", "find_runs", "thinned"]
+
+JOURNAL: Final = "journal.jsonl"
+MOST_POINTS: Final = 200_000
+"""Of one curve; a longer one keeps the lowest and the highest value of each interval."""
+_FIELDS: Final = ("step", "time", "hparams")
+_AT_ONCE: Final = 1000  # lines between two pauses
+_RATES: Final = 400  # points of the curve of steps per second
+
+_Floats = npt.NDArray[np.float64]
+
+
+class _Series:
+    """The values of one metric, in the order in which they were logged."""
+
+    def __init__(self) -> None:
+        self.steps, self.times, self.values = array("d"), array("d"), array("f")
+
+    def append(self, step: float, time: float, value: float) -> None:
+        self.steps.append(step)
+        self.times.append(time)
+        self.values.append(value)
+
+    def cut(self, step: float) -> None:
+        """Drop what belongs to later steps than ``step``: a restart repeats them."""
+        kept = np.array(self.steps) <= step
+        if not kept.all():
+            for name, values in list(vars(self).items()):
+                setattr(self, name, array(values.typecode, np.array(values)[kept].tobytes()))
+
+
+class _Fit:
+    """One fit in a directory, with its restarts."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.series: dict[str, _Series] = {}
+        self.hparams: dict[str, Any] = {}
+        self.events: list[dict[str, Any]] = []
+
+
+@final
+class RunDirectory:
+    """What a run's directory holds. Each `read` continues where the last one ended.
+
+    Args:
+        directory: with a ``journal.jsonl``.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.loggers import JSONLLogger
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     JSONLLogger(directory, "", "").log_metrics({"loss": 0.5}, step=3)
+        ...     run = RunDirectory(directory)
+        ...     run.read()
+        ...     [series["name"] for series in run.described()[0]["series"]]
+        ['loss']
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(directory)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._offset = self._inode = self._seen = 0
+        self._fits = [_Fit("")]
+
+    def read(self, pause: Callable[[], Any] = lambda: None) -> None:
+        """Read what was added to the journal and the events since the last call.
+
+        Args:
+            pause: called every thousand lines.
+        """
+        journal = self.directory / JOURNAL
+        if not journal.exists():
+            self._take_events(read_events(self.directory), None)
+            return
+        with journal.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._forget()
+            self._inode = status.st_ino
+            events = read_events(self.directory)
+            file.seek(self._offset)
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    break
+                self._take_events(events, self._offset)
+                self._offset += len(line)
+                self._take(line)
+                if number % _AT_ONCE == 0:
+                    pause()
+        self._take_events(events, None)
+
+    def _take_events(self, events: list[dict[str, Any]], offset: int | None) -> None:
+        """Take the events up to the start that stands later in the journal than ``offset``; None: all."""
+        while self._seen < len(events):
+            event = events[self._seen]
+            at, fit = event.get("journal"), self._fits[-1]
+            if offset is not None and isinstance(at, int) and at > offset:
+                return
+            self._seen += 1
+            if event["event"] == "start" and event.get("stage") == "fit":
+                key, step = str(event.get("run", "")), _number(event.get("step"))
+                if fit.events and fit.key != key and step == 0:
+                    self._fits.append(fit := _Fit(key))
+                elif fit.events:
+                    for series in fit.series.values():
+                        series.cut(step)
+                fit.key = key
+            fit.events.append(event)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = journal_record(line)
+        except ValueError:  # damaged: the page shows the others
+            return
+        fit = self._fits[-1]
+        if isinstance(record.get("hparams"), dict):
+            fit.hparams.update(record["hparams"])
+        step, time = _number(record.get("step")), _number(record.get("time"))
+        for name, value in record.items():
+            if name not in _FIELDS and isinstance(value, (int, float)):
+                series = fit.series.get(name)
+                if series is None:
+                    series = fit.series[name] = _Series()
+                series.append(step, time, value)
+
+    @property
+    def finished(self) -> bool:
+        """Whether no fit is running in it, as far as its events tell."""
+        return all(_status(fit.events) != "running" for fit in self._fits[-1:])
+
+    def described(self) -> list[dict[str, Any]]:
+        """The data of the page, one entry for each fit: plain data, arrays as base64."""
+        several = len(self._fits) > 1
+        return [
+            self._described(fit, f"{self.directory.resolve().name or self.directory}{f', fit {n}' if several else ''}")
+            for n, fit in enumerate(self._fits, 1)
+        ]
+
+    def _described(self, fit: _Fit, name: str) -> dict[str, Any]:
+        starts = [event for event in fit.events if event["event"] == "start"]
+        fits = [event for event in starts if event.get("stage") == "fit"]
+        ends = [event for event in fit.events if event["event"] == "end"]
+        times = [each.times[i] for each in fit.series.values() for i in (0, -1)]
+        times += [_number(event.get("time")) for event in fit.events]
+        begun = min(times, default=0.0)
+        axes: dict[bytes, int] = {}
+        curves, packed = _curves(fit.series, [_number(event.get("time")) for event in fits], begun, axes)
+        newest = (fits or starts or [{}])[-1]
+        steps = [_number(event.get("step")) for event in fit.events]
+        steps += [max(each.steps) for each in fit.series.values() if each.steps]
+        configuration = list(newest.get("configuration") or [])
+        if not configuration:
+            configuration = [["Hyperparameters", key, value, "logged"] for key, value in flatten(fit.hparams).items()]
+        failed = [{"step": event.get("step"), **event["exception"]} for event in ends if event.get("exception")]
+        found: dict[str, Any] = {
+            "name": name,
+            "path": str(self.directory.resolve()),
+            "title": str(newest.get("title") or name),
+            "status": _status(fit.events),
+            "begun": begun,
+            "seconds": max(times, default=0.0) - begun,
+            "step": max(steps, default=0),
+            "axes": packed,
+            "series": curves,
+            "marks": sorted(self._marks(fit), key=lambda mark: mark["time"]),
+            "configuration": plain(configuration),
+            "explain": newest.get("explain") or "",
+            "environment": newest.get("environment") or [],
+            "exceptions": failed,
+        }
+        for mark in found["marks"]:
+            mark["time"] -= begun
+        masked: dict[str, Any] = mask_secrets(found)
+        return masked
+
+    def _marks(self, fit: _Fit) -> list[dict[str, Any]]:
+        marks = _marks(fit.events)
+        announced = {mark["text"] for mark in marks}
+        return [*marks, *(mark for mark in self._kept(fit.key) if mark["text"] not in announced)]
+
+    def _kept(self, key: str) -> list[dict[str, Any]]:
+        """The checkpoints that exist now: the events name only those that a running fit has announced."""
+        records = read_records(self.directory / RUN) or []
+        places = [place for record in records if record.id == key or not key for place in record.places]
+        found = (one for place in dict.fromkeys(places) if not is_url(place) for one in checkpoints(place))
+        return [
+            {"kind": "checkpoint", "step": one.step or 0, "time": one.created.timestamp(), "text": str(one.path)}
+            for one in found
+            if one.info.get("run", "") in ("", key)
+        ]
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _status(events: list[dict[str, Any]]) -> str:
+    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    return "" if last is None else "running" if last["event"] == "start" else str(last.get("status", ""))
+
+
+def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What is drawn into the curves and listed: restarts, evaluations, warnings, lines of the run, exceptions."""
+    marks, fits = [], 0
+    for event in events:
+        kind, step = event["event"], _number(event.get("step"))
+        text, stage = str(event.get("text", "")), str(event.get("stage", ""))
+        if kind == "start" and stage == "fit":
+            fits += 1
+            kind = "start" if fits == 1 else "restart"
+            text = f"{'started' if fits == 1 else f'restart {fits - 1}'} at step {step:.0f}, {event.get('place', '')}"
+        elif kind == "start":
+            text = f"{stage} began"
+        elif kind == "end":
+            failure = event.get("exception")
+            kind = "exception" if failure else "end"
+            text = str(failure.get("headline")) if failure else f"{stage} {event.get('status', '')}"
+        marks.append({"kind": kind, "step": step, "time": _number(event.get("time")), "text": text})
+    return marks
+
+
+def _curves(
+    series: dict[str, _Series], starts: list[float], begun: float, axes: dict[bytes, int]
+) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
+    """Every series as the page reads it, and the axes that they share: steps, and seconds since ``begun``."""
+    curves: list[dict[str, Any]] = []
+    packed: list[dict[str, str]] = []
+
+    def add(name: str, steps: _Floats, times: _Floats, values: npt.NDArray[np.float32]) -> None:
+        finite = np.isfinite(values)
+        bad = np.flatnonzero(~finite)
+        low = int(np.where(finite, values, np.inf).argmin())
+        high = int(np.where(finite, values, -np.inf).argmax())
+        where = thinned(values)
+        seconds = (times[where] - begun).astype("<f4")
+        key = steps[where].tobytes() + seconds.tobytes()
+        axis = axes.setdefault(key, len(packed))
+        if axis == len(packed):
+            packed.append({"steps": _base64(steps[where].astype("<f8")), "seconds": _base64(seconds)})
+        facts = {"last": values[-1], "low": values[low], "high": values[high]}
+        curves.append(
+            {
+                "name": name,
+                "axis": axis,
+                "values": _base64(values[where].astype("<f4")),
+                "count": len(values),
+                "bad": len(bad),
+                "firstBad": float(steps[bad[0]]) if len(bad) else None,
+                "lowStep": float(steps[low]),
+                "highStep": float(steps[high]),
+                **{fact: float(value) if np.isfinite(value) else str(value) for fact, value in facts.items()},
+            }
+        )
+
+    longest = max(series.values(), key=lambda each: len(each.steps), default=None)
+    for name, each in series.items():
+        add(name, np.array(each.steps), np.array(each.times), np.array(each.values, np.float32))
+    if longest is not None and len(rate := _rate(np.array(longest.steps), np.array(longest.times), starts)[0]) > 1:
+        add("steps per second", rate, *_rate(np.array(longest.steps), np.array(longest.times), starts)[1:])
+    return curves, packed
+
+
+def _rate(steps: _Floats, times: _Floats, starts: Iterable[float]) -> tuple[_Floats, _Floats, npt.NDArray[np.float32]]:
+    """Steps per second between the logged values, in at most `_RATES` intervals; none spans a restart."""
+    every = max(1, len(steps) // _RATES)
+    at = np.arange(0, len(steps), every)
+    sitting = np.searchsorted(np.array(sorted(starts)), times[at], side="right")
+    forward = (np.diff(steps[at]) > 0) & (np.diff(times[at]) > 0) & (np.diff(sitting) == 0)
+    ends = at[1:][forward]
+    rates = np.diff(steps[at])[forward] / np.diff(times[at])[forward]
+    return steps[ends], times[ends], rates.astype(np.float32)
+
+
+def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
+    """Which values to keep of a long curve: the lowest and the highest of each interval, the first and the last.
+
+    Args:
+        values: of one series.
+        most: about how many are kept.
+
+    Example:
+        >>> thinned(np.array([0, 5, 1, 1, 9, 1, 1, 1], np.float32), most=4).tolist()
+        [0, 1, 2, 4, 5, 7]
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    length = -(-2 * len(values) // most)
+    rows = -(-len(values) // length)
+    low, high = (np.full(rows * length, fill, np.float32) for fill in (np.inf, -np.inf))
+    low[: len(values)] = high[: len(values)] = values
+    low[np.isnan(low)], high[np.isnan(high)] = np.inf, -np.inf
+    first = np.arange(rows) * length
+    picked = [
+        first + low.reshape(rows, length).argmin(1),
+        first + high.reshape(rows, length).argmax(1),
+        np.array([0, len(values) - 1]),
+    ]
+    return np.unique(np.minimum(np.concatenate(picked), len(values) - 1))
+
+
+def _base64(values: npt.NDArray[Any]) -> str:
+    return b64encode(values.tobytes()).decode()
+
+
+def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
+    """The run directories that are named, or that lie in the named directories.
+
+    Raises:
+        ConfigurationError: there is none at a path.
+    """
+    found: list[Path] = []
+    for path in map(Path, paths):
+        inside = sorted({file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}, key=_in_order)
+        own = [directory for directory in inside if directory == path]
+        if not inside:
+            fix = "name the directory that a Trainer prints as its log_dir, or one above it"
+            raise ConfigurationError(f"there is no run in {path}", found=f"no {JOURNAL} in it", fix=fix)
+        found += own or inside
+    return list(dict.fromkeys(found))
+
+
+def _in_order(path: Path) -> list[tuple[int, int, str]]:
+    """version_2 before version_10."""
+    parts = str(path).replace("_", os.sep).split(os.sep)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

@@ -1,0 +1,93 @@
+"""Versions, devices and settings of this process, for ``trainer-kit env`` and for reports."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Final
+
+from trainer_kit.core.display import mask_secrets
+
+__all__ = ["backends", "describe_environment", "usable_cores"]
+
+_PACKAGES: Final = (
+    "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
+    "deepspeed", "torchao", "bitsandbytes", "wandb", "tensorboard",
+)  # fmt: skip
+_VARIABLES: Final = (
+    "TRAINER_KIT_", "ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS", "MASTER_", "RANK",
+    "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_", "OMPI_COMM_WORLD_", "PMI_", "HF_HOME", "WANDB_",
+)  # fmt: skip
+
+
+def describe_environment() -> list[tuple[str, Any]]:
+    """Name and value of each fact; secrets in variables are masked.
+
+    Example:
+        >>> facts = dict(describe_environment())
+        >>> facts["Python"].split()[0] == platform.python_version()
+        True
+    """
+    return [*_machine(), *_variables()]
+
+
+@cache
+def _machine() -> tuple[tuple[str, Any], ...]:
+    """What does not change in a process."""
+    return (*_installed(), *_hardware())
+
+
+def _installed() -> Iterator[tuple[str, Any]]:
+    yield "trainer_kit", sys.modules[__name__.partition(".")[0]].__version__
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    for package in _PACKAGES:
+        try:
+            yield package, importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+
+
+def _hardware() -> Iterator[tuple[str, Any]]:
+    import torch
+    import torch.distributed as dist
+
+    from trainer_kit.core.devices import count_accelerators, present_accelerator
+
+    yield "CPU", f"{os.cpu_count()} cores, {usable_cores()} usable"
+    built = [
+        f"CUDA {torch.version.cuda}" if torch.version.cuda else "",
+        f"ROCm {torch.version.hip}" if torch.version.hip else "",
+    ]
+    yield "torch is built for", ", ".join(filter(None, built)) or "the CPU"
+    found = present_accelerator()
+    yield "accelerator", "none" if found is None else f"{count_accelerators()} of type {found.type}"
+    if found is not None and found.type == "cuda":
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            yield f"  device {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+    if dist.is_available():
+        yield "backends", ", ".join(backends("gloo", "nccl", "mpi")) or "none"
+
+
+def _variables() -> Iterator[tuple[str, Any]]:
+    set_here = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    for name, value in sorted(mask_secrets(set_here).items()):
+        yield f"${name}", value
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def backends(*names: str) -> list[str]:
+    """Those of these backends of ``torch.distributed`` that torch is built with."""
+    import torch.distributed as dist
+
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return [name for name in names if available[name]()]

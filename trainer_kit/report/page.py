@@ -1,0 +1,79 @@
+"""Makes one HTML file of the data of runs: no other file, no network, nothing of the data read as HTML."""
+
+from __future__ import annotations
+
+import hashlib
+import html
+import json
+import os
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from trainer_kit.core.atomic_files import discard_torn, replace_file
+from trainer_kit.report.collect import RunDirectory
+
+__all__ = ["REPORT", "render", "write_report"]
+
+REPORT: Final = "report.html"
+
+
+@cache
+def _part(name: str) -> str:
+    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _sha256(script: str) -> str:
+    return f"'sha256-{b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+
+
+def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
+    """The page.
+
+    A content security policy allows the two scripts of the page by their checksums and no request.
+
+    Args:
+        runs: of `RunDirectory.described`.
+        refresh: seconds after which a browser loads the page again; 0: never.
+
+    Example:
+        >>> page = render([{"name": "</script><b>", "series": []}])
+        >>> "</script><b>" in page
+        False
+    """
+    data = json.dumps({"written": time.time(), "refresh": refresh, "runs": list(runs)}, allow_nan=False)
+    # The data are a JSON text in a script element, which only `<` could end.
+    scripts = [_part("vendor/uPlot.iife.min.js"), _part("page/page.js")]
+    parts = {
+        "TITLE": html.escape(" · ".join(str(run.get("title") or run["name"]) for run in runs[:3])),
+        "POLICY": " ".join(map(_sha256, scripts)),
+        "REFRESH": f'<meta http-equiv="refresh" content="{refresh:d}">' if refresh else "",
+        "STYLE": _part("vendor/uPlot.min.css") + _part("page/page.css"),
+        "UPLOT": scripts[0],
+        "SCRIPT": scripts[1],
+        "DATA": data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
+    }
+    pieces = _part("page/page.html").split("%%")  # text and names by turns
+    return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def write_report(path: str | os.PathLike[str], runs: Sequence[RunDirectory], refresh: int = 0) -> Path:
+    """Write the page of these runs, for its owner alone: it holds configuration.
+
+    Args:
+        path: of the file.
+        runs: as they were last read.
+        refresh: as in `render`.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    target = Path(path)
+    page = render([entry for run in runs for entry in run.described()], refresh)
+    discard_torn(target)
+    replace_file(target, page.encode(), mode=0o600)
+    return target
