@@ -186,8 +186,6 @@ class RunDirectory:
             "begun": begun,
             "seconds": max(times, default=0.0) - begun,
             "step": max(steps, default=0),
-            "axes": packed,
-            "series": curves,
             "marks": sorted(self._marks(fit), key=lambda mark: mark["time"]),
             "configuration": plain(configuration),
             "explain": newest.get("explain") or "",
@@ -196,8 +194,7 @@ class RunDirectory:
         }
         for mark in found["marks"]:
             mark["time"] -= begun
-        masked: dict[str, Any] = mask_secrets(found)
-        return masked
+        return {**mask_secrets(found), "axes": packed, "series": curves}
 
     def _marks(self, fit: _Fit) -> list[dict[str, Any]]:
         marks = _marks(fit.events)
