@@ -65,7 +65,8 @@ class ParallelismConfig:
         dp_shard_size: among how many parameters, gradients and optimizer states are divided (FSDP).
         tp_size: among how many each layer is divided.
         cp_size: among how many each sequence is divided, inside of `Accelerator.maybe_context_parallel`.
-        pp_size: among how many the model's blocks are divided, as stages of a pipeline (not Accelerate's).
+        pp_size: among how many the model's blocks are divided, as stages of a pipeline; `prepare` refuses more than 1,
+            because only a Trainer has the whole windows that a schedule runs.
         cp_backend: "torch".
         sp_size: DeepSpeed's way to divide sequences: refused, ``cp_size`` does it.
         sp_backend: "deepspeed".

@@ -30,9 +30,6 @@ from trainer_kit.strategies.process_group import (
 from trainer_kit.strategies.rank_sync import InitialWeights, built_once
 from trainer_kit.strategies.state import (
     Moved,
-    load_module_parts,
-    load_optimizer_state,
-    optimizer_parts,
     parameters_of,
     step_by_kind,
 )
@@ -300,19 +297,6 @@ class FSDPStrategy(Strategy):
     ) -> Tensor | None:
         """Clip by norm or by value, over all parts."""
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
-
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Whole tensors, or parts."""
-        load_module_parts(module, state, strict)
-
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
-        """Whole tensors, or parts."""
-        load_optimizer_state(optimizer, groups, optimizer_parts(state))
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, running statistics are those of rank 0, as in its checkpoints."""

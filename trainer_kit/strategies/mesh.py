@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +24,7 @@ from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local, spread_overflow
 from trainer_kit.strategies.mesh_layout import (
+    MeshGroups,
     axes_in_words,
     check_options,
     check_sizes,
@@ -40,8 +40,6 @@ from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
-    load_optimizer_state,
-    optimizer_parts,
     parameters_of,
     step_by_kind,
 )
@@ -159,14 +157,21 @@ class MeshStrategy(Strategy):
         self.data = self.groups.data
         self.losses = self.groups.losses
         self.reports = self.groups.reports
-        self._same_batch = list(self.groups.same.values())
+        self._same_batch = self._same_numbers = list(self.groups.same.values())
         self.reporter = self.world.rank
         self.sharded = self.world.size > 1  # a single rank has everything
         self.lockstep = self.losses.size > 1  # parameters divided over the data axes are gathered in a forward
+        if self.losses.size > 1:
+            self._shards = made = FSDPStrategy(self.device, device_mesh=self.groups.data_mesh, **self._fsdp)
+            made.world = made.data = made.losses = self.losses
+            made.mesh = self.groups.data_mesh
+        self._data_axes = self._shards or SingleDeviceStrategy(self.device)
         if sizes["pp"] > 1:
             self.pipeline = Pipeline(self.mesh["pp"].get_group(), self.world, self.device, self.schedule)
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
+            self._data_axes = _StagedStrategy(self.pipeline, self.groups, self._shards)
+            self._same_numbers = []  # stages draw random numbers of their own
 
     def places(self, processes: int) -> dict[str, int]:
         """The size of each axis, with -1 filled in; see `trainer_kit.strategies.mesh_layout.places`."""
@@ -178,9 +183,8 @@ class MeshStrategy(Strategy):
         return self.losses.size
 
     def configure(self, **facts: Any) -> str | None:
-        """Return a line about windows that are too short to keep all stages busy."""
-        batches = facts.get("accumulation")
-        return None if self.pipeline is None or batches is None else bubble(batches, self.pipeline.count)
+        """Return the line of the data axes."""
+        return self._data_axes.configure(**facts)
 
     def stop(self) -> None:
         """Release the module; it stays divided, and keeps its activations again."""
@@ -212,7 +216,7 @@ class MeshStrategy(Strategy):
         Raises:
             StrategyError: the plan needs something around a whole step, which a raw loop does not have.
         """
-        refuse_in_raw_loop(self.mesh, self._plan_of(module).loss_parallel, bool(self._modules))
+        refuse_in_raw_loop(self.mesh, self._plan_of(module).loss_parallel)
         others = self._modules
         self._raw_loop = True
         self._divide(module, precision, lambda: self._data_axes.wrap_module(module, precision))
@@ -228,7 +232,7 @@ class MeshStrategy(Strategy):
         plan = self._plan_of(module)
         several = {axis: self.mesh[axis].size() > 1 for axis in ("cp", "tp")}
         context = plan.context is not None and plan.context.positions is not None
-        staged = plan.pipeline or PipelinePlan(model="" if self._raw_loop else None)
+        staged = plan.pipeline or PipelinePlan()
         blocks = None if self._recomputes is True else self._recomputes
         ordered = (
             None if self.pipeline is None else PipelineParallel(self.pipeline, staged, precision),
@@ -247,21 +251,11 @@ class MeshStrategy(Strategy):
             transform.apply(module, self.mesh[transform.axis] if transform.axis else self.mesh)
         shards = [transform.shard_batch for transform in self._transforms if transform.divides_batch]
         self.shard_batch = shards[0] if shards else None
-        if not (self._raw_loop and self._modules):  # the first module's data axes also divide and step the others
-            self._shards = None if self.losses.size == 1 else self._fully_sharded()
-            if self.pipeline is None:
-                self._data_axes = self._shards or SingleDeviceStrategy(self.device)
-            else:
-                self._data_axes = _StagedStrategy(self.pipeline, self.losses, self._shards)
         if self._shards is None:
             weights.hand_out(module, self.device, self.device)
-            along_data()
         else:  # FSDP divides before the weights are placed: a rank never holds more than its part
             self._shards.weights = weights
-            along_data()
-            weights.hand_out(module, self.device, self._shards.parameters_on)
-        if self.pipeline is not None:
-            self.pipeline.find_parameters(module)
+        along_data()
         self._modules = [module]
         self._first_window_done = False
         self._moved.note(before, module)
@@ -270,12 +264,6 @@ class MeshStrategy(Strategy):
             mine = (p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements)
             self._summed = [*known, *mine]
         agree_on_rng(self._same_batch, self.device)
-
-    def _fully_sharded(self) -> FSDPStrategy:
-        made = FSDPStrategy(self.device, device_mesh=self.groups.data_mesh, **self._fsdp)
-        made.world = made.data = made.losses = self.losses
-        made.mesh = self.groups.data_mesh
-        return made
 
     def _plan_of(self, module: nn.Module) -> ParallelPlan:
         if self.plan is not None:
@@ -287,8 +275,7 @@ class MeshStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the parameters that the optimizer had before the division by this rank's parts."""
-        if self.pipeline is not None:
-            self.pipeline.prepare_optimizer(optimizer)
+        self._data_axes.prepare_optimizer(optimizer)
         self._moved.follow(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -302,10 +289,7 @@ class MeshStrategy(Strategy):
         for transform in self._transforms:
             method = transform.bind(method)
         call = self._data_axes.bind(method, several)
-        # Stages draw random numbers of their own.
-        if self.pipeline is not None or not self._same_batch:
-            return call
-        return with_equal_rng(call, self._same_batch, self.device)
+        return with_equal_rng(call, self._same_numbers, self.device) if self._same_numbers else call
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """The same. ``whole``: batches are not divided along the sequence."""
@@ -322,9 +306,6 @@ class MeshStrategy(Strategy):
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window on the data axes; the gradients of the first window are compared over the tensor axis."""
-        if self.pipeline is not None:  # hooks may have drawn random numbers on one rank only
-            begins = not self._first_window_done or micro.first == 0
-            agree_on_rng(self._same_batch if begins else self._same_batch[:-1], self.device)
         with ExitStack() as stack:
             for transform in self._transforms:
                 stack.enter_context(transform.computing(first=not self._first_window_done))
@@ -333,7 +314,6 @@ class MeshStrategy(Strategy):
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish a window of a raw loop; returns this rank's parts of the gradients."""
-        self._data_axes.complete_gradients(optimizer)
         self._complete()
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         return [local(gradient) for gradient in gradients if gradient is not None]
@@ -377,19 +357,7 @@ class MeshStrategy(Strategy):
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load whole tensors, or parts."""
-        if self.pipeline is None:
-            load_module_parts(module, state, strict)
-        else:
-            self.pipeline.load_state(module, state, strict)
-
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
-        """Load whole tensors, or parts."""
-        load_optimizer_state(optimizer, groups, optimizer_parts(state))
+        self._data_axes.load_module_state(module, state, strict)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
         """Inside, every rank has rank 0's running statistics, as a checkpoint does."""
@@ -453,18 +421,18 @@ class _StagedStrategy(Strategy):
 
     Args:
         pipeline: the stages of this rank.
-        group: the ranks that have the same stages.
+        groups: of the mesh.
         sharding: how each stage is divided; None where no other rank has these stages.
     """
 
     name = "staged"
 
-    def __init__(self, pipeline: Pipeline, group: ProcessGroup, sharding: FSDPStrategy | None) -> None:
+    def __init__(self, pipeline: Pipeline, groups: MeshGroups, sharding: FSDPStrategy | None) -> None:
         self.pipeline = pipeline
-        self.group = group
+        self.groups = groups
         self.sharding = sharding
         self._units: list[FSDPModule] = []
-        self._scales = False
+        self._scales = self._begun = False
 
     def start(self) -> None:
         """The mesh has started the processes."""
@@ -475,15 +443,40 @@ class _StagedStrategy(Strategy):
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Divide each stage."""
-        if self.sharding is None:
-            return
-        for stage in self.pipeline.stages:
-            # Some schedules compute the gradients of weights later than those of activations, and look for the weights
-            # where the forward had them.
-            keeps = False if self.pipeline.splits_backward else None
-            shard = self.sharding.sharding(stage, precision, whole=[stage.loose], reshard_after_forward=keeps)
-            shard.apply(stage, self.sharding.mesh)
+        if self.sharding is not None:
+            for stage in self.pipeline.stages:
+                # Some schedules compute the gradients of weights later than those of activations, and look for the
+                # weights where the forward had them.
+                keeps = False if self.pipeline.splits_backward else None
+                shard = self.sharding.sharding(stage, precision, whole=[stage.loose], reshard_after_forward=keeps)
+                shard.apply(stage, self.sharding.mesh)
+            assert self.sharding.weights is not None
+            self.sharding.weights.hand_out(module, self.sharding.device, self.sharding.parameters_on)
+        self.pipeline.find_parameters(module)
         self._units = [unit for stage in self.pipeline.stages for unit in sharded_units(stage)]
+        self._begun = False
+
+    def configure(self, **facts: Any) -> str | None:
+        """Return a line about windows that are too short to keep all stages busy."""
+        batches = facts.get("accumulation")
+        return None if batches is None else bubble(batches, self.pipeline.count)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> None:
+        """Remove the parameters of other stages from groups that were made before the model was divided."""
+        gone = self.pipeline.gone
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+        """Load this rank's part of the whole module's state; a missing name raises on every rank."""
+        whole = dict.fromkeys(self.pipeline.names)
+        missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
+        if strict and (missing or foreign):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {foreign}"
+            )
+        own = module.state_dict()
+        load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=False)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Divide each stage; the schedule runs backward.
@@ -494,16 +487,6 @@ class _StagedStrategy(Strategy):
         if manual:
             raise _not_with_stages("manual optimization", "set automatic_optimization = True, or train without pp=")
         self.place_module(module, precision)
-        self._check_scale(module, precision)
-
-    def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide each stage; the raw loop calls the module as before."""
-        self.place_module(module, precision)
-        self._check_scale(module, precision)
-        self.pipeline.take_calls()
-        return module
-
-    def _check_scale(self, module: nn.Module, precision: Precision) -> None:
         self._scales = precision.scales
         if self._scales:
             rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
@@ -519,7 +502,7 @@ class _StagedStrategy(Strategy):
         if hasattr(method, "_torchdynamo_orig_callable"):
             raise StrategyError(
                 "no stage of a pipeline has a whole step to compile",
-                found=f"pp={dist.get_world_size(self.pipeline.group)}",
+                found=f"pp={self.groups.stages.size}",
                 fix='compile={"regional": True}, which compiles each block of a stage',
             )
         if several:
@@ -548,31 +531,22 @@ class _StagedStrategy(Strategy):
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run a window as one schedule; then average the gradients that FSDP2 does not reduce."""
-        with self._abandoning_on_error():
-            self.pipeline.forward_backward(micro)
-        self._average()
-
-    def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """The same for the calls of a raw loop."""
-        with self._abandoning_on_error():
-            found = self.pipeline.complete()
-        if found:
-            self._average()
-        return []
-
-    @contextmanager
-    def _abandoning_on_error(self) -> Iterator[None]:
+        # Hooks may have drawn random numbers on one rank only; the last group is that of the stages.
+        same = list(self.groups.same.values())
+        agree_on_rng(same if not self._begun or micro.first == 0 else same[:-1], self.pipeline.device)
+        self._begun = True
         try:
-            yield
+            self.pipeline.forward_backward(micro)
         except BaseException:
             for unit in self._units:
                 abandon(unit)
             raise
+        self._average()
 
     def _average(self) -> None:
         loose = self.pipeline.loose
         if self.sharding is not None and loose:
-            average_gradients(loose, self.group)
+            average_gradients(loose, self.groups.losses)
         if self._scales:  # a stage that does not see the overflow of another one would step
             gradients = [p.grad for stage in self.pipeline.stages for p in stage.parameters() if p.grad is not None]
             spread_overflow(gradients, self.pipeline.group)

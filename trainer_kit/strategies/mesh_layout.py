@@ -119,23 +119,22 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
 
 
-def refuse_in_raw_loop(mesh: DeviceMesh, loss_parallel: bool, several: bool) -> None:
+def refuse_in_raw_loop(mesh: DeviceMesh, loss_parallel: bool) -> None:
     """Refuse for a raw loop what needs code around a whole step.
 
     Args:
         mesh: with its axes.
         loss_parallel: whether the plan divides losses.
-        several: whether there is a model already.
 
     Raises:
         StrategyError: the mesh or the plan needs it.
     """
-    pp, cp = mesh["pp"].size(), mesh["cp"].size()
-    if loss_parallel or (pp > 1 and (cp > 1 or several)):
+    pp = mesh["pp"].size()
+    if loss_parallel or pp > 1:
         raise StrategyError(
             "a loop of your own has no whole steps, around which this would be done",
-            found=f"pp={pp}, cp={cp}, loss_parallel={loss_parallel}, {'several models' if several else 'one model'}",
-            fix="use loss_parallel=False, and pp > 1 without cp and for one model; or a Trainer",
+            found=f"pp={pp}, loss_parallel={loss_parallel}",
+            fix="train with a Trainer, or use pp=1 and loss_parallel=False; prepare_pippy runs inference in stages",
         )
 
 

@@ -18,7 +18,7 @@ from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.signatures import check_overrides
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
-from trainer_kit.strategies.state import load_optimizer_state, optimizer_state
+from trainer_kit.strategies.state import load_module_parts, load_optimizer_state, optimizer_parts, optimizer_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -264,8 +264,8 @@ class Strategy(ABC):
         return dict(module.state_dict())
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Restore the `module_state` of any strategy, as ``load_state_dict`` does."""
-        module.load_state_dict(state, strict=strict)
+        """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts."""
+        load_module_parts(module, state, strict)
 
     def optimizer_state(
         self, optimizer: Optimizer
@@ -279,8 +279,8 @@ class Strategy(ABC):
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[nn.Parameter, Mapping[str, Any]],
     ) -> None:
-        """Restore the options of each group and the state of each parameter, as ``load_state_dict`` does."""
-        load_optimizer_state(optimizer, groups, state)
+        """Restore the options of each group and the state of each parameter, from whole tensors or parts."""
+        load_optimizer_state(optimizer, groups, optimizer_parts(state))
 
     def own_state(self) -> AbstractContextManager[Any]:
         """Inside, `module_state` and `optimizer_state` are this rank's own; used where `per_rank_state` is true."""

@@ -7,17 +7,13 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import DataError, StrategyError
@@ -25,7 +21,6 @@ from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.state import load_module_parts
 from trainer_kit.strategies.transforms.pipeline_schedules import Relay, Schedules, check_schedule
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
@@ -38,7 +33,7 @@ from trainer_kit.strategies.transforms.pipeline_stages import (
 )
 from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["Calls", "Pipeline", "PipelineParallel", "copied", "drawing", "shapes_of", "tensors_of", "untouched"]
+__all__ = ["Pipeline", "PipelineParallel", "copied", "drawing", "shapes_of", "tensors_of", "untouched"]
 
 
 class _Taken(BaseException):
@@ -54,13 +49,14 @@ class Pipeline:
         world: all processes.
         device: where this rank computes.
         schedule: a name of `SCHEDULES`.
-        stages_per_rank: for schedules that take several.
 
     Attributes:
         stages: of this rank: what further transforms wrap.
         elsewhere: how many parameters only other ranks' stages have.
         ties: parameters that several stages share.
-        first, last: whether this rank has the first and the last stage.
+        names: of the whole module's state.
+        gone: by id, parameters that only other ranks have, while anything still holds them.
+        last: whether this rank has the last stage.
         reporter: the rank of the world that has the last stage, and with it losses and what steps log.
     """
 
@@ -70,26 +66,22 @@ class Pipeline:
         world: Group,
         device: torch.device,
         schedule: str = "1F1B",
-        stages_per_rank: int = 2,
     ) -> None:
         kind = check_schedule(schedule)
         self.group, self.world, self.device, self.schedule = group, world, device, schedule
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        self.count = size * {"one": 1, "loop": stages_per_rank, "v": 2}[kind]
+        self.count = size * (1 if kind == "one" else 2)
         self.ranks = [s % size if kind != "v" or s < size else 2 * size - 1 - s for s in range(self.count)]
         self.own = [index for index, owner in enumerate(self.ranks) if owner == rank]
-        self.first, self.last = 0 in self.own, self.count - 1 in self.own
+        self.last = self.count - 1 in self.own
         self.stages: list[Stage] = []
         self.names: list[str] = []
         self.elsewhere = 0
         self.reporter = dist.get_global_rank(group, self.ranks[-1])
         self._source = dist.get_global_rank(group, 0)
         self._module: weakref.ref[nn.Module] | None = None
-        self._inputs: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
-        self._takes = self._answers = False
-        self._answer: Any = None
-        self._gone: dict[int, weakref.ref[nn.Parameter]] = {}
-        self.calls: Calls | None = None
+        self._answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._evaluate
+        self.gone: dict[int, weakref.ref[nn.Parameter]] = {}
         self.ties: Ties
         self._relay: Relay
         self._schedules: Schedules
@@ -126,7 +118,7 @@ class Pipeline:
         before = list(module.parameters())
         self.stages = make_stages(model, layout, self.own, self.device)
         kept = {id(parameter) for parameter in module.parameters()}
-        self._gone = {id(one): weakref.ref(one) for one in before if id(one) not in kept}
+        self.gone = {id(one): weakref.ref(one) for one in before if id(one) not in kept}
         self.elsewhere -= sum(parameter.numel() for parameter in module.parameters())
         context = precision.forward_context()
         for stage in self.stages:
@@ -162,26 +154,21 @@ class Pipeline:
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the divided model."""
-        if self._takes:
-            self._inputs = (args, kwargs)
-            raise _Taken
-        if self.calls is not None and torch.is_grad_enabled():
-            return self.calls(args, kwargs)
-        if not self._answers:
-            # Every rank of the pipeline is here at the same time; random numbers drawn here are not drawn by the step.
-            noise = self._noise if self.calls is None else self._draw_seeds()[1 + dist.get_rank(self.group)]
-            with torch.no_grad(), drawing(noise, self.device):
-                output = self._relay.run(args, kwargs)
-            if self.calls is not None:  # a raw loop does not reshard after a step
-                self._relay.reshard()
-            return output
-        if self._answer is None:
-            raise StrategyError(
-                "a step calls the pipelined model twice",
-                fix="call it once, on one batch made of both (torch.cat), or train without a pipeline",
-            )
-        (answer,), self._answer = self._answer, None
-        return answer
+        return self._answer(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of the last stage; every rank of the pipeline is here at the same time."""
+        with torch.no_grad(), drawing(self._noise, self.device):  # these numbers are not drawn by the step
+            return self._relay.run(args, kwargs)
+
+    @contextmanager
+    def _answering(self, answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+        """Inside, a call of the model returns ``answer`` of its arguments."""
+        self._answer = answer
+        try:
+            yield
+        finally:
+            self._answer = self._evaluate
 
     # -- how steps are called ------------------------------------------------------------------------------------
 
@@ -209,19 +196,6 @@ class Pipeline:
                 self._noise = own
 
         return step
-
-    def take_calls(self) -> None:
-        """From now on a raw loop calls the model, and calls `complete` at the end of a window."""
-        self.calls = Calls(self._relay, self._schedules, self.world, self.device)
-
-    def complete(self) -> bool:
-        """Bring the gradients of all calls since to the parameters; whether there were any."""
-        assert self.calls is not None
-        with self._own_errors():
-            found = self.calls.run()
-        if found:
-            self.ties.add_gradients()
-        return found
 
     # -- inference alone -----------------------------------------------------------------------------------------
 
@@ -308,25 +282,34 @@ class Pipeline:
 
     def _take(self, micro: MicroSteps, batch: Any, index: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Return the inputs with which the step calls the model."""
-        self._takes, self._inputs = True, None
-        try:
-            with untouched(batch), suppress(_Taken):
-                micro.dry_run(copied(batch), micro.first + index)
-        finally:
-            self._takes = False
-        if self._inputs is None:
+        found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
+
+        def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            found.append((args, kwargs))
+            raise _Taken
+
+        with self._answering(take), untouched(batch), suppress(_Taken):
+            micro.dry_run(copied(batch), micro.first + index)
+        if not found:
             raise StrategyError(
                 "training_step did not call the pipelined model",
                 fix="call it once in every step; a step that is skipped has no place in a pipeline",
             )
-        return self._inputs
+        return found[0]
 
     def _loss(self, micro: MicroSteps, index: int, output: Any) -> Any:
-        self._answers, self._answer = True, (output,)
-        try:
+        outputs = [output]
+
+        def answer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            if not outputs:
+                raise StrategyError(
+                    "a step calls the pipelined model twice",
+                    fix="call it once, on one batch made of both (torch.cat), or train without a pipeline",
+                )
+            return outputs.pop()
+
+        with self._answering(answer):
             loss = micro.forward(index)
-        finally:
-            self._answers, self._answer = False, None
         if not isinstance(loss, Tensor):
             raise StrategyError(
                 "training_step returned no loss, and the other stages of the pipeline wait for its gradient",
@@ -348,31 +331,6 @@ class Pipeline:
                 raise cause.__cause__ from None
             raise
 
-    def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Remove the parameters of other stages from groups that were made before the model was divided.
-
-        In a raw loop, ``zero_grad`` then also drops gradients that wait for `complete`.
-        """
-        gone = self._gone
-        for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
-        if self.calls is not None:
-            drop: Any = optimizer.zero_grad
-            if getattr(drop, "func", None) is _drop:  # already wrapped, for a model that was prepared earlier
-                drop = drop.args[1]
-            optimizer.zero_grad = partial(_drop, self.calls.forget, drop)  # type: ignore[method-assign]
-
-    def load_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's part of the whole module's state; a missing name raises on every rank."""
-        whole = dict.fromkeys(self.names)
-        missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
-        if strict and (missing or foreign):
-            raise RuntimeError(
-                f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {foreign}"
-            )
-        own = module.state_dict()
-        load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=False)
-
     @property
     def splits_backward(self) -> bool:
         """Whether weights get their gradients later than activations, so that they must stay gathered."""
@@ -390,125 +348,10 @@ class Pipeline:
         return f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
 
 
-def _drop(forget: Callable[[], None], drop: Callable[[bool], None], set_to_none: bool = True) -> None:
-    forget()
-    drop(set_to_none)
-
-
 def _nothing_of(output: Any) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
-
-
-@final
-@dataclass
-class _Call:
-    """One call: its inputs, its random numbers, and the gradients that have arrived at its output."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    noise: Any
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        given = [tensor for tensor in tensors_of((self.args, self.kwargs)) if not tensor.is_inference()]
-        self._given = [(tensor, tensor._version) for tensor in given]
-
-    def turn(self) -> Turn:
-        """Return the micro-batch with which a schedule computes this call again."""
-        for tensor, version in self._given:
-            if tensor._version != version:
-                raise StrategyError(
-                    "what a pipelined model was called with was written into before the window ended",
-                    found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",
-                    fix="make a new one (x = x * 10): the call is computed once more at the end of the window",
-                )
-        return Turn(self.args, self.kwargs, self._loss, self.noise)
-
-    def _loss(self, output: Any) -> Tensor:
-        """Return a loss whose gradients at the output are those that have arrived."""
-        found = [
-            (tensor * self.gradients[index]).sum()
-            for index, tensor in enumerate(_floats(output))
-            if index in self.gradients and tensor.requires_grad
-        ]
-        return torch.stack(found).sum()
-
-
-@final
-class Calls:
-    """A call passes through all stages without gradients, and every rank gets its output, as a leaf of its graph.
-
-    Gradients that arrive there are kept. When a window ends, its calls go through a schedule, where each is computed
-    once more and its gradients continue from there: from the same numbers, for each call draws from a seed of its own.
-
-    Args:
-        relay: passes activations on.
-        schedules: of the stages.
-        world: all processes.
-        device: where this rank computes.
-    """
-
-    def __init__(self, relay: Relay, schedules: Schedules, world: Group, device: torch.device) -> None:
-        self.relay, self.schedules, self.world, self.device = relay, schedules, world, device
-        self._number = 0
-        self._pending: dict[int, _Call] = {}
-
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the last stage, on every rank."""
-        if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
-            raise StrategyError(
-                "gradients do not leave a pipeline through the inputs of its model",
-                found="an input that requires gradients",
-                fix="make what computes it a part of the model, or detach() it",
-            )
-        # Stages drop different activations, each the same ones whenever it computes this call.
-        seed = int(torch.randint(2**31, (), device="cpu")) + dist.get_rank(self.relay.group)
-        call = _Call(args, kwargs, partial(drawing, seed, self.device))
-        self._number += 1
-        number, count = self._number, iter(range(1 << 30))
-
-        def arrived(index: int, leaf: Tensor) -> None:
-            assert leaf.grad is not None
-            call.gradients[index] = leaf.grad
-            self._pending[number] = call
-
-        def handed(tensor: Tensor) -> Tensor:
-            if not tensor.is_floating_point():
-                return tensor
-            leaf = tensor.detach().requires_grad_()
-            leaf.register_post_accumulate_grad_hook(partial(arrived, next(count)))  # type: ignore[no-untyped-call]
-            return leaf.clone()  # which the loop may write into
-
-        output = self.relay.output(shapes_of((args, kwargs)), Turn(args, kwargs, noise=call.noise))
-        return apply_to_collection(output, Tensor, handed)
-
-    def forget(self) -> None:
-        """Drop the gradients that have arrived."""
-        self._pending.clear()
-
-    def run(self) -> bool:
-        """Bring the gradients that have arrived to the parameters; whether there were any."""
-        calls = [self._pending[number] for number in sorted(self._pending)]
-        self._pending = {}
-        if not calls:
-            return False
-        keys = [shapes_of((call.args, call.kwargs)) for call in calls]
-        # All data ranks take part in one schedule's exchanges, so they run the same ones.
-        rows = self.world.agree([index == 0 or keys[index] != keys[index - 1] for index in range(len(keys))])
-        starts = [index for index in range(len(keys)) if any(row[index] for row in rows)]
-        every = [call.turn() for call in calls]
-        with torch.enable_grad():
-            for start, end in zip(starts, [*starts[1:], len(calls)], strict=True):
-                self.schedules.run(keys[start], self.relay.known[keys[start]], every[start:end])
-        return True
-
-
-def _floats(output: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    apply_to_collection(output, Tensor, lambda tensor: found.append(tensor) if tensor.is_floating_point() else None)
-    return found
 
 
 def copied(batch: Any) -> Any:

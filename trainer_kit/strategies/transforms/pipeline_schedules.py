@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -176,31 +175,16 @@ class Relay:
         """The outputs of several batches, which are under way together, on the rank of the last stage."""
         return [self._pass(Turn(args, kwargs))[0] for args, kwargs in inputs]
 
-    def output(self, key: Any, turn: Turn) -> Any:
-        """The output of the last stage, on every rank; of all else only the shapes are remembered, under ``key``."""
-        with self._leaving_no_trace():
-            output, self.known[key] = self._pass(turn)
-        return self.share(output, self.ranks[-1])
-
     def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Remember the shapes between the stages under ``key``; nothing else is changed."""
-        with self._leaving_no_trace():
-            _, self.known[key] = self._pass(Turn(args, kwargs), to_end=False)
-
-    @contextmanager
-    def _leaving_no_trace(self) -> Iterator[None]:
         with torch.no_grad(), preserved_rng(self.device):
             before = [(b, b.detach().clone()) for stage in self.stages.values() for b in stage.buffers()]
-            yield
+            _, self.known[key] = self._pass(Turn(args, kwargs), to_end=False)
             for buffer, value in before:
                 buffer.detach().copy_(value)
-            self.reshard()
-
-    def reshard(self) -> None:
-        """Reshard what FSDP has gathered: gradients and optimizers belong to the parts."""
-        for part in (part for stage in self.stages.values() for part in stage.modules()):
-            if isinstance(part, FSDPModule):
-                part.reshard()
+            for part in (part for stage in self.stages.values() for part in stage.modules()):
+                if isinstance(part, FSDPModule):  # gradients and optimizers belong to the parts
+                    part.reshard()
 
     def _pass(self, turn: Turn, to_end: bool = True) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         shapes: dict[int, tuple[Tensor, ...]] = {}

@@ -311,12 +311,11 @@ def _plain(value: Any) -> Any:
 @final
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch: the arguments of the model, on the last stage what is made of its output, and what it draws."""
+    """One micro-batch: the arguments of the model, and on the last stage what is made of its output."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     finish: Callable[[Any], Any] | None = None
-    noise: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass
@@ -412,7 +411,7 @@ class Stage(nn.Module):
         if not self._hooked:
             self._hook()
         turn = next(self.turns)
-        with self._alone(arrived), turn.noise(), self.context or nullcontext():
+        with self._alone(arrived), self.context or nullcontext():
             try:
                 output = self.borders.forward(*turn.args, **turn.kwargs)
             except _Left:
