@@ -13,23 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.display import in_units
 
-__all__ = ["Costs", "Exchange", "cost_lines", "optimizer_bytes", "part_bytes"]
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
-    """One kind of communication in a training step.
-
-    Attributes:
-        what: what is exchanged, by which operation, among how many ranks.
-        sent: bytes that a rank sends in it where rings are used; None: it depends on the shapes of a batch.
-        each_batch: whether that is for every micro-batch, not once an optimizer step.
-    """
-
-    what: str
-    sent: int | None
-    each_batch: bool = False
+__all__ = ["Costs", "cost_lines", "optimizer_bytes", "part_bytes"]
 
 
 @final
@@ -44,7 +28,7 @@ class Costs:
         stepped: from the parameters of an optimizer's group to what is stepped in their place on this rank; shapes
             and dtypes count, so tensors of the meta device do.
         masters: bytes of copies of the parameters in full precision that an engine keeps beside them.
-        exchanges: the communication of a step.
+        exchanges: the communication of a step: what, by which operation, among how many ranks.
     """
 
     layout: str
@@ -52,7 +36,7 @@ class Costs:
     gradients: int | None
     stepped: Callable[[Sequence[nn.Parameter]], Sequence[Tensor]]
     masters: int = 0
-    exchanges: Sequence[Exchange] = ()
+    exchanges: Sequence[str] = ()
 
 
 def part_bytes(tensors: Iterable[Any]) -> int:
@@ -121,13 +105,12 @@ def _state_of(kind: type[Optimizer], optimizer: Optimizer, group: dict[str, Any]
     return twin.state[stand_in]
 
 
-def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None, window: int | None = None) -> list[str]:
+def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str]:
     """The costs as lines of text.
 
     Args:
         costs: of this rank.
         optimizers: of the module; None where they are not known yet.
-        window: micro-batches an optimizer step; None if unknown.
 
     Example:
         >>> layer = nn.Linear(300, 400)
@@ -145,9 +128,5 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None, window: int
         f"layout       {costs.layout}",
         f"a rank holds {', '.join(f'{in_units(number)} of {what}' for number, what in held)}",
     ]
-    for index, exchange in enumerate(costs.exchanges):
-        times = (window or 1) if exchange.each_batch else 1
-        often = f", {times} times" if times > 1 else " (each micro-batch)" if exchange.each_batch and not window else ""
-        sent = "by the shapes of a batch" if exchange.sent is None else in_units(exchange.sent * times)
-        lines.append(f"{'' if index else 'a step sends':<13}{exchange.what}{often}: {sent}")
+    lines += [f"{'' if index else 'a step sends':<13}{what}" for index, what in enumerate(costs.exchanges)]
     return lines if costs.exchanges else [*lines, "a step sends nothing"]

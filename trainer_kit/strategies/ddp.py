@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs, Exchange, part_bytes
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.costs import held_whole, ring
+from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -302,19 +302,16 @@ class DDPStrategy(Strategy):
             self._replicas.unite(module)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """Whole copies; one all-reduce of all gradients a step, in the dtype of the communication hook."""
-        trained = [p for p in module.parameters() if p.requires_grad]
-        what = f"gradients: all-reduce over {ranks} ranks"
-        if self.local_sgd is not None:
-            what = f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"
-        if self.comm_hook is None or self.local_sgd is not None:
-            sent = [Exchange(what=what, sent=ring(2, ranks, part_bytes(trained)))]
-        elif self.comm_hook in ("fp16", "bf16"):
-            sent = [Exchange(what=what, sent=ring(2, ranks, 2 * sum(p.numel() for p in trained)))]
-        else:
-            sent = [Exchange(what=f"gradients: as the communication hook does over {ranks} ranks", sent=None)]
-        if self.wrapper_options["broadcast_buffers"] and ranks > 1 and self.local_sgd is None:
-            sent.append(Exchange(what="buffers: broadcast from rank 0", sent=part_bytes(module.buffers())))
+        """Whole copies; one exchange of all gradients a step."""
+        sent = []
+        if ranks > 1 and self.local_sgd is not None:
+            sent = [f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"]
+        elif ranks > 1:
+            named = self.comm_hook if isinstance(self.comm_hook, str) else "own"
+            how = "all-reduce" if self.comm_hook is None else f"{named} communication hook"
+            sent = [f"gradients: {how} over {ranks} ranks"]
+            if self.wrapper_options["broadcast_buffers"] and next(module.buffers(), None) is not None:
+                sent.append("buffers: broadcast from rank 0")
         return held_whole(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
 
     def describe(self) -> str:
@@ -354,24 +351,17 @@ class _Step(nn.Module):
         # Into __dict__, so that DDP's call lands in the user's method without a frame of ours between.
         self.__dict__["forward"] = method
 
-    def adding_nothing(self) -> _AddingNothing:
-        return _AddingNothing(self)
-
-
-class _AddingNothing:
-    """Inside, the forward gives zero gradients to every parameter that other ranks use."""
-
-    def __init__(self, step: _Step) -> None:
-        self.step = step
-
-    def __enter__(self) -> None:
-        self.method = self.step.__dict__.get("forward")
-        parameters = self.step.reached or [p for p in self.step.parameters() if p.requires_grad]
+    @contextmanager
+    def adding_nothing(self) -> Iterator[None]:
+        """Inside, the forward gives zero gradients to every parameter that other ranks use."""
+        method = self.__dict__.get("forward")
+        parameters = self.reached or [p for p in self.parameters() if p.requires_grad]
         # The sum of no elements: exact zeros, whatever the weights are.
-        self.step.__dict__["forward"] = lambda: sum(p.reshape(-1)[:0].sum() for p in parameters)
-
-    def __exit__(self, *error: object) -> None:
-        self.step.__dict__["forward"] = self.method
+        self.__dict__["forward"] = lambda: sum(p.reshape(-1)[:0].sum() for p in parameters)
+        try:
+            yield
+        finally:
+            self.__dict__["forward"] = method
 
 
 _HOOKS: Final = ("fp16", "bf16", "powersgd")

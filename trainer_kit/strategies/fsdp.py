@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -19,6 +20,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.costs import held_in_parts, own_part
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -35,7 +37,7 @@ from trainer_kit.strategies.state import (
 )
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy, keep_activations, outer_modules
-from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, resharding, sharded_costs, sharded_units
+from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, resharding, sharded_units
 
 __all__ = ["ExchangingBackward", "FSDPStrategy"]
 
@@ -306,11 +308,28 @@ class FSDPStrategy(Strategy):
         """A part of everything; parameters are gathered in a forward and again for its backward, gradients reduced."""
         shape = self.mesh or self._shape(ranks)
         rank = shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
-        sizes = tuple(shape.shape) if isinstance(shape, DeviceMesh) else shape
+        *replicas, shards = shape.shape if isinstance(shape, DeviceMesh) else shape
+        copies = math.prod(replicas)
         automatic = getattr(module, "automatic_optimization", True)
         roots = [module] if automatic else outer_modules(module)
-        each_backward = self._every_backward or not automatic
-        return sharded_costs(self.sharding(module, precision), module, roots, sizes, rank, each_backward)
+        shard = self.sharding(module, precision)
+        divided = {p for root in roots for p in root.parameters()} - shard.left_whole(module)
+        parts = {p: own_part(p, shards if p in divided else 1, rank) for p in module.parameters()}
+        often = ", in each backward" if self._every_backward or not automatic else ""
+        sent = []
+        if shards > 1:
+            again = self._reshards is not False and (self._reshards or shard.units(module))
+            each = "forward, and again for backward" if again else "forward"
+            sent = [
+                f"parameters: all-gather over {shards} ranks for each {each}",
+                f"gradients: reduce-scatter over {shards} ranks{often}",
+            ]
+        if copies > 1:
+            sent.append(f"their parts: all-reduce over {copies} copies{often}")
+        if shards * copies > 1 and any(p.requires_grad for p in parts if p not in divided):
+            sent.append(f"gradients of what stays whole: all-reduce over {shards * copies} ranks")
+        among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
+        return held_in_parts(parts, f"{copies} copies, each over {among}" if copies > 1 else among, sent)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

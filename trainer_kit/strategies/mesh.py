@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs, Exchange
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
@@ -24,17 +24,22 @@ from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local, spread_overflow
 from trainer_kit.strategies.mesh_layout import (
+    AXES,
     MeshGroups,
     axes_in_words,
     check_options,
     check_sizes,
-    mesh_groups,
-    mesh_in_words,
     parameters_held,
     places,
-    refuse_in_raw_loop,
+    same_batches,
 )
-from trainer_kit.strategies.process_group import ProcessGroup, average_gradients, borrowed_buffers, join_world
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    average_gradients,
+    borrowed_buffers,
+    join_world,
+    once_a_world,
+)
 from trainer_kit.strategies.rank_sync import InitialWeights, agree_on_rng, built_once, with_equal_rng
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.state import (
@@ -152,7 +157,10 @@ class MeshStrategy(Strategy):
             return
         sizes = self.places(self.world.size)
         check_options(sizes, self._fsdp)
-        self.groups = mesh_groups(self.device, sizes)
+        # Groups keep threads and sockets until the process ends: later fits reuse those of these sizes.
+        self.groups: MeshGroups = once_a_world(
+            (str(self.device), *sizes.items()), lambda: MeshGroups(self.device, sizes)
+        )
         self.mesh = self.groups.mesh
         self.data = self.groups.data
         self.losses = self.groups.losses
@@ -216,7 +224,13 @@ class MeshStrategy(Strategy):
         Raises:
             StrategyError: the plan needs something around a whole step, which a raw loop does not have.
         """
-        refuse_in_raw_loop(self.mesh, self._plan_of(module).loss_parallel)
+        pp, divided = self.mesh["pp"].size(), self._plan_of(module).loss_parallel
+        if divided or pp > 1:
+            raise StrategyError(
+                "a loop of your own has no whole steps, around which this would be done",
+                found=f"pp={pp}, loss_parallel={divided}",
+                fix="train with a Trainer, or use pp=1 and loss_parallel=False; prepare_pippy runs inference in stages",
+            )
         others = self._modules
         self._raw_loop = True
         self._divide(module, precision, lambda: self._data_axes.wrap_module(module, precision))
@@ -382,19 +396,23 @@ class MeshStrategy(Strategy):
             layout += "; how much is known when a run has divided the module"
             return replace(along_data, layout=layout, parameters=None, gradients=None, exchanges=sent)
         if divided:
-            layout += f"; {parameters_held([module], self._elsewhere)}"
+            layout += f"; {self._held([module])}"
         return replace(along_data, layout=layout, exchanges=[*sent, *along_data.exchanges])
-
-    @property
-    def _elsewhere(self) -> int:
-        return 0 if self.pipeline is None else self.pipeline.elsewhere
 
     def describe(self) -> str:
         """One line for ``explain()``."""
-        return mesh_in_words(self.mesh, self.sizes, self.device, self._modules, self.schedule, self._elsewhere)
+        sizes = dict(zip(AXES, self.mesh.shape, strict=True)) if self.started else self.sizes
+        staged = f" ({self.schedule})" if sizes["pp"] != 1 else ""
+        facts = [f"mesh {axes_in_words(sizes)} on {self.device.type}{staged}"]
+        facts += [same_batches(self.mesh)] if self.started else []
+        facts += [self._held(self._modules)] if self._modules else []
+        return "; ".join(filter(None, facts))
+
+    def _held(self, modules: Sequence[nn.Module]) -> str:
+        return parameters_held(modules, 0 if self.pipeline is None else self.pipeline.elsewhere)
 
 
-def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[Exchange]]:
+def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
     """Who holds what, and what is sent, along the axes that divide a model or a sequence."""
     along = {
         "pp": (
@@ -410,9 +428,8 @@ def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[Exchange]]:
             "keys and values, or heads: among {} context ranks, forward and backward",
         ),
     }
-    several = [(sizes[axis], *words) for axis, words in along.items() if sizes[axis] > 1]
-    held = [holds.format(size) for size, holds, _ in several]
-    return held, [Exchange(what=what.format(size), sent=None, each_batch=True) for size, _, what in several]
+    several = [[words.format(sizes[axis]) for words in both] for axis, both in along.items() if sizes[axis] > 1]
+    return [holds for holds, _ in several], [sent for _, sent in several]
 
 
 @final

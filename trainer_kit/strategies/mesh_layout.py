@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout, once_a_world
+from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout
 
 __all__ = [
     "AXES",
@@ -21,11 +21,8 @@ __all__ = [
     "check_options",
     "check_sizes",
     "data_mesh",
-    "mesh_groups",
-    "mesh_in_words",
     "parameters_held",
     "places",
-    "refuse_in_raw_loop",
     "same_batches",
 ]
 
@@ -119,25 +116,6 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return shards if replicas.size() == 1 else DeviceMesh._concatenate([replicas, shards])
 
 
-def refuse_in_raw_loop(mesh: DeviceMesh, loss_parallel: bool) -> None:
-    """Refuse for a raw loop what needs code around a whole step.
-
-    Args:
-        mesh: with its axes.
-        loss_parallel: whether the plan divides losses.
-
-    Raises:
-        StrategyError: the mesh or the plan needs it.
-    """
-    pp = mesh["pp"].size()
-    if loss_parallel or pp > 1:
-        raise StrategyError(
-            "a loop of your own has no whole steps, around which this would be done",
-            found=f"pp={pp}, loss_parallel={loss_parallel}",
-            fix="train with a Trainer, or use pp=1 and loss_parallel=False; prepare_pippy runs inference in stages",
-        )
-
-
 @final
 class MeshGroups:
     """One mesh of all processes, and its groups; a collective call.
@@ -178,46 +156,7 @@ class MeshGroups:
         return ProcessGroup(self._device, flat.get_group())
 
 
-def mesh_groups(device: torch.device, sizes: Mapping[str, int]) -> MeshGroups:
-    """Return the one `MeshGroups` of these sizes: groups keep threads and sockets until the process ends.
-
-    Args:
-        device: where this rank computes.
-        sizes: of each axis.
-    """
-    return once_a_world((str(device), *sizes.items()), lambda: MeshGroups(device, sizes))
-
-
 _SHOWN = 4
-
-
-def mesh_in_words(
-    mesh: DeviceMesh | None,
-    sizes: Mapping[str, int],
-    device: torch.device,
-    modules: Sequence[nn.Module],
-    schedule: str,
-    elsewhere: int,
-) -> str:
-    """One line about a mesh.
-
-    Args:
-        mesh: None: it is not there yet.
-        sizes: of its axes, as they were asked for.
-        device: where its ranks compute.
-        modules: that it divides.
-        schedule: of its pipeline.
-        elsewhere: parameters that only other ranks' stages have.
-    """
-    if mesh is not None:
-        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    staged = f" ({schedule})" if sizes["pp"] != 1 else ""
-    facts = [f"mesh {axes_in_words(sizes)} on {device.type}{staged}"]
-    if mesh is not None:
-        facts.append(same_batches(mesh))
-    if modules:
-        facts.append(parameters_held(modules, elsewhere))
-    return "; ".join(filter(None, facts))
 
 
 def same_batches(mesh: DeviceMesh) -> str:

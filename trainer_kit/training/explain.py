@@ -201,7 +201,7 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) ->
         except Exception as error:  # it may need what only a running fit has, such as the number of steps
             optimizers, problem = None, str(error).partition("\n")[0]
             note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"]
-    return [*cost_lines(costs, optimizers, _window(trainer)), *note]
+    return [*cost_lines(costs, optimizers), *note]
 
 
 def _facts(trainer: Session, module: Any) -> dict[str, str]:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.collective_errors import fail_together
-from trainer_kit.core.costs import Costs, Exchange
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import Group
-from trainer_kit.strategies.costs import ring
 from trainer_kit.strategies.state import Piece, unkept, whole_of
 
 __all__ = ["deepspeed_costs", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states"]
@@ -251,22 +250,18 @@ def deepspeed_costs(
         gradients=sum(part(sizes[p]) * width[p] for p in trained) if stage >= 2 else gradients,
         stepped=stepped,
         masters=0 if stage == 0 and low is None else sum(t.numel() * 4 for t in stepped(trained)),
-        exchanges=[exchange for exchange in _exchanges(stage, ranks, weights, gradients) if exchange.sent],
+        exchanges=_exchanges(stage, ranks) if ranks > 1 else [],
     )
 
 
-def _exchanges(stage: int, ranks: int, weights: int, gradients: int) -> list[Exchange]:
+def _exchanges(stage: int, ranks: int) -> list[str]:
     over = f"over {ranks} ranks"
     if stage == 0:
-        return [Exchange(what=f"gradients: all-reduce {over}", sent=ring(2, ranks, gradients))]
-    reduced = Exchange(
-        what=f"gradients: reduce {over}, to who steps them", sent=ring(1, ranks, gradients), each_batch=stage >= 2
-    )
-    gathered = ring(1, ranks, weights)
+        return [f"gradients: all-reduce {over}"]
     if stage < 3:
-        return [reduced, Exchange(what=f"stepped parameters: all-gather {over}", sent=ring(1, ranks, gradients))]
+        often = ", in each backward" if stage == 2 else ""
+        return [f"gradients: reduce {over}, to who steps them{often}", f"stepped parameters: all-gather {over}"]
     return [
-        Exchange(what=f"parameters: all-gather {over} for forward", sent=gathered, each_batch=True),
-        Exchange(what=f"parameters: all-gather {over} for backward", sent=gathered, each_batch=True),
-        reduced,
+        f"parameters: all-gather {over} for each forward, and again for backward",
+        f"gradients: reduce {over}, to who steps them, in each backward",
     ]

@@ -12,9 +12,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.core.costs import Costs, Exchange
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import Group
-from trainer_kit.strategies.costs import ring
 from trainer_kit.strategies.gradients import local
 from trainer_kit.strategies.state import Piece, part_of, whole_of
 
@@ -181,24 +180,20 @@ def megatron_costs(
 
     layout = f"{data_ranks} data ranks, each with everything"
     over = f"over {data_ranks} data ranks"
-    sent = [Exchange(what=f"gradients: all-reduce {over}", sent=ring(2, data_ranks, gradients))]
+    sent = [f"gradients: all-reduce {over}"]
     if distributed:
         layout = f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
-        weights = sum(p.numel() * (low or p.element_size()) for p in module.parameters() if p.requires_grad)
-        sent = [
-            Exchange(what=f"gradients: reduce-scatter {over}", sent=ring(1, data_ranks, gradients)),
-            Exchange(what=f"stepped parameters: all-gather {over}", sent=ring(1, data_ranks, weights)),
-        ]
+        sent = [f"gradients: reduce-scatter {over}", f"stepped parameters: all-gather {over}"]
+    sent = sent if data_ranks > 1 else []
     if tensor_ranks > 1:
         part = " and of the optimizer's state" if distributed else ""
         layout = f"{data_ranks} data ranks; each of {tensor_ranks} tensor ranks holds a part of every layer{part}"
-        what = f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward"
-        sent.append(Exchange(what=what, sent=None, each_batch=True))
+        sent.append(f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward")
     return Costs(
         layout=layout,
         parameters=sum(p.numel() * (low or p.element_size()) for p in module.parameters()),
         gradients=gradients,
         stepped=stepped,
         masters=0 if low is None else gradients // (data_ranks if distributed else 1),
-        exchanges=[exchange for exchange in sent if exchange.sent != 0],
+        exchanges=sent,
     )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, final
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,13 +18,11 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from trainer_kit.core.costs import Costs, Exchange
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.strategies.costs import held_in_parts, own_part, ring
 from trainer_kit.strategies.transforms.blocks import Policy, units
 from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["FullyShard", "abandon", "resharding", "sharded_costs", "sharded_units"]
+__all__ = ["FullyShard", "abandon", "resharding", "sharded_units"]
 
 
 @final
@@ -139,67 +136,6 @@ def abandon(unit: FSDPModule) -> None:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
-
-
-def sharded_costs(
-    shard: FullyShard,
-    module: nn.Module,
-    roots: Sequence[nn.Module],
-    sizes: tuple[int, ...],
-    rank: int,
-    each_backward: bool,
-) -> Costs:
-    """What a rank holds and sends, of a module that is divided or will be.
-
-    Args:
-        shard: how.
-        module: the whole.
-        roots: as `FullyShard.apply` has it.
-        sizes: of the mesh's axes: shards, or replicas and shards.
-        rank: this one's place among the shards.
-        each_backward: gradients are reduced in each, not once an optimizer step.
-    """
-    shards, copies = sizes[-1], sizes[0] if len(sizes) == 2 else 1
-    whole = shard.left_whole(module)
-    divided = {p for root in roots for p in root.parameters() if p not in whole}
-    parts = {p: own_part(p, shards if p in divided else 1, rank) for p in module.parameters()}
-
-    def size(parameters: Iterable[nn.Parameter], dtype: torch.dtype | None = None) -> int:
-        """Bytes that all shards send together: each sends as much as the first, whose part is the largest."""
-        together = 0
-        for p in parameters:
-            mesh = getattr(p, "device_mesh", None)
-            # With further axes only this rank's part is known.
-            first = own_part(p.detach() if mesh is None else _whole_shape(p, mesh, len(sizes)), shards)
-            together += first.numel() * shards * (dtype or p.dtype).itemsize
-        return together
-
-    policy, freed = shard.mp_policy, shard.reshard_after_forward
-    again = divided if freed else set()
-    if freed is None:  # the outermost stay gathered
-        again = {p for unit in shard.units(module) if unit not in roots for p in unit.parameters()} & divided
-    near = freed if isinstance(freed, int) and not isinstance(freed, bool) else shards
-    trained = [p for p in divided if p.requires_grad]
-    reduced = size(trained, policy.reduce_dtype or policy.param_dtype)
-    kept_whole = size([p for p in parts if p not in divided and p.requires_grad])
-
-    def moved(what: str, ring_size: int, size: int, times: int = 1, often: bool = True) -> Exchange:
-        return Exchange(what=what, sent=ring(times, ring_size, size), each_batch=often)
-
-    everyone, gathered = shards * copies, size(divided, policy.param_dtype)
-    sent = [
-        moved(f"parameters: all-gather over {shards} ranks for forward", shards, gathered),
-        moved(f"parameters: all-gather over {near} ranks for backward", near, size(again, policy.param_dtype)),
-        moved(f"gradients: reduce-scatter over {shards} ranks", shards, reduced, often=each_backward),
-        moved(f"their parts: all-reduce over {copies} copies", copies, reduced // shards, 2, each_backward),
-        moved(f"gradients of what stays whole: all-reduce over {everyone} ranks", everyone, kept_whole, 2),
-    ]
-    among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
-    return held_in_parts(parts, f"{copies} copies, each over {among}" if copies > 1 else among, sent)
-
-
-def _whole_shape(parameter: nn.Parameter, mesh: DeviceMesh, axes: int) -> Any:
-    return torch.empty(parameter.shape, device="meta") if mesh.ndim == axes else parameter
 
 
 def resharding(call: Callable[..., Any], units: Sequence[Any]) -> Callable[..., Any]:

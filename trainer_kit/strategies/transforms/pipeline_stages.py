@@ -176,9 +176,13 @@ def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, 
     return found
 
 
-def _at(model: nn.Module, name: str) -> Any:
+def _home(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     parent, _, key = name.rpartition(".")
-    home = model.get_submodule(parent)
+    return model.get_submodule(parent), key
+
+
+def _at(model: nn.Module, name: str) -> Any:
+    home, key = _home(model, name)
     return home._parameters[key] if key in home._parameters else home.get_submodule(key)
 
 
@@ -341,57 +345,40 @@ class _Slot:
 
 
 @final
-@dataclass(frozen=True)
-class _Borders:
-    """Where a stage lies in the model; kept apart from it, so that none of these modules is a child of the stage.
-
-    Attributes:
-        forward: the model's own.
-        slots: of this rank's other stages.
-        entry: the stand-in that returns what the previous stage has sent; None on the first.
-        exit: the stand-in after the stage; None on the last.
-        end: the stage's last block.
-    """
-
-    forward: Callable[..., Any]
-    slots: Sequence[_Slot]
-    entry: StandIn | None
-    exit: StandIn | None
-    end: nn.Module
-
-
-@final
 class Stage(nn.Module):
     """The modules that one stage holds, and the model's forward from its first to its last.
 
     Args:
         index: of the stage.
         last: whether it is the last one.
-        held: the modules, by name.
-        loose: where it has parameters that are directly the model's.
-        borders: where it lies in the model.
+        run: the model's own forward.
+        mine: where it has modules and parameters in the model, by name.
+        others: the places of this rank's other stages.
+        entry: the stand-in that returns what the previous stage has sent; None on the first.
+        exit: the stand-in after the stage; None on the last.
+        end: the stage's last block.
 
     Attributes:
         turns: the micro-batches, in the order in which they come.
         context: what the forward runs in.
     """
 
-    def __init__(
-        self,
-        index: int,
-        last: bool,
-        held: Mapping[str, nn.Module],
-        loose: Sequence[_Slot],
-        borders: _Borders,
-    ) -> None:
+    run: Callable[..., Any]
+    others: Sequence[_Slot]
+    entry: StandIn | None
+    exit: StandIn | None
+    end: nn.Module
+
+    def __init__(self, index: int, last: bool, mine: Mapping[str, _Slot], **place: Any) -> None:
         super().__init__()
-        self.index, self.last, self.borders = index, last, borders
-        self.held = nn.ModuleList(held.values())
-        self._loose = list(loose)
+        self.index, self.last = index, last
+        self.__dict__.update(place)  # past nn.Module's own: none of these modules is a child of the stage
+        held = {name: slot.real for name, slot in mine.items() if isinstance(slot.real, nn.Module)}
+        self.held, self.names = nn.ModuleList(held.values()), list(held)
+        self._loose = [slot for slot in mine.values() if isinstance(slot.real, nn.Parameter)]
         self.find_loose()
         self._output: Any = None
         self._hooked = False
-        self.names = list(held)
         self.turns: Iterator[Turn] = iter(())
         self.context: AbstractContextManager[Any] | None = None
         self.running = False
@@ -413,7 +400,7 @@ class Stage(nn.Module):
         turn = next(self.turns)
         with self._alone(arrived), self.context or nullcontext():
             try:
-                output = self.borders.forward(*turn.args, **turn.kwargs)
+                output = self.run(*turn.args, **turn.kwargs)
             except _Left:
                 output = None
         if self.last:
@@ -439,29 +426,27 @@ class Stage(nn.Module):
             if self.running:
                 self._output = output
 
-        self.borders.end.register_forward_hook(keep)
+        self.end.register_forward_hook(keep)
 
     @contextmanager
     def _alone(self, arrived: Sequence[Tensor]) -> Iterator[None]:
         """Every other stage's places are taken by stand-ins, the entry has what arrived."""
-        borders = self.borders
-        for slot in borders.slots:
+        for slot in self.others:
             slot.put(real=False)
-        if borders.entry is not None:
-            borders.entry.is_entry, borders.entry.arrived = True, arrived
-        if borders.exit is not None:
-            borders.exit.is_exit = True
-        self.running = True
+        self._mark(True, arrived)
         try:
             yield
         finally:
-            self.running = False
-            if borders.entry is not None:
-                borders.entry.is_entry, borders.entry.arrived = False, None
-            if borders.exit is not None:
-                borders.exit.is_exit = False
-            for slot in borders.slots:
+            self._mark(False, None)
+            for slot in self.others:
                 slot.put(real=True)
+
+    def _mark(self, running: bool, arrived: Sequence[Tensor] | None) -> None:
+        self.running = running
+        if self.entry is not None:
+            self.entry.is_entry, self.entry.arrived = running, arrived
+        if self.exit is not None:
+            self.exit.is_exit = running
 
 
 def _checker(name: str) -> Callable[..., None]:
@@ -490,39 +475,33 @@ def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: to
         own: the stages of this rank.
         device: where it computes.
     """
-    slots: list[_Slot] = []
-    stand_ins: dict[str, StandIn] = {}
-    for name, stage in layout.owners.items():
-        parent, _, key = name.rpartition(".")
-        home = model.get_submodule(parent)
-        real = home._parameters.get(key) if key in home._parameters else home._modules[key]
-        stand_in: Any
-        if isinstance(real, nn.Parameter):
-            stand_in = torch.zeros_like(real, device=device).detach().as_subclass(_Meaningless)
-        else:
-            assert real is not None
-            stand_in = stand_ins[name] = StandIn(real, name, device)
-        slots.append(_Slot(stage, home, key, real, stand_in))
-    for slot in slots:
+    slots = {name: _slot(model, name, stage, device) for name, stage in layout.owners.items()}
+    for slot in slots.values():
         if slot.stage not in own:
             slot.put(real=False)
             slot.real = None
-    forward, made = model.forward, []
-    mine = list(zip(layout.owners, slots, strict=True))
-    last = len(layout.blocks) - 1
+    made, blocks = [], layout.blocks
     for index in own:
-        held = {name: slot.real for name, slot in mine if slot.stage == index}
-        borders = _Borders(
-            forward,
-            [slot for slot in slots if slot.stage in own and slot.stage != index],
-            None if index == 0 else stand_ins[layout.blocks[index - 1][-1]],
-            None if index == last else stand_ins[layout.blocks[index + 1][0]],
-            held[layout.blocks[index][-1]],
+        last = index == len(blocks) - 1
+        stage = Stage(
+            index,
+            last,
+            {name: slot for name, slot in slots.items() if slot.stage == index},
+            run=model.forward,
+            others=[slot for slot in slots.values() if slot.stage in own and slot.stage != index],
+            entry=slots[blocks[index - 1][-1]].stand_in if index else None,
+            exit=None if last else slots[blocks[index + 1][0]].stand_in,
+            end=slots[blocks[index][-1]].real,
         )
-        modules = {name: real for name, real in held.items() if isinstance(real, nn.Module)}
-        loose = [slot for _, slot in mine if slot.stage == index and isinstance(slot.real, nn.Parameter)]
-        made.append(Stage(index, index == last, modules, loose, borders))
+        made.append(stage)
     return made
+
+
+def _slot(model: nn.Module, name: str, stage: int, device: torch.device) -> _Slot:
+    real, (home, key) = _at(model, name), _home(model, name)
+    if isinstance(real, nn.Parameter):
+        return _Slot(stage, home, key, real, torch.zeros_like(real, device=device).detach().as_subclass(_Meaningless))
+    return _Slot(stage, home, key, real, StandIn(real, name, device))
 
 
 @final

@@ -12,11 +12,11 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainer_kit.core.costs import Costs, Exchange, part_bytes
+from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.costs import held_whole, ring
+from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
 from trainer_kit.strategies.strategy import Strategy
@@ -271,10 +271,9 @@ class XLAStrategy(Strategy):
                 module,
                 f"one process for {self._mesh.size()} devices, over all of them; parameters "
                 + ("in parts" if self.shard_parameters else "whole on each"),
-                [Exchange(what="exchanges that the compiler inserts between the devices", sent=None)],
+                ["exchanges that the compiler inserts between the devices"],
             )
-        size = part_bytes(p for p in module.parameters() if p.requires_grad)
-        sent = [Exchange(what=f"gradients: all-reduce over {ranks} processes", sent=ring(2, ranks, size))]
+        sent = [f"gradients: all-reduce over {ranks} processes"] if ranks > 1 else []
         return held_whole(module, f"{ranks} processes, each with everything", sent)
 
     def describe(self) -> str:
