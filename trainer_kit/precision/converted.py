@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from trainer_kit.precision.exceptions import Exceptions, call_layers, except_mod
 from trainer_kit.precision.native import NativePrecision, native_precision, note_layers, refuse_layers
 from trainer_kit.precision.precision import Precision
 
-__all__ = ["ConvertedPrecision", "refuse_shared"]
+__all__ = ["ConvertedPrecision", "refuse_shared", "vendor_module"]
 
 
 class ConvertedPrecision(Precision):
@@ -121,6 +122,18 @@ class ConvertedPrecision(Precision):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.base.load_state_dict(state)
+
+
+def vendor_module(name: str, problem: str, fix: str) -> Any:
+    """Import a vendor's module.
+
+    Raises:
+        PrecisionError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise PrecisionError(problem, found=str(error), fix=fix) from error
 
 
 def refuse_shared(module: nn.Module, layers: Mapping[str, nn.Module], name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
-from trainer_kit.precision.converted import ConvertedPrecision
+from trainer_kit.precision.converted import ConvertedPrecision, vendor_module
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
 from trainer_kit.precision.native import NativePrecision, forget_layers
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Float8Precision", "QATPrecision"]
 
+_INSTALL: Final = "pip install 'trainer-kit[torchao]'"
 _MULTIPLE: Final = 16  # both sizes of a weight are multiples of it for fp8 matrix products
 
 
@@ -208,26 +209,14 @@ class QATPrecision(ConvertedPrecision):
 
 
 def _default_qat_config() -> Any:
-    try:
-        from torchao.quantization import Int8DynamicActivationIntxWeightConfig
-        from torchao.quantization.granularity import PerGroup
-    except ImportError as error:
-        raise PrecisionError(
-            "quantisation-aware training needs torchao", found=str(error), fix="pip install 'trainer-kit[torchao]'"
-        ) from error
+    ao = vendor_module("torchao.quantization", "quantisation-aware training needs torchao", _INSTALL)
     int4 = torch.int4  # type: ignore[attr-defined]
-    return Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=PerGroup(32))
+    return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=ao.granularity.PerGroup(32))
 
 
 def _float8_config(recipe: str) -> Any:
-    try:
-        from torchao.float8 import Float8LinearConfig
-        from torchao.float8.config import Float8LinearRecipeName
-    except ImportError as error:
-        raise PrecisionError(
-            "fp8 training needs torchao", found=str(error), fix="pip install 'trainer-kit[torchao]'"
-        ) from error
-    known = [name.value for name in Float8LinearRecipeName]
+    ao = vendor_module("torchao.float8", "fp8 training needs torchao", _INSTALL)
+    known = [name.value for name in ao.config.Float8LinearRecipeName]
     if recipe not in known:
         raise PrecisionError(f"torchao knows no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known))
-    return Float8LinearConfig.from_recipe_name(recipe)
+    return ao.Float8LinearConfig.from_recipe_name(recipe)

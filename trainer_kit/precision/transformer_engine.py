@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer_kit.core.errors import PrecisionError
-from trainer_kit.precision.converted import ConvertedPrecision
+from trainer_kit.precision.converted import ConvertedPrecision, vendor_module
 from trainer_kit.precision.exceptions import Exceptions, is_excepted
 from trainer_kit.precision.native import NativePrecision
 
@@ -54,7 +54,11 @@ class TransformerEnginePrecision(ConvertedPrecision):
         exceptions: Exceptions = (),
     ) -> None:
         super().__init__("transformer-engine", base, exceptions)
-        self.engine = _import_engine()
+        self.engine = vendor_module(
+            "transformer_engine.pytorch",
+            "this precision needs Transformer Engine",
+            "pip install 'transformer-engine[pytorch]' on a machine with an NVIDIA GPU, or precision='fp8'",
+        )
         self.refused_devices = dict.fromkeys(_NOT_NVIDIA, "Transformer Engine needs an NVIDIA GPU")
         self.replace_layers = replace_layers
         self.evaluate = evaluate
@@ -161,17 +165,6 @@ class _Contexts:
 
     def __exit__(self, *error: Any) -> None:
         self.stacks.pop().__exit__(*error)
-
-
-def _import_engine() -> Any:
-    try:
-        return import_module("transformer_engine.pytorch")
-    except ImportError as error:
-        raise PrecisionError(
-            "this precision needs Transformer Engine",
-            found=str(error),
-            fix="pip install 'transformer-engine[pytorch]' on a machine with an NVIDIA GPU, or precision='fp8'",
-        ) from error
 
 
 def _recipe(given: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Final, Literal, final
 
@@ -28,7 +28,7 @@ from trainer_kit.strategies.process_group import (
     broadcast_buffers,
     join_world,
 )
-from trainer_kit.strategies.state import optimizer_state
+from trainer_kit.strategies.state import States, optimizer_state
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["DDPStrategy", "check_comm_hook", "register_comm_hook"]
@@ -84,7 +84,7 @@ class DDPStrategy(Strategy):
         self.device = torch.device(device)
         self.local_sgd = local_sgd
         self.sharded = self.per_rank_state = local_sgd is not None
-        self._replicas: Replicas | None = None
+        self._replicas: Replicas
         self.wrapper_options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             "static_graph": static_graph,
@@ -111,8 +111,7 @@ class DDPStrategy(Strategy):
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
-        if self.local_sgd is not None:
-            self._replicas = Replicas(self.local_sgd, self.world)
+        self._replicas = Replicas(self.local_sgd, self.world)
 
     def stop(self) -> None:
         """Release the wrapper and its hooks on the parameters; the process group stays until the process ends."""
@@ -213,12 +212,12 @@ class DDPStrategy(Strategy):
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's own step."""
-        return optimizer.step if self._replicas is None else self._replicas.stepping(optimizer)
+        return self._replicas.stepping(optimizer)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """One micro-batch after the other; gradients are exchanged during the last backward."""
         last = micro.count - 1
-        local = self._replicas is not None and self._replicas.begin(micro.started)
+        local = self.local_sgd is not None and self._replicas.begin(micro.started)
         if local:
             last = -1
             if self._ddp is not None:  # else the first forward of a rank with a batch broadcasts rank 0's buffers
@@ -267,39 +266,32 @@ class DDPStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's own."""
-        return dict(module.state_dict()) if self._replicas is None else self._replicas.module_state(module)
+        return self._replicas.module_state(module)
 
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """The optimizer's own."""
         parameters, state = optimizer_state(optimizer)
-        return parameters, state if self._replicas is None else self._replicas.optimizer_state(parameters, state)
+        return parameters, self._replicas.optimizer_state(parameters, state)
 
     @property
     def own_buffers(self) -> bool:
         """False where the wrapper's forward broadcasts rank 0's buffers: it must be called, and configured to do so."""
         follow = self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None
-        return not follow or self._replicas is not None
+        return not follow or self.local_sgd is not None
 
     @contextmanager
     def shared_buffers(self, module: nn.Module) -> Iterator[None]:
         """Inside, running statistics are those of rank 0, and weights the same everywhere, as in its checkpoints."""
-        with borrowed_buffers(module, self.world):
-            if self._replicas is None:
-                yield
-            else:
-                with self._replicas.united(module):
-                    yield
+        with borrowed_buffers(module, self.world), self._replicas.united(module):
+            yield
 
     def own_state(self) -> AbstractContextManager[Any]:
         """Inside, states are this rank's own, not the average of all ranks."""
-        return nullcontext() if self._replicas is None else self._replicas.own()
+        return self._replicas.own()
 
     def finish(self, module: nn.Module) -> None:
         """Average weights that differ from rank to rank."""
-        if self._replicas is not None:
-            self._replicas.unite(module)
+        self._replicas.unite(module)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """Whole copies; one exchange of all gradients a step."""

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies.process_group import ProcessGroup, average
+from trainer_kit.strategies.state import States
 
 __all__ = ["PostLocalSGD", "Replicas", "fill_absent"]
 
@@ -53,7 +54,7 @@ class Replicas:
     """The weights of ranks that may differ: when they are averaged, and what a checkpoint has meanwhile.
 
     Args:
-        options: when.
+        options: when; None: never, because every rank steps on the same gradients.
         world: the ranks.
 
     Attributes:
@@ -61,14 +62,15 @@ class Replicas:
         diverged: whether weights differ from rank to rank now.
     """
 
-    def __init__(self, options: PostLocalSGD, world: ProcessGroup) -> None:
+    def __init__(self, options: PostLocalSGD | None, world: ProcessGroup) -> None:
         self.options, self.world = options, world
         self.local = False
-        self.diverged = True  # of a resumed run, until its first step says more
+        self.diverged = options is not None  # of a resumed run, until its first step says more
         self._due = self._own = False
 
     def begin(self, completed: int) -> bool:
         """Begin a window after so many steps; return whether it exchanges no gradients."""
+        assert self.options is not None
         after = completed + 1 - self.options.warmup_steps
         self.local = after > 0
         self._due = self.local and after % self.options.period == 0
@@ -77,6 +79,8 @@ class Replicas:
     def stepping(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's step, and the average of its parameters where it is due."""
         own = optimizer.step
+        if self.options is None:
+            return own
 
         def step(*args: Any, **options: Any) -> Any:
             result = own(*args, **options)
@@ -124,9 +128,7 @@ class Replicas:
         weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         return {**state, **self._averaged({"": {name: state[name] for name in state if name in weights}})[""]}
 
-    def optimizer_state(
-        self, groups: Sequence[Sequence[nn.Parameter]], state: Mapping[nn.Parameter, Mapping[str, Any]]
-    ) -> Mapping[nn.Parameter, Mapping[str, Any]]:
+    def optimizer_state(self, groups: Sequence[Sequence[nn.Parameter]], state: States) -> States:
         """With averaged moments, where every rank has them; every rank must call it."""
         if self._own or not self.local:
             return state

@@ -289,25 +289,24 @@ def average(tensors: Iterable[Tensor], group: Group) -> None:
 
     Integers and bools, such as steps and quantized weights, have no mean and stay as they are.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_floating_point() or tensor.is_complex():
-            alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for same in alike.values():
-        flat = group.all_reduce(torch.cat([t.reshape(-1) for t in same])).div_(group.size)
-        for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+    means = (t for t in tensors if t.is_floating_point() or t.is_complex())
+    _exchange(means, lambda flat: group.all_reduce(flat).div_(group.size))
 
 
 def broadcast_buffers(module: nn.Module, group: ProcessGroup) -> None:
     """Give every rank the buffers of rank 0, in one exchange for each dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for buffer in module.buffers():
-        by_dtype.setdefault(buffer.dtype, []).append(buffer)
-    for same in by_dtype.values():
-        flat = group.broadcast(torch.cat([b.detach().reshape(-1) for b in same]))
-        for buffer, part in zip(same, torch.split(flat, [b.numel() for b in same]), strict=True):
-            buffer.detach().copy_(part.view_as(buffer))
+    _exchange(module.buffers(), group.broadcast)
+
+
+def _exchange(tensors: Iterable[Tensor], exchange: Callable[[Tensor], Tensor]) -> None:
+    """Write into tensors what an exchange of all of one dtype and device, laid end to end, returns."""
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for same in alike.values():
+        flat = exchange(torch.cat([t.reshape(-1) for t in same]))
+        for tensor, part in zip(same, torch.split(flat, [t.numel() for t in same]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
 __all__ = [
+    "GroupOptions",
     "Moved",
     "Piece",
+    "States",
     "load_module_parts",
     "load_optimizer_state",
     "optimizer_parts",
@@ -31,17 +33,19 @@ __all__ = [
 ]
 
 
-def optimizer_state(
-    optimizer: Optimizer,
-) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+States: TypeAlias = Mapping[nn.Parameter, Mapping[str, Any]]
+"""The optimizer state of each parameter, by its names in the optimizer."""
+GroupOptions: TypeAlias = Sequence[Mapping[str, Any]]
+"""The options of each parameter group of an optimizer."""
+
+
+def optimizer_state(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
     """The parameters of each group, and the state of each parameter that has any."""
-    states: Mapping[Any, Mapping[str, Any]] = {p: to_parts(state) for p, state in optimizer.state.items()}
+    states: dict[Any, Mapping[str, Any]] = {p: to_parts(state) for p, state in optimizer.state.items()}
     return [list(group["params"]) for group in optimizer.param_groups], states
 
 
-def load_optimizer_state(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[nn.Parameter, Mapping[str, Any]]
-) -> None:
+def load_optimizer_state(optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
     """Put the options of each group and the state of each parameter back, in the dtypes that are given.
 
     Args:
@@ -161,7 +165,7 @@ def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool)
     module.load_state_dict(parts, strict=strict)
 
 
-def optimizer_parts(state: Mapping[nn.Parameter, Mapping[str, Any]]) -> dict[nn.Parameter, dict[str, Any]]:
+def optimizer_parts(state: States) -> dict[nn.Parameter, dict[str, Any]]:
     """Divide the state that has the shape of its parameter as the parameter is divided."""
     return {
         parameter: {

@@ -18,7 +18,14 @@ from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.signatures import check_overrides
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
-from trainer_kit.strategies.state import load_module_parts, load_optimizer_state, optimizer_parts, optimizer_state
+from trainer_kit.strategies.state import (
+    GroupOptions,
+    States,
+    load_module_parts,
+    load_optimizer_state,
+    optimizer_parts,
+    optimizer_state,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -267,18 +274,11 @@ class Strategy(ABC):
         """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts."""
         load_module_parts(module, state, strict)
 
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """The module's own parameters in each group, and the state of each; every rank must call it."""
         return optimizer_state(optimizer)
 
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
         """Restore the options of each group and the state of each parameter, from whole tensors or parts."""
         load_optimizer_state(optimizer, groups, optimizer_parts(state))
 

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import PrecisionError, StrategyError
-from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.core.protocols import Group
 
 __all__ = [
     "EngineScaler",
     "OpenWindow",
-    "Windows",
+    "begin_window",
     "check_float16",
     "deepspeed_of",
     "destroy_engine",
     "dividing",
+    "finish_window",
     "local_rank",
     "quiet",
     "release_module",
@@ -143,7 +144,7 @@ def _environment(name: str, value: str) -> Iterator[None]:
 # -- gradients of an accumulation window -----------------------------------------------------------------------------
 
 
-def _begin(engine: Any, unfinished: bool) -> None:
+def begin_window(engine: Any, unfinished: bool) -> None:
     """Drop all gradients of an earlier window.
 
     The engine overwrites what it kept only where a parameter gets a gradient: a parameter that this window does not
@@ -175,7 +176,7 @@ def _begin(engine: Any, unfinished: bool) -> None:
         gradient.zero_()
 
 
-def _finish(engine: Any) -> None:
+def finish_window(engine: Any) -> None:
     """Reduce gradients as the engine does in the last backward of a window, where that backward did not."""
     if engine.zero_optimization_partition_gradients():
         engine.optimizer.finalize_gradient_accumulation_boundary()
@@ -196,39 +197,6 @@ def take_step(engine: Any, clip: float) -> bool:
     engine.set_gradient_accumulation_boundary(True)
     engine.step()
     return bool(engine.was_step_applied())
-
-
-@final
-class Windows:
-    """The accumulation windows of a Trainer, whose number of micro-batches is known when a window begins.
-
-    Attributes:
-        unfinished: whether there are gradients that have not been stepped.
-    """
-
-    def __init__(self) -> None:
-        self.unfinished = False
-
-    def run(self, engine: Any, micro: MicroSteps, finishes_late: bool) -> None:
-        """Run one micro-batch after the other; the engine learns which one is the last.
-
-        Args:
-            engine: DeepSpeed's.
-            micro: the micro-batches.
-            finishes_late: gradients are reduced after the last backward, not in it.
-        """
-        last = micro.count - 1
-        _begin(engine, self.unfinished)
-        for index in range(micro.count):
-            micro.begin(index)
-            engine.set_gradient_accumulation_boundary(index == last and not finishes_late)
-            loss = micro.forward(index)
-            if loss is not None:
-                self.unfinished = True
-                micro.backward(index, loss)
-            if index == last and self.unfinished and (finishes_late or loss is None):
-                _finish(engine)
-            micro.end(index)
 
 
 @final
@@ -259,7 +227,7 @@ class OpenWindow:
             if self._left:
                 for parameter in engine.module.parameters():
                     parameter.grad = None
-            _begin(engine, self._left)
+            begin_window(engine, self._left)
             self.begun = True
             self._left = False
         if hasattr(engine.optimizer, "clear_backward_seen_flag"):
@@ -272,7 +240,7 @@ class OpenWindow:
         """Average over the ranks, and put each rank's part where the engine steps it; every rank calls it."""
         if self.begun and not self._complete:
             engine.set_gradient_accumulation_boundary(True)
-            _finish(engine)
+            finish_window(engine)
             self._complete = True
 
     def drop(self, set_to_none: bool = True) -> None:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import Group
-from trainer_kit.strategies.state import Piece, unkept, whole_of
+from trainer_kit.strategies.state import Piece, States, unkept, whole_of
 
 __all__ = ["deepspeed_costs", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states"]
 
@@ -189,9 +189,7 @@ def optimizer_states(
     return found
 
 
-def load_optimizer(
-    pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, state: Mapping[nn.Parameter, Mapping[str, Any]]
-) -> None:
+def load_optimizer(pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, state: States) -> None:
     """Restore `optimizer_states`, or the state of the same parameters under any other strategy."""
     as_tensor = type(optimizer).__module__.startswith("torch.")
     for parameter, piece in pieces.items():

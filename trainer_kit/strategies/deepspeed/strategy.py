@@ -26,11 +26,12 @@ from trainer_kit.strategies.deepspeed.config import RunFacts, Sections, filled, 
 from trainer_kit.strategies.deepspeed.engine import (
     EngineScaler,
     OpenWindow,
-    Windows,
+    begin_window,
     check_float16,
     deepspeed_of,
     destroy_engine,
     dividing,
+    finish_window,
     local_rank,
     quiet,
     release_module,
@@ -46,7 +47,14 @@ from trainer_kit.strategies.deepspeed.state import (
     optimizer_states,
 )
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
-from trainer_kit.strategies.state import Piece, load_optimizer_state, optimizer_state, refuse_whole
+from trainer_kit.strategies.state import (
+    GroupOptions,
+    Piece,
+    States,
+    load_optimizer_state,
+    optimizer_state,
+    refuse_whole,
+)
 from trainer_kit.strategies.strategy import EngineModule, Strategy
 
 __all__ = ["DeepSpeedStrategy"]
@@ -119,14 +127,14 @@ class DeepSpeedStrategy(Strategy):
         self._groups: list[list[nn.Parameter]] = []
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._clip = self._own_clip = 0.0
-        self._windows = Windows()
+        self._unfinished = False  # whether there are gradients that have not been stepped
         self._window: OpenWindow | None = None  # of a raw loop
 
     def _set_config(self, config: dict[str, Any]) -> None:
         self.config = config
         self.sections = Sections(config)
         self.stage: int = config["zero_optimization"]["stage"]
-        # At the boundary only the gradients of the last backward would leave the device.
+        # Reduced after the last backward, not in it: at the boundary only its gradients would leave the device.
         self._finishes_late = self.stage >= 2 and self._offloads("offload_optimizer")
 
     def use(self, config: dict[str, Any]) -> None:
@@ -346,14 +354,25 @@ class DeepSpeedStrategy(Strategy):
             window.end()
         self._scaler.skipped = not take_step(self._engine, self._clip)
         self._clip = self._own_clip
-        self._windows.unfinished = False
+        self._unfinished = False
         return loss
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the engine reduces gradients with the last one of the window."""
         if self._engine is None:
             raise StrategyError("DeepSpeed has nothing to step", fix="return an optimizer from configure_optimizers")
-        self._windows.run(self._engine, micro, self._finishes_late)
+        engine, last, late = self._engine, micro.count - 1, self._finishes_late
+        begin_window(engine, self._unfinished)
+        for index in range(micro.count):
+            micro.begin(index)
+            engine.set_gradient_accumulation_boundary(index == last and not late)
+            loss = micro.forward(index)
+            if loss is not None:
+                self._unfinished = True
+                micro.backward(index, loss)
+            if index == last and self._unfinished and (late or loss is None):
+                finish_window(engine)
+            micro.end(index)
 
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
@@ -390,20 +409,13 @@ class DeepSpeedStrategy(Strategy):
         """Restore this rank's pieces."""
         load_module(self._pieces, module, state, strict, self.world)
 
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """Whole moments of the module's own parameters, on rank 0; the other ranks have their shapes."""
         if not self._pieces:
             return optimizer_state(optimizer)
         return self._groups, optimizer_states(self._pieces, optimizer, self.world.rank == 0)
 
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
         """Restore this rank's pieces."""
         if not self._pieces:
             load_optimizer_state(optimizer, groups, state)

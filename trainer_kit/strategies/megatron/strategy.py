@@ -32,7 +32,15 @@ from trainer_kit.strategies.megatron.engine import (
 )
 from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, load_state, megatron_costs, optimizer_states
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
-from trainer_kit.strategies.state import Piece, load_optimizer_state, optimizer_state, part_of, whole_of
+from trainer_kit.strategies.state import (
+    GroupOptions,
+    Piece,
+    States,
+    load_optimizer_state,
+    optimizer_state,
+    part_of,
+    whole_of,
+)
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronStrategy"]
@@ -134,14 +142,6 @@ class MegatronStrategy(Strategy):
         """Detach the wrapper from the module; its state stays, for a checkpoint after the run."""
         if self._chunk is not None:
             unwrapped(self._chunk).__dict__.pop("forward", None)
-
-    def init_context(self) -> AbstractContextManager[Any]:
-        """On the device; each rank builds its part of the layers."""
-        return torch.device(self.device)
-
-    def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Move the module."""
-        module.to(self.device)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Wrap Megatron's model as Megatron's own training does; every data rank gets the weights of the first."""
@@ -340,19 +340,12 @@ class MegatronStrategy(Strategy):
             if piece is not None and name in parts:  # the checkpoint may be more precise than the weights
                 piece.of(piece.master).copy_(piece.in_whole(parts[name]))
 
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """The state of Megatron's optimizer, by the module's parameters."""
         groups, _ = optimizer_state(optimizer)
         return groups, optimizer_states(self._inner(), self._pieces, self._parts, self.data, self._keeps)
 
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
         """Restore this rank's parts, and the options of torch's optimizer."""
         load_optimizer_state(optimizer, groups, {})
         load_state(self._inner(), self._pieces, state, self._parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, ClassVar, final
@@ -17,8 +17,9 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.costs import held_whole
+from trainer_kit.strategies.local_sgd import fill_absent
 from trainer_kit.strategies.single import Alone
-from trainer_kit.strategies.state import Moved, load_optimizer_state, optimizer_state
+from trainer_kit.strategies.state import GroupOptions, Moved, States, load_optimizer_state, optimizer_state
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.xla.group import XLAGroup
 
@@ -63,7 +64,6 @@ class XLAStrategy(Strategy):
         self.shard_parameters = shard_parameters
         self.spmd = spmd
         self.device = torch.device("xla")
-        self.end_batch = self._sync_batch
         self._mesh: Any = None
         self._parameters: list[nn.Parameter] = []
         self._moved = Moved()
@@ -78,7 +78,8 @@ class XLAStrategy(Strategy):
         import torch_xla
         import torch_xla.runtime as xr
 
-        self._sync: Callable[[], None] = torch_xla.sync
+        # Computes and runs the traced graph, also where no optimizer was stepped.
+        self.end_batch = self._sync = torch_xla.sync
         fresh = not torch_xla._XLAC._xla_runtime_is_initialized()
         # Asking for the number of processes first would count this process's devices as such.
         launched = xr.local_process_count() > 1
@@ -209,19 +210,12 @@ class XLAStrategy(Strategy):
         self._mark_parts(module.parameters())
         self._sync()
 
-    def optimizer_state(
-        self, optimizer: Optimizer
-    ) -> tuple[list[list[nn.Parameter]], Mapping[nn.Parameter, Mapping[str, Any]]]:
+    def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """The optimizer's state on the host."""
         groups, states = optimizer_state(optimizer)
         return groups, {p: apply_to_collection(dict(state), Tensor, _on_host) for p, state in states.items()}
 
-    def load_optimizer_state(
-        self,
-        optimizer: Optimizer,
-        groups: Sequence[Mapping[str, Any]],
-        state: Mapping[nn.Parameter, Mapping[str, Any]],
-    ) -> None:
+    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
         """Load as torch does; divided tensors stay divided."""
         load_optimizer_state(optimizer, groups, state)
         for own in optimizer.state.values():
@@ -230,12 +224,7 @@ class XLAStrategy(Strategy):
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other, all in one graph; average gradients after the last."""
-        for index in range(micro.count):
-            micro.begin(index)
-            loss = micro.forward(index)
-            if loss is not None:
-                micro.backward(index, loss)
-            micro.end(index)
+        super().forward_backward(micro)
         self._average(self._parameters)
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
@@ -243,9 +232,7 @@ class XLAStrategy(Strategy):
         trained = [p for p in parameters if p.requires_grad]  # now: a callback may freeze or unfreeze some
         if isinstance(self.data, XLAGroup):
             # Every process must trace the same graph: a missing gradient counts as zeros.
-            for parameter in trained:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+            fill_absent(trained)
         gradients = [p.grad for p in trained if p.grad is not None]
         if isinstance(self.data, XLAGroup):
             self.data.average(gradients)
@@ -254,10 +241,6 @@ class XLAStrategy(Strategy):
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average gradients over the processes."""
         return self._average(p for group in optimizer.param_groups for p in group["params"])
-
-    def _sync_batch(self) -> None:
-        """Compile and run the traced graph, also where no optimizer was stepped."""
-        self._sync()
 
     @property
     def own_buffers(self) -> bool:
