@@ -17,6 +17,7 @@ from trainer_kit.inference.lazy_weights import Lazy, have_equal_content, open_we
 from trainer_kit.inference.loading import load_weights, pick_dtype
 from trainer_kit.inference.offload_hooks import is_meta
 from trainer_kit.precision.bitsandbytes import BitsandbytesPrecision
+from trainer_kit.precision.converted import QuantizedLayer
 
 __all__ = ["BnbQuantizationConfig", "load_and_quantize_model"]
 
@@ -176,7 +177,7 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
         part.weight.requires_grad_(False)
         part.weight.data = part.weight.data.to(rest)
     precision.exchange(model, stays)
-    found: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, precision.stored)}
+    found: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLayer)}
     for layer in found.values() if config.load_in_8bit else ():
         layer.threshold = config.llm_int8_threshold
     return found

@@ -65,7 +65,6 @@ class BitsandbytesPrecision(ConvertedPrecision):
         self.refused_devices = {"mps": "bitsandbytes has no kernels for it"}
         self.mode = mode
         self.dtype = dtype
-        self.stored = (_Frozen,)
 
     def options(self) -> str:
         """The dtype of products."""

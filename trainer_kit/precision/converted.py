@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from trainer_kit.precision.exceptions import Exceptions, call_layers, except_mod
 from trainer_kit.precision.native import NativePrecision, native_precision, note_layers, refuse_layers
 from trainer_kit.precision.precision import Precision
 
-__all__ = ["ConvertedPrecision", "refuse_shared", "vendor_module"]
+__all__ = ["ConvertedPrecision", "QuantizedLayer", "refuse_shared", "vendor_module"]
 
 
 class ConvertedPrecision(Precision):
@@ -27,12 +27,7 @@ class ConvertedPrecision(Precision):
         name: of the precision, by which engines refuse it.
         base: the precision of everything else, as a word or an object.
         exceptions: modules whose layers are not exchanged; see `Exceptions`.
-
-    Attributes:
-        stored: classes of layers whose parameters hold quantised weights.
     """
-
-    stored: tuple[type[nn.Module], ...] = ()
 
     def __init__(self, name: str, base: str | NativePrecision, exceptions: Exceptions) -> None:
         self.name = name
@@ -81,7 +76,7 @@ class ConvertedPrecision(Precision):
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:
         """Exceptions with another dtype, and layers that store quantised weights."""
         own = [part for _, part, given in excepted(module, self.exceptions) if given is not None]
-        return own + [part for part in module.modules() if isinstance(part, self.stored)]
+        return own + [part for part in module.modules() if isinstance(part, QuantizedLayer)]
 
     def convert_batch(self, batch: Any) -> Any:
         """As the native precision does."""
@@ -122,6 +117,14 @@ class ConvertedPrecision(Precision):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.base.load_state_dict(state)
+
+
+@runtime_checkable
+class QuantizedLayer(Protocol):
+    """A layer whose parameters hold a quantised weight, in a shape of its own."""
+
+    def take_floats(self, state: dict[str, Any], prefix: str) -> None:
+        """Quantise this layer's weight in a state, where that holds floats."""
 
 
 def vendor_module(name: str, problem: str, fix: str) -> Any:

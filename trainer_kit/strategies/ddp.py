@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any, Final, Literal, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -398,7 +397,7 @@ def register_comm_hook(
     else:
         named: dict[str, Callable[..., Any]] = {
             "fp16": default_hooks.fp16_compress_hook,
-            "bf16": _bf16_hook,
+            "bf16": default_hooks.bf16_compress_hook,
             "powersgd": powerSGD_hook.powerSGD_hook,
         }
         chosen = named[hook]
@@ -410,21 +409,8 @@ def register_comm_hook(
         chosen = wrappers.get(wrapper, wrapper)(chosen)
 
     def unannotated(state, bucket):  # type: ignore[no-untyped-def]
-        # torch compares annotations by identity, so those of `from __future__ import annotations` are refused.
+        # torch compares annotations by identity, so those of `from __future__ import annotations` are refused. It also
+        # asks for NCCL where a hook has the name of its own one for bfloat16, which runs on gloo as well.
         return chosen(state, bucket)
 
     ddp.register_comm_hook(state, unannotated)
-
-
-def _bf16_hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-    """Exchange in bfloat16 on any backend; torch's own hook of this name asks for NCCL although gloo can do it."""
-    buffer = bucket.buffer()
-    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
-    future = dist.all_reduce(compressed, async_op=True).get_future()
-
-    def decompress(done: torch.futures.Future[Any]) -> Tensor:
-        averaged: Tensor = buffer.copy_(done.value()[0])
-        return averaged
-
-    exchanged: torch.futures.Future[Tensor] = future.then(decompress)
-    return exchanged

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.precision.converted import QuantizedLayer
 from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
 __all__ = [
@@ -159,7 +160,7 @@ def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool)
     """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
     state, own = dict(state), module.state_dict()
     for name, layer in module.named_modules():
-        if hasattr(layer, "take_floats"):  # a quantised weight has a shape of its own
+        if isinstance(layer, QuantizedLayer):
             layer.take_floats(state, f"{name}." if name else "")
     parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
     module.load_state_dict(parts, strict=strict)
