@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -74,8 +73,7 @@ def prepare_pippy(
     blocks = lay_out(model, plan, here.world_size).blocks
     _refuse_inside(model, blocks[0][0].rpartition(".")[0], no_split_module_classes or ())
     world = join_world(device)
-    assert dist.group.WORLD is not None
-    pipeline = Pipeline(dist.group.WORLD, world, device, "GPipe")
+    pipeline = Pipeline(world, world, device, "GPipe")
     pipeline.has(model)  # refuses a model that another pipeline has split
     weights = InitialWeights(model, world)
     pipeline.divide(model, plan, make_precision("32-true", device.type))

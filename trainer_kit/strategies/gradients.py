@@ -97,7 +97,7 @@ def clip_parts(
     return norm
 
 
-def spread_overflow(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def spread_overflow(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Where any rank's gradients overflowed, none of any rank's stays finite: all of them skip the step, or none does.
 
     Args:

@@ -175,7 +175,7 @@ class MeshStrategy(Strategy):
             made.mesh = self.groups.data_mesh
         self._data_axes = self._shards or SingleDeviceStrategy(self.device)
         if sizes["pp"] > 1:
-            self.pipeline = Pipeline(self.mesh["pp"].get_group(), self.world, self.device, self.schedule)
+            self.pipeline = Pipeline(self.groups.stages, self.world, self.device, self.schedule)
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
             self._data_axes = _StagedStrategy(self.pipeline, self.groups, self._shards)
@@ -566,7 +566,7 @@ class _StagedStrategy(Strategy):
             average_gradients(loose, self.groups.losses)
         if self._scales:  # a stage that does not see the overflow of another one would step
             gradients = [p.grad for stage in self.pipeline.stages for p in stage.parameters() if p.grad is not None]
-            spread_overflow(gradients, self.pipeline.group)
+            spread_overflow(gradients, self.groups.stages.group)
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names of other stages."""

@@ -12,8 +12,10 @@ from typing import Any, final
 import numpy as np
 import torch
 import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import DataError, StrategyError
@@ -21,7 +23,8 @@ from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.transforms.pipeline_schedules import Relay, Schedules, check_schedule
+from trainer_kit.strategies.process_group import ProcessGroup
+from trainer_kit.strategies.transforms.pipeline_schedules import Schedules, check_schedule, without_storage
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
     Ties,
@@ -62,14 +65,14 @@ class Pipeline:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: ProcessGroup,
         world: Group,
         device: torch.device,
         schedule: str = "1F1B",
     ) -> None:
         kind = check_schedule(schedule)
         self.group, self.world, self.device, self.schedule = group, world, device, schedule
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = group.rank, group.size
         self.count = size * (1 if kind == "one" else 2)
         self.ranks = [s % size if kind != "v" or s < size else 2 * size - 1 - s for s in range(self.count)]
         self.own = [index for index, owner in enumerate(self.ranks) if owner == rank]
@@ -77,13 +80,14 @@ class Pipeline:
         self.stages: list[Stage] = []
         self.names: list[str] = []
         self.elsewhere = 0
-        self.reporter = dist.get_global_rank(group, self.ranks[-1])
-        self._source = dist.get_global_rank(group, 0)
+        everyone = dist.get_process_group_ranks(group.group)
+        self.reporter = everyone[self.ranks[-1]]
+        self._source = everyone[0]
         self._module: weakref.ref[nn.Module] | None = None
         self._answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any] = self._evaluate
         self.gone: dict[int, weakref.ref[nn.Parameter]] = {}
         self.ties: Ties
-        self._relay: Relay
+        self._known: dict[Any, dict[int, tuple[Tensor, ...]]] = {}
         self._schedules: Schedules
 
     # -- the model -----------------------------------------------------------------------------------------------
@@ -123,12 +127,11 @@ class Pipeline:
         context = precision.forward_context()
         for stage in self.stages:
             stage.context = context
-        self._relay = Relay(self.stages, self.ranks, self.group, self.device)
         self._schedules = Schedules(self.schedule, self.stages, self.count, self.group, self.device)
         model.__dict__["forward"] = self._called
         rows = self.world.agree([torch.initial_seed() % 2**32])
         self._seed = int(rows[self._source][0])
-        self._noise = self._seed + 1 + dist.get_rank(self.group)
+        self._noise = self._seed + 1 + self.group.rank
 
     def find_parameters(self, module: nn.Module) -> None:
         """Look up parameters, once the module has those that are trained."""
@@ -159,7 +162,8 @@ class Pipeline:
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the last stage; every rank of the pipeline is here at the same time."""
         with torch.no_grad(), drawing(self._noise, self.device):  # these numbers are not drawn by the step
-            return self._relay.run(args, kwargs)
+            output, _ = self._pass(Turn(args, kwargs))
+            return self.share(output)
 
     @contextmanager
     def _answering(self, answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
@@ -188,7 +192,7 @@ class Pipeline:
         def step(*args: Any) -> Any:
             # From the stream that a checkpoint holds: what an evaluation draws after a resume is what it would have.
             seeds = self._draw_seeds()
-            own, self._noise = self._noise, seeds[1 + dist.get_rank(self.group)]
+            own, self._noise = self._noise, seeds[1 + self.group.rank]
             try:
                 with drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
                     return method(*args)
@@ -201,12 +205,71 @@ class Pipeline:
 
     def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The model's outputs for several batches that follow each other, on the rank that has the last stage."""
-        with torch.no_grad(), drawing(self._draw_seeds()[1 + dist.get_rank(self.group)], self.device):
-            return self._relay.follow(inputs)
+        with torch.no_grad(), drawing(self._draw_seeds()[1 + self.group.rank], self.device):
+            return [self._pass(Turn(*one))[0] for one in inputs]
 
     def share(self, value: Any, last: bool = True) -> Any:
-        """What the rank of the last stage has, or of the first, on every rank."""
-        return self._relay.share(value, self.ranks[-1 if last else 0])
+        """What the rank of the last stage has, or of the first, on every rank: its structure, then its tensors."""
+        owner = self.ranks[-1 if last else 0]
+        mine = self.group.rank == owner
+        structure = apply_to_collection(value, Tensor, without_storage) if mine else None
+        (structure,) = self.group.broadcast([structure], owner)
+
+        def pass_on(tensor: Tensor) -> Tensor:
+            sent = tensor.detach() if mine else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            return self.group.broadcast(sent.contiguous(), owner)  # type: ignore[no-any-return]
+
+        shared = apply_to_collection(value if mine else structure, Tensor, pass_on)
+        return value if mine else shared
+
+    def _learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Remember under ``key`` the shapes that the stages of this rank take and return; nothing else is changed."""
+        with torch.no_grad(), preserved_rng(self.device):
+            before = [(b, b.detach().clone()) for stage in self.stages for b in stage.buffers()]
+            _, self._known[key] = self._pass(Turn(args, kwargs), to_end=False)
+            for buffer, value in before:
+                buffer.detach().copy_(value)
+            for part in (part for stage in self.stages for part in stage.modules()):
+                if isinstance(part, FSDPModule):  # gradients and optimizers belong to the parts
+                    part.reshard()
+
+    def _pass(self, turn: Turn, to_end: bool = True) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
+        """Pass one micro-batch from stage to stage, without a schedule.
+
+        Returns:
+            What the last stage of this rank returns; and without storage, what stage ``i`` takes at ``i``, and returns
+            at ``i + 1``.
+        """
+        shapes: dict[int, tuple[Tensor, ...]] = {}
+        handed: Any = ()
+        for stage in self.stages:
+            index = stage.index
+            if index and self.ranks[index - 1] != self.group.rank:
+                handed = self._receive(self.ranks[index - 1])
+            shapes[index] = tuple(map(without_storage, handed))
+            if stage.last and not to_end:
+                break
+            stage.turns = iter([turn])
+            handed = stage(*handed)
+            if not stage.last:
+                shapes[index + 1] = tuple(map(without_storage, handed))
+                if self.ranks[index + 1] != self.group.rank:
+                    self._send(handed, self.ranks[index + 1])
+        return handed, shapes
+
+    def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
+        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+        dist.send_object_list([shapes], group=self.group.group, group_dst=rank, device=self.device)
+        for tensor in tensors:
+            dist.send(tensor.detach().contiguous(), group=self.group.group, group_dst=rank)
+
+    def _receive(self, rank: int) -> tuple[Tensor, ...]:
+        shapes: list[Any] = [None]
+        dist.recv_object_list(shapes, group=self.group.group, group_src=rank, device=self.device)
+        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0])
+        for tensor in tensors:
+            dist.recv(tensor, group=self.group.group, group_src=rank)
+        return tensors
 
     # -- a window ------------------------------------------------------------------------------------------------
 
@@ -245,14 +308,14 @@ class Pipeline:
             return run
 
         for start in sorted(unknown):
-            self._relay.learn(shapes_of(batches[start]), *inputs[start])
+            self._learn(shapes_of(batches[start]), *inputs[start])
         for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
             key = shapes_of(batches[start])
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
             # Stages draw by themselves, and leave the generators as they were: collate functions and hooks draw the
             # same on all of them, or the first one's inputs and the last one's targets would be of two batches.
             with self._own_errors(), drawing(self._noise + start, self.device):
-                self._schedules.run(key, self._relay.known[key], turns)
+                self._schedules.run(key, self._known[key], turns)
         self.ties.add_gradients()
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
@@ -265,18 +328,18 @@ class Pipeline:
         """
         shapes = [shapes_of(batch) for batch in batches]
         changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
-        new = [shape not in self._relay.known for shape in shapes]
+        new = [shape not in self._known for shape in shapes]
         seeds = self._draw_seeds()
         rows = self.world.agree([seeds[0], *changes, *new])
         self._seed = int(rows[self._source][0])
-        self._noise = seeds[1 + dist.get_rank(self.group)]
+        self._noise = seeds[1 + self.group.rank]
         count = len(batches)
         starts = [index for index in range(count) if any(row[1 + index] for row in rows)]
         return starts, {index for index in starts if any(row[1 + count + index] for row in rows)}
 
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the user's random stream."""
-        size = dist.get_world_size(self.group)
+        size = self.group.size
         seeds: list[int] = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
         return seeds
 

@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
-from trainer_kit.core.seed import preserved_rng
+from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.transforms.pipeline_stages import Stage, Turn
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["SCHEDULES", "Relay", "Schedules", "bubble", "check_schedule"]
+__all__ = ["SCHEDULES", "Schedules", "bubble", "check_schedule", "without_storage"]
 
 
 SCHEDULES: Final = {
@@ -77,7 +74,7 @@ class Schedules:
     """
 
     def __init__(
-        self, name: str, stages: Sequence[Stage], count: int, group: dist.ProcessGroup, device: torch.device
+        self, name: str, stages: Sequence[Stage], count: int, group: ProcessGroup, device: torch.device
     ) -> None:
         self.name, self.stages, self.count, self.group, self.device = name, stages, count, group, device
         self._made: dict[tuple[Any, int], Any] = {}
@@ -87,7 +84,7 @@ class Schedules:
 
         Args:
             key: of the shape.
-            shapes: what the stages take and return, as `Relay` knows it.
+            shapes: what the stages take and return, as `Pipeline` knows it.
             turns: the micro-batches.
         """
         schedule = self._made.pop((key, len(turns)), None)
@@ -136,7 +133,7 @@ class Schedules:
             self.device,
             input_args=numbers if stage.index == 0 else shapes[stage.index],
             output_args=loss if stage.last else shapes[stage.index + 1],
-            group=self.group,
+            group=self.group.group,
         )
 
 
@@ -144,104 +141,6 @@ def _loss_itself(output: Any, target: Any) -> Any:
     return output
 
 
-@final
-class Relay:
-    """Passes activations from stage to stage; their shapes are sent first.
-
-    Args:
-        stages: of this rank.
-        ranks: in the group, of every stage.
-        group: of the ranks that share one model.
-        device: where this rank computes.
-
-    Attributes:
-        known: by the shapes of a batch, what this rank's stages take and return, without storage, by stage: the
-            arguments of stage ``i`` at ``i``, what it returns at ``i + 1``.
-    """
-
-    def __init__(
-        self, stages: Sequence[Stage], ranks: Sequence[int], group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        self.stages = {stage.index: stage for stage in stages}
-        self.ranks, self.group, self.device = ranks, group, device
-        self.known: dict[Any, dict[int, tuple[Tensor, ...]]] = {}
-
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the last stage, on every rank."""
-        output, _ = self._pass(Turn(args, kwargs))
-        return self.share(output, self.ranks[-1])
-
-    def follow(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
-        """The outputs of several batches, which are under way together, on the rank of the last stage."""
-        return [self._pass(Turn(args, kwargs))[0] for args, kwargs in inputs]
-
-    def learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember the shapes between the stages under ``key``; nothing else is changed."""
-        with torch.no_grad(), preserved_rng(self.device):
-            before = [(b, b.detach().clone()) for stage in self.stages.values() for b in stage.buffers()]
-            _, self.known[key] = self._pass(Turn(args, kwargs), to_end=False)
-            for buffer, value in before:
-                buffer.detach().copy_(value)
-            for part in (part for stage in self.stages.values() for part in stage.modules()):
-                if isinstance(part, FSDPModule):  # gradients and optimizers belong to the parts
-                    part.reshard()
-
-    def _pass(self, turn: Turn, to_end: bool = True) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
-        shapes: dict[int, tuple[Tensor, ...]] = {}
-        handed: Any = ()
-        me = dist.get_rank(self.group)
-        for index, rank in enumerate(self.ranks):
-            if rank != me:
-                continue
-            if index and self.ranks[index - 1] != me:
-                handed = self._receive(self.ranks[index - 1])
-            shapes[index] = tuple(map(_without_storage, handed))
-            last = index == len(self.ranks) - 1
-            if last and not to_end:
-                break
-            stage = self.stages[index]
-            stage.turns = iter([turn])
-            handed = stage(*handed)
-            if not last:
-                shapes[index + 1] = tuple(map(_without_storage, handed))
-                if self.ranks[index + 1] != me:
-                    self._send(handed, self.ranks[index + 1])
-        return handed, shapes
-
-    def _send(self, tensors: Sequence[Tensor], rank: int) -> None:
-        shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
-        to = dist.get_global_rank(self.group, rank)
-        dist.send_object_list([shapes], to, group=self.group, device=self.device)
-        for tensor in tensors:
-            dist.send(tensor.detach().contiguous(), to, group=self.group)
-
-    def _receive(self, rank: int) -> tuple[Tensor, ...]:
-        shapes: list[Any] = [None]
-        source = dist.get_global_rank(self.group, rank)
-        dist.recv_object_list(shapes, source, group=self.group, device=self.device)
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0])
-        for tensor in tensors:
-            dist.recv(tensor, source, group=self.group)
-        return tensors
-
-    def share(self, output: Any, owner: int) -> Any:
-        """Give every rank the value of one: first its structure, then its tensors."""
-        source, mine = dist.get_global_rank(self.group, owner), dist.get_rank(self.group) == owner
-        box: list[Any] = [apply_to_collection(output, Tensor, _without_storage) if mine else None]
-        dist.broadcast_object_list(box, source, group=self.group, device=self.device)
-        if mine:
-            apply_to_collection(
-                output, Tensor, lambda tensor: dist.broadcast(tensor.detach().contiguous(), source, group=self.group)
-            )
-            return output
-
-        def receive(tensor: Tensor) -> Tensor:
-            made = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            dist.broadcast(made, source, group=self.group)
-            return made
-
-        return apply_to_collection(box[0], Tensor, receive)
-
-
-def _without_storage(tensor: Tensor) -> Tensor:
+def without_storage(tensor: Tensor) -> Tensor:
+    """A tensor of the meta device, of the shape and dtype of another, that requires gradients where it can."""
     return torch.empty_like(tensor.detach(), device="meta").contiguous().requires_grad_(tensor.is_floating_point())

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.strategies.gradients import local
+from trainer_kit.strategies.process_group import ProcessGroup
 
 __all__ = [
     "Layout",
@@ -518,11 +519,9 @@ class Ties:
         repeated: copies here of which an earlier stage has another: gradients are counted once.
     """
 
-    def __init__(
-        self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: ProcessGroup) -> None:
         self._shared, self._ranks, self._group = shared, ranks, group
-        self._me = dist.get_rank(group)
+        self._me = group.rank
         self._copies: list[list[nn.Parameter]] = []
         self.names: dict[str, str] = {}
         self.repeated: set[nn.Parameter] = set()
@@ -574,8 +573,7 @@ class Ties:
         """Return the parameters whose ranks give different texts, with these texts."""
         if not self._shared:
             return []
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, mine, group=self._group)
+        everyone = self._group.all_gather_object(mine)
         by_parameter = [sorted({one for copies in theirs for one in copies}) for theirs in zip(*everyone, strict=True)]
         return [(places, found) for places, found in zip(self._shared, by_parameter, strict=True) if len(found) > 1]
 
@@ -602,10 +600,9 @@ class Ties:
         ways = []
         for rank in ranks:
             if rank != self._me:
-                peer = dist.get_global_rank(self._group, rank)
                 ways += [
-                    dist.P2POp(dist.isend, mine, peer, self._group),
-                    dist.P2POp(dist.irecv, parts[rank], peer, self._group),
+                    dist.P2POp(dist.isend, mine, group=self._group.group, group_peer=rank),
+                    dist.P2POp(dist.irecv, parts[rank], group=self._group.group, group_peer=rank),
                 ]
         for work in dist.batch_isend_irecv(ways):
             work.wait()
