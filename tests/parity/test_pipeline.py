@@ -23,7 +23,7 @@ from tests.parity.plain import case
 from tests.strategies.pipelines import Writer, stages, texts, words
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan, PipelinePlan
-from trainer_kit.strategies.transforms.pipeline_schedules import SCHEDULES
+from trainer_kit.strategies.transforms.pipeline import SCHEDULES
 from trainer_kit.testing.conformance import whole
 
 pytestmark = pytest.mark.slow

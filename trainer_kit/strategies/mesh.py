@@ -52,8 +52,7 @@ from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy
 from trainer_kit.strategies.transforms.context import ContextParallel
 from trainer_kit.strategies.transforms.fully_shard import abandon, resharding, sharded_units
-from trainer_kit.strategies.transforms.pipeline import Pipeline, PipelineParallel
-from trainer_kit.strategies.transforms.pipeline_schedules import bubble, check_schedule
+from trainer_kit.strategies.transforms.pipeline import Pipeline, PipelineParallel, bubble, check_schedule
 from trainer_kit.strategies.transforms.pipeline_stages import has_stages
 from trainer_kit.strategies.transforms.tensor import TensorParallel, complete_gradients
 from trainer_kit.strategies.transforms.transform import Transform

@@ -7,7 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -18,13 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from trainer_kit.core.errors import DataError, StrategyError
+from trainer_kit.core.errors import DataError, StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
-from trainer_kit.strategies.transforms.pipeline_schedules import Schedules, check_schedule, without_storage
 from trainer_kit.strategies.transforms.pipeline_stages import (
     Stage,
     Ties,
@@ -36,11 +35,54 @@ from trainer_kit.strategies.transforms.pipeline_stages import (
 )
 from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["Pipeline", "PipelineParallel", "copied", "drawing", "shapes_of", "tensors_of", "untouched"]
+__all__ = ["SCHEDULES", "Pipeline", "PipelineParallel", "bubble", "check_schedule", "tensors_of"]
 
 
 class _Taken(BaseException):
     """Ends a dry run of the step: the step has called the model, so its inputs are known."""
+
+
+SCHEDULES: Final = {
+    "GPipe": "one",
+    "1F1B": "one",
+    "Interleaved1F1B": "loop",
+    "LoopedBFS": "loop",
+    "InterleavedZeroBubble": "loop",
+    "ZBVZeroBubble": "v",
+}
+"""By name: whether a rank has one stage, or several, which go around the ranks in a loop or there and back."""
+_KEPT: Final = 4
+"""Schedules whose buffers are kept: the usual window's, the last one's of an epoch, and what is between."""
+
+
+def check_schedule(name: str) -> str:
+    """How a schedule's stages lie on the ranks.
+
+    Raises:
+        StrategyError: there is none of this name.
+    """
+    if name not in SCHEDULES:
+        raise StrategyError(f"no pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES)))
+    return SCHEDULES[name]
+
+
+def bubble(batches: int, stages: int) -> str | None:
+    """A line about windows that leave ranks waiting for most of the time; None where they do not.
+
+    Args:
+        batches: micro-batches of a window.
+        stages: of the pipeline.
+
+    Example:
+        >>> bubble(8, 4), bubble(2, 4)[:41]
+        (None, '2 micro-batches an optimizer step for 4 s')
+    """
+    if batches >= stages:
+        return None
+    return (
+        f"{batches} micro-batches an optimizer step for {stages} stages of a pipeline: its ranks wait most of the time"
+        f" (accumulate_grad_batches={2 * stages} or more keeps them busy)"
+    )
 
 
 @final
@@ -88,7 +130,7 @@ class Pipeline:
         self.gone: dict[int, weakref.ref[nn.Parameter]] = {}
         self.ties: Ties
         self._known: dict[Any, dict[int, tuple[Tensor, ...]]] = {}
-        self._schedules: Schedules
+        self._schedules: dict[tuple[Any, int], Any] = {}
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -127,7 +169,6 @@ class Pipeline:
         context = precision.forward_context()
         for stage in self.stages:
             stage.context = context
-        self._schedules = Schedules(self.schedule, self.stages, self.count, self.group, self.device)
         model.__dict__["forward"] = self._called
         rows = self.world.agree([torch.initial_seed() % 2**32])
         self._seed = int(rows[self._source][0])
@@ -161,7 +202,7 @@ class Pipeline:
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of the last stage; every rank of the pipeline is here at the same time."""
-        with torch.no_grad(), drawing(self._noise, self.device):  # these numbers are not drawn by the step
+        with torch.no_grad(), _drawing(self._noise, self.device):  # these numbers are not drawn by the step
             output, _ = self._pass(Turn(args, kwargs))
             return self.share(output)
 
@@ -181,7 +222,7 @@ class Pipeline:
 
         def step(batch: Any, index: int) -> Any:
             # It draws the same numbers on the rank that has the inputs and on the rank that has the loss.
-            with drawing(self._seed + index, self.device):
+            with _drawing(self._seed + index, self.device):
                 return method(batch, index)
 
         return step
@@ -194,7 +235,7 @@ class Pipeline:
             seeds = self._draw_seeds()
             own, self._noise = self._noise, seeds[1 + self.group.rank]
             try:
-                with drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
+                with _drawing(int(self.world.agree([seeds[0]])[self._source][0]), self.device):
                     return method(*args)
             finally:
                 self._noise = own
@@ -205,14 +246,14 @@ class Pipeline:
 
     def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
         """The model's outputs for several batches that follow each other, on the rank that has the last stage."""
-        with torch.no_grad(), drawing(self._draw_seeds()[1 + self.group.rank], self.device):
+        with torch.no_grad(), _drawing(self._draw_seeds()[1 + self.group.rank], self.device):
             return [self._pass(Turn(*one))[0] for one in inputs]
 
     def share(self, value: Any, last: bool = True) -> Any:
         """What the rank of the last stage has, or of the first, on every rank: its structure, then its tensors."""
         owner = self.ranks[-1 if last else 0]
         mine = self.group.rank == owner
-        structure = apply_to_collection(value, Tensor, without_storage) if mine else None
+        structure = apply_to_collection(value, Tensor, _without_storage) if mine else None
         (structure,) = self.group.broadcast([structure], owner)
 
         def pass_on(tensor: Tensor) -> Tensor:
@@ -246,13 +287,13 @@ class Pipeline:
             index = stage.index
             if index and self.ranks[index - 1] != self.group.rank:
                 handed = self._receive(self.ranks[index - 1])
-            shapes[index] = tuple(map(without_storage, handed))
+            shapes[index] = tuple(map(_without_storage, handed))
             if stage.last and not to_end:
                 break
             stage.turns = iter([turn])
             handed = stage(*handed)
             if not stage.last:
-                shapes[index + 1] = tuple(map(without_storage, handed))
+                shapes[index + 1] = tuple(map(_without_storage, handed))
                 if self.ranks[index + 1] != self.group.rank:
                     self._send(handed, self.ranks[index + 1])
         return handed, shapes
@@ -300,7 +341,7 @@ class Pipeline:
             def run(output: Any) -> Any:
                 if index in absent:
                     return _nothing_of(output)
-                micro.turn_to(index, copied(batches[index]))
+                micro.turn_to(index, _copied(batches[index]))
                 loss = self._loss(micro, index, output)
                 outputs[index] = micro.outputs
                 return loss
@@ -308,25 +349,78 @@ class Pipeline:
             return run
 
         for start in sorted(unknown):
-            self._learn(shapes_of(batches[start]), *inputs[start])
+            self._learn(_shapes_of(batches[start]), *inputs[start])
         for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
-            key = shapes_of(batches[start])
+            key = _shapes_of(batches[start])
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
             # Stages draw by themselves, and leave the generators as they were: collate functions and hooks draw the
             # same on all of them, or the first one's inputs and the last one's targets would be of two batches.
-            with self._own_errors(), drawing(self._noise + start, self.device):
-                self._schedules.run(key, self._known[key], turns)
+            with self._own_errors(), _drawing(self._noise + start, self.device):
+                self._run(key, turns)
         self.ties.add_gradients()
         for index, batch in enumerate(batches):
             micro.turn_to(index, None if index in absent else batch, outputs[index])
             micro.end(index)
+
+    def _run(self, key: Any, turns: Sequence[Turn]) -> None:
+        """Run micro-batches of one shape as one schedule; gradients are added to those that are there.
+
+        Args:
+            key: of the shape, in ``_known``.
+            turns: the micro-batches.
+        """
+        schedule = self._schedules.pop((key, len(turns)), None)
+        # torch drops the gradients of what FSDP divides when a schedule runs for the first time.
+        # Each once: two stages here may share one.
+        parameters = {} if schedule is not None else {p: p.grad for s in self.stages for p in s.parameters()}
+        schedule = schedule or self._make(len(turns), self._known[key])
+        self._schedules[key, len(turns)] = schedule  # the latest is at the end
+        if len(self._schedules) > _KEPT:
+            del self._schedules[next(iter(self._schedules))]
+        for parameter in parameters:
+            parameter.grad = None
+        for stage in self.stages:
+            stage.turns = iter(turns)
+        numbers = torch.arange(len(turns), device=self.device)
+        inputs = (numbers,) if self.stages[0].index == 0 else ()
+        schedule.step(*inputs, target=numbers if self.last else None, return_outputs=False)
+        for parameter, gradient in parameters.items():
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+    def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
+        """A schedule of torch for so many micro-batches, whose stages take and return these shapes."""
+        from torch.distributed.pipelining import PipelineStage, schedules
+
+        # The first one's input is the number of the micro-batch, the last one's output is the loss.
+        numbers = torch.empty(1, dtype=torch.int64, device="meta")
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages: list[Any] = [
+            PipelineStage(
+                stage,
+                stage.index,
+                self.count,
+                self.device,
+                input_args=shapes[stage.index] if stage.index else numbers,
+                output_args=loss if stage.last else shapes[stage.index + 1],
+                group=self.group.group,
+            )
+            for stage in self.stages
+        ]
+        options: dict[str, Any] = {"n_microbatches": batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
+        one = SCHEDULES[self.schedule] == "one"
+        held: Any = stages[0] if one else stages
+        try:
+            return schedules.get_schedule_class(self.schedule)(held, **options)
+        except ValueError:  # too few micro-batches for it, or not a multiple of what it wants
+            return (schedules.ScheduleGPipe if one else schedules.ScheduleLoopedBFS)(held, **options)
 
     def _agree(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
         """At which micro-batches shapes change on any rank, and which of these shapes are new on any; and seeds.
 
         All data ranks take part in one schedule's exchanges, so they run the same ones.
         """
-        shapes = [shapes_of(batch) for batch in batches]
+        shapes = [_shapes_of(batch) for batch in batches]
         changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
         new = [shape not in self._known for shape in shapes]
         seeds = self._draw_seeds()
@@ -351,8 +445,8 @@ class Pipeline:
             found.append((args, kwargs))
             raise _Taken
 
-        with self._answering(take), untouched(batch), suppress(_Taken):
-            micro.dry_run(copied(batch), micro.first + index)
+        with self._answering(take), _untouched(batch), suppress(_Taken):
+            micro.dry_run(_copied(batch), micro.first + index)
         if not found:
             raise StrategyError(
                 "training_step did not call the pipelined model",
@@ -411,13 +505,18 @@ class Pipeline:
         return f"pipeline of {self.count} stages over {size} ranks{each} ({self.schedule})"
 
 
+def _without_storage(tensor: Tensor) -> Tensor:
+    """A tensor of the meta device, of the shape and dtype of another, that requires gradients where it can."""
+    return torch.empty_like(tensor.detach(), device="meta").contiguous().requires_grad_(tensor.is_floating_point())
+
+
 def _nothing_of(output: Any) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
     floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
 
 
-def copied(batch: Any) -> Any:
+def _copied(batch: Any) -> Any:
     """Copy the containers of a batch, which keep the same tensors: a pop from one does not change the other.
 
     Args:
@@ -425,20 +524,20 @@ def copied(batch: Any) -> Any:
 
     Example:
         >>> batch = {"tokens": [1, 2], "labels": [3]}
-        >>> copied(batch).pop("labels"), list(batch)
+        >>> _copied(batch).pop("labels"), list(batch)
         ([3], ['tokens', 'labels'])
     """
     if isinstance(batch, tuple):
-        parts = [copied(part) for part in batch]
+        parts = [_copied(part) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)
         for key, value in batch.items():
-            made[key] = copied(value)
+            made[key] = _copied(value)
         return made
     if isinstance(batch, list):
         same = copy.copy(batch)
-        same[:] = [copied(part) for part in batch]
+        same[:] = [_copied(part) for part in batch]
         return same
     return batch
 
@@ -453,7 +552,7 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def untouched(batch: Any) -> Iterator[None]:
+def _untouched(batch: Any) -> Iterator[None]:
     """Refuse writes into the tensors of a batch.
 
     Raises:
@@ -470,13 +569,13 @@ def untouched(batch: Any) -> Iterator[None]:
             )
 
 
-def shapes_of(batch: Any) -> tuple[Any, ...]:
+def _shapes_of(batch: Any) -> tuple[Any, ...]:
     """Return a key of the shapes and dtypes of a batch, which decide those of everything computed from it."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
 
 
 @contextmanager
-def drawing(seed: int, device: torch.device) -> Iterator[None]:
+def _drawing(seed: int, device: torch.device) -> Iterator[None]:
     """Inside, every global generator starts from ``seed``; afterwards its state is as before."""
     with preserved_rng(device):
         random.seed(seed)
