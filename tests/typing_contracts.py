@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.transforms.pipeline import PipelineParallel
     from trainer_kit.strategies.transforms.tensor import TensorParallel
     from trainer_kit.strategies.transforms.transform import Transform
-    from trainer_kit.strategies.xla.group import XLAGroup
+    from trainer_kit.strategies.xla.strategy import XLAGroup
     from trainer_kit.trainer import Trainer
 
     def strategies(

@@ -21,8 +21,7 @@ from trainer_kit.build import choose_strategy
 from trainer_kit.core.errors import ConfigurationError, LaunchError, StrategyError
 from trainer_kit.launch import each_device
 from trainer_kit.precision import make_precision
-from trainer_kit.strategies.xla.group import XLAGroup
-from trainer_kit.strategies.xla.strategy import XLAStrategy
+from trainer_kit.strategies.xla.strategy import XLAGroup, XLAStrategy
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.display import in_units
 
-__all__ = ["Costs", "cost_lines", "optimizer_bytes", "part_bytes"]
+__all__ = ["Costs", "cost_lines", "held", "optimizer_bytes", "own_part", "part_bytes"]
 
 
 @final
@@ -48,6 +48,41 @@ def part_bytes(tensors: Iterable[Any]) -> int:
     """
     parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     return sum(part.numel() * part.element_size() for part in parts)
+
+
+def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
+    """The shape, without storage, of what a rank holds of a tensor that is, or will be, divided along its first dim.
+
+    Example:
+        >>> [len(own_part(torch.zeros(5, 2), 3, rank)) for rank in range(3)]
+        [2, 2, 1]
+    """
+    shape = list((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)
+    if ranks > 1 and shape and not hasattr(tensor, "to_local"):
+        rows = -(-shape[0] // ranks)
+        shape[0] = max(0, min(rows, shape[0] - rank * rows))
+    return torch.empty(shape, dtype=tensor.dtype, device="meta", requires_grad=tensor.requires_grad)
+
+
+def held(
+    module: nn.Module, layout: str, exchanges: Sequence[str] = (), part: Callable[[nn.Parameter], Tensor] = own_part
+) -> Costs:
+    """The costs of a rank that holds, and steps, its part of each parameter.
+
+    Args:
+        module: before or after it is divided.
+        layout: the axes, and who holds what.
+        exchanges: of a step.
+        part: this rank's part of a parameter, see `own_part`; default: all that is here.
+    """
+    parts = {p: part(p) for p in module.parameters()}
+    return Costs(
+        layout=layout,
+        parameters=part_bytes(parts.values()),
+        gradients=part_bytes(part for part in parts.values() if part.requires_grad),
+        stepped=lambda group: [parts[p] if p in parts else own_part(p) for p in group],
+        exchanges=exchanges,
+    )
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None:

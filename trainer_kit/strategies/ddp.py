@@ -14,11 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs
+from trainer_kit.core.costs import Costs, held
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -303,7 +302,7 @@ class DDPStrategy(Strategy):
             sent = [f"gradients: {how} over {ranks} ranks"]
             if self.wrapper_options["broadcast_buffers"] and next(module.buffers(), None) is not None:
                 sent.append("buffers: broadcast from rank 0")
-        return held_whole(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
+        return held(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
 
     def describe(self) -> str:
         """One line for ``explain()``."""

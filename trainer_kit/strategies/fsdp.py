@@ -15,12 +15,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fs
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
-from trainer_kit.core.costs import Costs
+from trainer_kit.core.costs import Costs, held, own_part
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.costs import held_in_parts, own_part
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -314,7 +313,6 @@ class FSDPStrategy(Strategy):
         roots = [module] if automatic else outer_modules(module)
         shard = self.sharding(module, precision)
         divided = {p for root in roots for p in root.parameters()} - shard.left_whole(module)
-        parts = {p: own_part(p, shards if p in divided else 1, rank) for p in module.parameters()}
         often = ", in each backward" if self._every_backward or not automatic else ""
         sent = []
         if shards > 1:
@@ -326,10 +324,11 @@ class FSDPStrategy(Strategy):
             ]
         if copies > 1:
             sent.append(f"their parts: all-reduce over {copies} copies{often}")
-        if shards * copies > 1 and any(p.requires_grad for p in parts if p not in divided):
+        if shards * copies > 1 and any(p.requires_grad for p in module.parameters() if p not in divided):
             sent.append(f"gradients of what stays whole: all-reduce over {shards * copies} ranks")
         among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
-        return held_in_parts(parts, f"{copies} copies, each over {among}" if copies > 1 else among, sent)
+        layout = f"{copies} copies, each over {among}" if copies > 1 else among
+        return held(module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank))
 
     def describe(self) -> str:
         """One line for ``explain()``."""

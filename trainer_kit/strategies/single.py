@@ -7,10 +7,9 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.core.costs import Costs
+from trainer_kit.core.costs import Costs, held
 from trainer_kit.core.devices import make_current
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.costs import held_whole
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Alone", "SingleDeviceStrategy"]
@@ -79,7 +78,7 @@ class SingleDeviceStrategy(Strategy):
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """The process holds everything and sends nothing."""
-        return held_whole(module, "one process holds everything")
+        return held(module, "one process holds everything")
 
     def describe(self) -> str:
         """One line for ``explain()``."""

@@ -20,16 +20,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.gradients import clip_parts, local
-from trainer_kit.strategies.megatron.config import check_model, megatron_model
-from trainer_kit.strategies.megatron.engine import (
-    MegatronScaler,
-    finalize,
-    keep_weighted,
-    make_groups,
-    make_optimizer,
-    unwrapped,
-    wrap,
-)
+from trainer_kit.strategies.megatron.config import check_model, megatron_model, optimizer_options
 from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, load_state, megatron_costs, optimizer_states
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import (
@@ -43,7 +34,7 @@ from trainer_kit.strategies.state import (
 )
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["MegatronStrategy"]
+__all__ = ["MegatronScaler", "MegatronStrategy"]
 
 
 _OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
@@ -133,7 +124,7 @@ class MegatronStrategy(Strategy):
         self.world: ProcessGroup = join_world(self.device, None, self.timeout, alone=True)
         self.places(self.world.size)
         seed = self.world.broadcast(torch.initial_seed() % 2**31)
-        groups = make_groups(self.tensor_parallel, self.timeout, seed)
+        groups = _make_groups(self.tensor_parallel, self.timeout, seed)
         self.data = ProcessGroup(self.device, groups.get_data_parallel_group())
         self.losses = self.reports = self.data
         self.reporter = self.world.rank
@@ -141,7 +132,7 @@ class MegatronStrategy(Strategy):
     def stop(self) -> None:
         """Detach the wrapper from the module; its state stays, for a checkpoint after the run."""
         if self._chunk is not None:
-            unwrapped(self._chunk).__dict__.pop("forward", None)
+            _unwrapped(self._chunk).__dict__.pop("forward", None)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Wrap Megatron's model as Megatron's own training does; every data rank gets the weights of the first."""
@@ -153,11 +144,11 @@ class MegatronStrategy(Strategy):
         # The loop weights losses, so Megatron sums gradients and divides nothing.
         self._prepare(module, precision, summed=True)
         self._chunk.config.no_sync_func = self._chunk.no_sync
-        self._chunk.config.finalize_model_grads_func = finalize
+        self._chunk.config.finalize_model_grads_func = _finalize
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Wrap the model for a raw loop, whose losses are weighted for averaged gradients."""
-        if self._chunk is not None and "forward" in unwrapped(self._chunk).__dict__:
+        if self._chunk is not None and "forward" in _unwrapped(self._chunk).__dict__:
             raise StrategyError(
                 "Megatron trains one model", fix="prepare_model(other, evaluation_mode=True), or accelerator.clear()"
             )
@@ -175,7 +166,7 @@ class MegatronStrategy(Strategy):
         if self._half == "fp16":
             precision.hand_over(self._scaler, True)
         module.to(self.device)
-        self._chunk = wrap(model, self._half, summed, self.distributed_optimizer)
+        self._chunk = _wrap(model, self._half, summed, self.distributed_optimizer)
         self._optimizer = None
         self._gradients = {}
         self._pieces = {}
@@ -197,7 +188,7 @@ class MegatronStrategy(Strategy):
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
         if self._chunk is None:
             raise StrategyError("Megatron has no model to step", fix="prepare the model with its optimizer, or before")
-        self._optimizer = make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
+        self._optimizer = _make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
         trained = [p for p in self._chunk.parameters() if p.requires_grad]
         self._pieces = find_pieces(self._inner(), trained, self.distributed_optimizer)
         self._scaler.follow(self._inner())
@@ -225,7 +216,7 @@ class MegatronStrategy(Strategy):
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Average gradients over the data ranks; returns those that Megatron's wrapper keeps."""
-        finalize([self._chunk])
+        _finalize([self._chunk])
         return [self._gradient(parameter) for parameter in optimizer.param_groups[0]["params"]]
 
     def _gradient(self, parameter: Any) -> Tensor:
@@ -280,7 +271,7 @@ class MegatronStrategy(Strategy):
             if not index:
                 micro.start_gradients()
                 self._zero_gradients()
-            return loss, keep_weighted
+            return loss, _keep_weighted
 
         self._schedule(
             forward_step_func=forward,
@@ -371,3 +362,143 @@ class MegatronStrategy(Strategy):
         size = f", {self.data.size} data ranks" if self.started else ""
         divided = ", distributed optimizer" if self.distributed_optimizer else ""
         return f"Megatron on {self.device.type}, {self.tensor_parallel} tensor ranks{size}{divided}"
+
+
+def _make_groups(tensor_parallel: int, timeout: timedelta, seed: int) -> Any:
+    """Make Megatron's process groups; returns its module ``parallel_state``, which holds them.
+
+    Args:
+        tensor_parallel: ranks that compute each layer together.
+        timeout: how long a collective may take.
+        seed: the same on all ranks; Megatron derives one for each tensor rank.
+    """
+    from megatron.core import parallel_state
+    from megatron.core import tensor_parallel as layers
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel,
+        pipeline_model_parallel_size=1,
+        distributed_timeout_minutes=int(timeout.total_seconds() // 60),
+    )
+    layers.model_parallel_cuda_manual_seed(seed)
+    return parallel_state
+
+
+def _wrap(model: Any, half: str, summed: bool, distributed: bool) -> Any:
+    """Put Megatron's wrapper around a model, and give every data rank the weights of the first.
+
+    Args:
+        model: on its device.
+        half: ``"bf16"`` or ``"fp16"``, else empty.
+        summed: gradients are summed over the ranks, not averaged.
+        distributed: each data rank gets only its part of the gradients.
+    """
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.transformer.module import Float16Module
+
+    config = model.config
+    for parameter in model.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    config.calculate_per_token_loss = summed
+    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+    chunk = DistributedDataParallel(config, settings, Float16Module(config, model) if half else model)
+    chunk.broadcast_params()
+    return chunk
+
+
+def _make_optimizer(chunk: Any, optimizer: Optimizer, half: str, distributed: bool) -> Any:
+    """Make the optimizer of Megatron that steps as this one of torch does.
+
+    Args:
+        chunk: the wrapper that `_wrap` returned.
+        optimizer: of torch.
+        half: as for `_wrap`.
+        distributed: each data rank steps its part, and holds only the state of that part.
+
+    Raises:
+        StrategyError: Megatron has no such optimizer, or would step other parameters.
+    """
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    options = optimizer_options(optimizer, distributed)
+    trained = {id(p) for p in chunk.parameters() if p.requires_grad}
+    if {id(p) for p in optimizer.param_groups[0]["params"]} != trained:
+        raise StrategyError(
+            "Megatron steps all parameters with requires_grad",
+            fix="freeze the rest: parameter.requires_grad_(False)",
+        )
+    if half:
+        options[half] = True
+    config = OptimizerConfig(clip_grad=0.0, use_distributed_optimizer=distributed, **options)
+    # No overrides: Megatron's defaults do not decay vectors, torch's optimizer does.
+    made = get_megatron_optimizer(config, [chunk], config_overrides={})
+    if half == "fp16":
+        chunk.config.grad_scale_func = made.scale_loss
+    return made
+
+
+def _finalize(model: list[Any], num_tokens: Any = None, **options: Any) -> None:
+    """Reduce gradients as Megatron does, but without dividing by the number of tokens: losses are weighted already."""
+    from megatron.core.distributed import finalize_model_grads
+
+    finalize_model_grads(model, None, **options)
+
+
+def _keep_weighted(loss: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """What Megatron's schedule asks of a loss: the loss, which is weighted already, and a number of tokens (unused)."""
+    return loss, torch.ones((), dtype=torch.int, device=loss.device), {}
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """The model inside of Megatron's wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+@final
+class MegatronScaler:
+    """The loss scale of the current optimizer in float16; its state has the keys of ``torch.amp.GradScaler``.
+
+    Attributes:
+        skipped: whether the last step was skipped because gradients overflowed.
+    """
+
+    def __init__(self) -> None:
+        self.skipped = False
+        self._numbers: Any = None
+
+    def follow(self, stepper: Any) -> None:
+        """Read the loss scale of this optimizer from now on."""
+        self.skipped = False
+        self._numbers = getattr(stepper, "grad_scaler", None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The scale and its counters under GradScaler's keys, for any other engine, and Megatron's own counter."""
+        scaler = self._numbers
+        if scaler is None:
+            return {}
+        return {
+            "scale": float(scaler.scale),  # sync point: a checkpoint
+            "growth_factor": 2.0,  # fixed in Megatron, as is the next one
+            "backoff_factor": 0.5,
+            "growth_interval": scaler.growth_interval,
+            "_growth_tracker": scaler._growth_tracker,
+            "megatron": {"hysteresis_tracker": scaler._hysteresis_tracker},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`, or the state of a GradScaler.
+
+        Args:
+            state: empty where nothing was scaled.
+        """
+        scaler = self._numbers
+        if scaler is None or not state:
+            return
+        own = state.get("megatron", {"hysteresis_tracker": scaler.hysteresis})
+        tracker = int(state["_growth_tracker"]) % int(scaler.growth_interval)
+        scaler.load_state_dict({"scale": torch.tensor([state["scale"]]), "growth_tracker": tracker, **own})
