@@ -10,6 +10,7 @@ from typing import Any, final
 
 import torch
 
+from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["find_executable_batch_size", "release_memory"]
@@ -18,15 +19,6 @@ __all__ = ["find_executable_batch_size", "release_memory"]
 @final
 class _NoBatchSizeError(ConfigurationError, RuntimeError):
     """`find_executable_batch_size` has tried them all; scripts for Accelerate wait for a RuntimeError."""
-
-
-_FULL = (
-    "out of memory",
-    "can't allocate memory",
-    "cannot allocate memory",
-    "CUBLAS_STATUS_NOT_SUPPORTED",
-    "CUDNN_STATUS_NOT_SUPPORTED",
-)
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -103,7 +95,7 @@ def find_executable_batch_size(
             try:
                 return function(*given, *arguments, **options)
             except Exception as error:
-                if not _ran_out(error):
+                if not ran_out_of_memory(error):
                     raise
             size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
             while keep_global_batch and size > 0 and starting_batch_size % size:
@@ -111,9 +103,3 @@ def find_executable_batch_size(
         raise _NoBatchSizeError("no executable batch size was found", found=f"down from {starting_batch_size} to 0")
 
     return search
-
-
-def _ran_out(error: Exception) -> bool:
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in _FULL)
-    )

@@ -9,6 +9,7 @@ if __name__ != "trainer_kit.callbacks":  # imported through the link at the top 
     alias_package(__name__, "trainer_kit.callbacks")
 
 if TYPE_CHECKING:
+    from trainer_kit.callbacks.auto_micro_batch import AutoMicroBatch
     from trainer_kit.callbacks.early_stopping import EarlyStopping
     from trainer_kit.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, LayerWiseUnfreezing
     from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 __all__ = [
+    "AutoMicroBatch",
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
@@ -50,6 +52,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "AutoMicroBatch": "auto_micro_batch",
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -15,7 +16,9 @@ __all__ = [
     "device_memory",
     "free_memory",
     "make_current",
+    "memory_peak",
     "present_accelerator",
+    "ran_out_of_memory",
 ]
 
 _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
@@ -136,3 +139,37 @@ def _table(name: str) -> dict[str, int]:
         return {}
     rows = [line.split() for line in Path(name).read_text().splitlines()]
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
+
+
+def memory_peak(device: torch.device) -> int | None:
+    """The most bytes that this process has held: on an accelerator as torch counts, or on the host; None if unknown."""
+    if device.type != "cpu":
+        ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+        return None if ask is None else int(ask(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+_FULL: Final = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "CUBLAS_STATUS_NOT_SUPPORTED",
+    "CUDNN_STATUS_NOT_SUPPORTED",
+)
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory is full.
+
+    Example:
+        >>> ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), ran_out_of_memory(ValueError())
+        (True, False)
+    """
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in _FULL)
+    )

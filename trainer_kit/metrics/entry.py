@@ -93,6 +93,13 @@ class Entry:
         self.last_weight = 1.0
         self.turn = -1
 
+    def copied(self) -> Entry:
+        """A copy that later values do not change."""
+        other = copy(self)
+        other.values, other.weights = list(self.values), list(self.weights)
+        other.sums = None if self.sums is None else self.sums.clone()
+        return other
+
     @property
     def recorded(self) -> bool:
         """Whether anything was logged since the last `clear`."""

@@ -196,6 +196,16 @@ class Metrics:
         for kept in (self.callback, self.logged, self.progress_bar):
             kept.clear()
 
+    def undo(self) -> Callable[[], None]:
+        """Returns what forgets everything that was logged in steps since this call; metric objects keep theirs."""
+        table, kept = self.table, {key: entry.copied() for key, entry in self.table.items()}
+
+        def forget() -> None:
+            table.clear()
+            table.update(kept)
+
+        return forget
+
     def flush_step(self, ran: bool = True) -> Reduced:
         """The values of the step that was just finished, over all ranks. One sync point."""
         latest, self._flushed = self.progress.step - 1, self.progress.step

@@ -341,6 +341,22 @@ class MicroBatches:
         finally:
             metrics.table = table
 
+    def run_parts(self, index: int, parts: Sequence[tuple[Any, float]]) -> None:
+        """Forward and backward of a micro-batch that has begun, in parts with their shares of its weight."""
+        whole, weight, outputs = self.batch, self._metrics.weight, []
+        for part, share in parts:
+            self.batch = part
+            if weight is not None:
+                self._metrics.weight = weight * share
+            loss = self.forward(index)
+            outputs.append((self.outputs, share))
+            if loss is not None:
+                self.backward(index, loss if share == 1.0 else loss * share)
+        self.batch, self._metrics.weight = whole, weight
+        if len(outputs) > 1 and all(isinstance(one, Mapping) and "loss" in one for one, _ in outputs):
+            self.loss = torch.stack([one["loss"] * share for one, share in outputs]).sum()
+            self.outputs = {**outputs[-1][0], "loss": self.loss}
+
     def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
         """Go back to a micro-batch that has begun, for strategies that have several under way."""
         self.batch, self.index, self.outputs = batch, self.first + index, outputs

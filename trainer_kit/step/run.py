@@ -114,6 +114,7 @@ class Fit:
         announce: tells the loggers of a checkpoint.
         say: prints.
         saver: the save under way.
+        forward_backward: the strategy's, or what takes its place.
         listen_at: the step at which several ranks look for signals and the time; chosen by pace, so for nothing else.
         paced: step and monotonic seconds of the last such look.
         validated: the step at which validation ran last.
@@ -150,6 +151,7 @@ class Fit:
     announce: Callable[[Location], None]
     say: Callable[[str], None]
     saver: Saver
+    forward_backward: Callable[[MicroBatches], None]
     due: int = 0
     listen_at: int = 2**62
     paced: tuple[int, float] = (0, 0.0)

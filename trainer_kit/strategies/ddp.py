@@ -247,6 +247,22 @@ class DDPStrategy(Strategy):
             self._learns_graph = False
             self._step.reached = [p for p in self._step.parameters() if p.grad is not None]
 
+    def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """The wrapper's ``no_sync``; not where a hook, a static graph or local SGD decides about the exchange."""
+        ddp = self._ddp
+        if ddp is None or self._backward != "one" or self._replicas or self._learns_graph or self.comm_hook is not None:
+            return None
+
+        def inside() -> AbstractContextManager[Any]:
+            ddp.require_forward_param_sync = True  # each attempt begins with rank 0's buffers
+            return ddp.no_sync()
+
+        return inside
+
+    def exchange_gradients(self) -> None:
+        """Average all gradients."""
+        average_gradients(self._step.parameters(), self.world)
+
     def _with_exchange(self, micro: MicroSteps, index: int) -> None:
         loss = micro.forward(index)
         if loss is not None:

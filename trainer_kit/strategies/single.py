@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, final
 
 import torch
@@ -75,6 +77,10 @@ class SingleDeviceStrategy(Strategy):
     def start(self) -> None:
         """Make the device current; there is no process group."""
         make_current(self.device)
+
+    def without_exchange(self) -> Callable[[], AbstractContextManager[Any]]:
+        """There is nothing to exchange."""
+        return nullcontext
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """The process holds everything and sends nothing."""

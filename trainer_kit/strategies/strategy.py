@@ -247,6 +247,16 @@ class Strategy(ABC):
                 micro.backward(index, loss)
             micro.end(index)
 
+    def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """The context in which forward and backward exchange nothing, so that a rank may repeat a window alone.
+
+        Default: None, a rank cannot. Else `exchange_gradients` is called once after each window, by every rank.
+        """
+        return None
+
+    def exchange_gradients(self) -> None:
+        """Average over the ranks the gradients that were computed in `without_exchange`. Default: nothing to do."""
+
     def arm(self, loss: Tensor) -> None:
         """Called in manual optimization before the backward of ``loss``, which is to reduce gradients."""
 

@@ -37,6 +37,7 @@ from trainer_kit.step.optimizers import Optimizers, check_parameters, configure_
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Schedule
+from trainer_kit.step.split_batches import SplitBatches
 from trainer_kit.strategies.transforms.blocks import Compile
 from trainer_kit.training.loaders import (
     NAMES,
@@ -191,12 +192,38 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         announce=partial(_announce_checkpoint, trainer),
         say=trainer.say,
         saver=Saver(trainer.async_save),
+        forward_backward=_forward_backward(trainer, module, stepper, micro, windows),
         frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
     )
     if stepper.evaluates:
         micro.remember(stepper.draws)
     run.guard = _guard(trainer, run, datamodule)
     return run
+
+
+def _forward_backward(
+    trainer: Session, module: Any, stepper: Any, micro: MicroBatches, windows: WindowLoader
+) -> Callable[[MicroBatches], None]:
+    asked, strategy = trainer.first_callback("splits_batches"), trainer.strategy
+    if asked is None:
+        return strategy.forward_backward
+    inside = strategy.without_exchange()
+    cannot = (
+        "manual optimization"
+        if micro.manual
+        else "an optimizer that evaluates the loss again, or several losses"
+        if stepper.evaluates or stepper.several is not None
+        else strategy.describe()
+        if inside is None
+        else None
+    )
+    if cannot is not None or inside is None:
+        raise ConfigurationError(
+            "AutoMicroBatch cannot repeat a step here",
+            found=cannot,
+            fix="use smaller batches with accumulate_grad_batches=; one device and DDP can repeat a step",
+        )
+    return SplitBatches(strategy, inside, module, trainer.metrics, windows.loss_weight, asked, trainer.print)
 
 
 def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:

@@ -23,7 +23,8 @@ from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.devices import deterministic_products
+from trainer_kit.core.devices import deterministic_products, device_memory, memory_peak, ran_out_of_memory
+from trainer_kit.core.display import in_units
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import (
     ConfigurationError,
@@ -116,6 +117,8 @@ class EntryPoint:
     ) -> None:
         if error is not None:
             _note_batch(error, self.module)
+            if ran_out_of_memory(error):
+                add_note(error, _note_memory(self.trainer, self.stage))
         self.unwinding.__exit__(kind, error, traceback)
 
     def _set_up(self) -> None:
@@ -537,6 +540,19 @@ def _note_batch(error: BaseException, module: Any) -> None:
             add_note(error, _described(frames[at], frames[at + 1 :], module))
         if _TWICE in str(error):
             add_note(error, _twice(module))
+
+
+def _note_memory(trainer: Session, stage: str) -> str:
+    device = trainer.strategy.device
+    local = max(1, trainer.environment.local_world_size)
+    held = f"peak {in_units(memory_peak(device))} of {in_units(device_memory(device, local))} on {device}"
+    if stage != "fit":
+        return f"out of memory in {stage}: {held}\n  fix:   a smaller batch in the loader"
+    return (
+        f"out of memory at step {trainer.progress.step + 1}: {held}\n"
+        "  fix:   callbacks=[AutoMicroBatch()] repeats such a step with smaller micro-batches (one device and DDP); or"
+        " half the batch size with accumulate_grad_batches=2, precision='bf16-mixed', strategy='fsdp'"
+    )
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:

@@ -27,7 +27,13 @@ __all__ = ["fit"]
 
 def fit(run: Fit) -> None:
     """Train until a limit is reached or a stop request is granted."""
-    bus, progress, strategy, micro, stepper = run.bus, run.progress, run.strategy, run.micro, run.stepper
+    bus, progress, micro, stepper, forward_backward = (
+        run.bus,
+        run.progress,
+        run.micro,
+        run.stepper,
+        run.forward_backward,
+    )
     with _repeated(run) if run.resumed else nullcontext():
         for hook in bus.on_train_start:
             hook()
@@ -41,7 +47,7 @@ def fit(run: Fit) -> None:
             completed = not settle_resume(run)
             try:
                 for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
-                    strategy.forward_backward(micro)  # begin, training_step, backward, end of each
+                    forward_backward(micro)  # begin, training_step, backward, end of each
                     stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
                     progress.step += 1
                     if micro.batch is not None:
@@ -63,7 +69,7 @@ def fit(run: Fit) -> None:
     for hook in bus.on_train_end:
         hook()
     settle_end(run)
-    strategy.finish(run.module)
+    run.strategy.finish(run.module)
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""Runs each micro-batch of a window in parts, and repeats a window that ran out of memory with parts half as large."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+
+from trainer_kit.core.devices import ran_out_of_memory
+from trainer_kit.core.errors import RankError
+from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.metrics.metrics import Metrics
+from trainer_kit.step.micro_batch import MicroBatches
+from trainer_kit.strategies.strategy import Strategy
+
+__all__ = ["SplitBatches", "split"]
+
+_COUNTS = ("batch", "epoch_batch", "samples", "tokens")
+_OF_MICRO = ("skipped", "padded", "contributed", "outputs", "loss", "earlier")
+
+
+def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
+    """Divide a batch into at most ``parts`` parts of equal size, each with its number of samples.
+
+    Every tensor and list with as many rows as the batch has samples is divided; anything else goes to each part.
+
+    Example:
+        >>> split({"x": torch.zeros(5, 2), "names": ["a", "b", "c", "d", "e"], "scale": 2.0}, 2)[1][0]["names"]
+        ['d', 'e']
+    """
+    size = batch_size_of(batch)
+    each = -(-size // parts)
+
+    def rows(low: int) -> tuple[Any, int]:
+        high = min(low + each, size)
+
+        def cut(part: Tensor | list[Any]) -> Any:
+            if isinstance(part, Tensor):
+                return part[low:high] if part.dim() and len(part) == size else part
+            if isinstance(part, list) and len(part) == size and not isinstance(part[0], (Tensor, list, tuple, dict)):
+                return part[low:high]
+            return [apply_to_collection(one, (Tensor, list), cut) for one in part]
+
+        return apply_to_collection(batch, (Tensor, list), cut), high - low
+
+    return [rows(low) for low in range(0, size, each)]
+
+
+@final
+class SplitBatches:
+    """Takes the place of ``strategy.forward_backward``: see `callbacks.AutoMicroBatch`.
+
+    Ranks run a window without an exchange, agree on whether any of them ran out of memory, and then exchange gradients.
+
+    Args:
+        strategy: under which each rank can run a window without an exchange.
+        inside: the context in which nothing is exchanged.
+        module: whose gradients and buffers a failed attempt has changed.
+        metrics: where a failed attempt has logged.
+        loss_weight: the user's, or None for the number of samples.
+        state: has ``parts``, which is kept in checkpoints.
+        say: prints a line.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        inside: Callable[[], AbstractContextManager[Any]],
+        module: nn.Module,
+        metrics: Metrics,
+        loss_weight: Callable[[Any], Any] | None,
+        state: Any,
+        say: Callable[[str], None],
+    ) -> None:
+        self._strategy, self._inside, self._module, self._metrics = strategy, inside, module, metrics
+        self._loss_weight, self._state, self._say = loss_weight, state, say
+        self._largest = 0
+
+    def __call__(self, micro: MicroBatches) -> None:
+        """Forward and backward of one window; every rank must call it."""
+        world = self._strategy.world
+        while True:
+            undo = self._undo(micro)
+            problem = self._attempt(micro)
+            rows = world.agree([problem is not None, self._largest])
+            if not any(row[0] for row in rows):
+                break
+            undo()
+            gc.collect()
+            if torch.accelerator.is_available():
+                torch.accelerator.empty_cache()
+            if self._state.parts >= max(row[1] for row in rows):
+                rank = next(rank for rank, row in enumerate(rows) if row[0])
+                raise problem or RankError(
+                    f"rank {rank} is out of memory with one sample in a batch", fix="use more ranks, or a smaller model"
+                )
+            self._state.parts *= 2
+            self._say(
+                f"out of memory at step {micro.started + 1}: the step is repeated, and each batch runs in"
+                f" {self._state.parts} parts from here on"
+            )
+        self._strategy.exchange_gradients()
+
+    def _attempt(self, micro: MicroBatches) -> Exception | None:
+        """Run the window; returns the error of a rank that ran out of memory."""
+        try:
+            with self._inside():
+                for index in range(micro.count):
+                    micro.begin(index)
+                    micro.run_parts(index, list(self._parts(micro.batch)))
+                    micro.end(index)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            return error.with_traceback(None)  # its frames hold activations
+        return None
+
+    def _parts(self, batch: Any) -> Iterable[tuple[Any, float]]:
+        if batch is None:
+            return [(None, 1.0)]
+        self._largest = max(self._largest, batch_size_of(batch))
+        if self._state.parts == 1:
+            return [(batch, 1.0)]
+        parts = split(batch, self._state.parts)
+        weigh = self._loss_weight
+        weights = [float(size if weigh is None else weigh(part)) for part, size in parts]  # sync point: where asked for
+        return [(part, weight / sum(weights)) for (part, _), weight in zip(parts, weights, strict=True) if weight]
+
+    def _undo(self, micro: MicroBatches) -> Callable[[], None]:
+        """Returns what puts everything back that a window changes."""
+        device, progress, module = self._strategy.device, micro.progress, self._module
+        noise, logged = rng_state(device), self._metrics.undo()
+        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        counts = [(name, getattr(progress, name)) for name in _COUNTS]
+        kept = [(name, getattr(micro, name)) for name in _OF_MICRO]
+        losses = len(micro.losses)
+
+        def undo() -> None:
+            restore_rng(noise, device)
+            logged()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            for name, count in counts:
+                setattr(progress, name, count)
+            for name, value in kept:
+                setattr(micro, name, value)
+            del micro.losses[losses:]
+            micro.fresh = True
+            for parameter in module.parameters():
+                parameter.grad = None
+
+        return undo
