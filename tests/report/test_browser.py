@@ -139,9 +139,13 @@ def test_a_page_is_used(show, tmp_path, scheme, width):
     assert inked(tab) >= 1
     assert "1 not finite, first at step 9" in chart.inner_text()
     place = chart.locator(".u-over").bounding_box()
-    tab.mouse.move(place["x"] + place["width"] / 2, place["y"] + 50)
-    assert chart.locator("h3 span").inner_text() == "step 60"
-    assert "train_loss0.016667" in chart.inner_text().replace("\n", "")
+    for smooth, value in (("0", "0.033333"), ("0.5", "0.03")):
+        tab.locator("#smooth").fill(smooth)
+        tab.mouse.move(place["x"] + place["width"] * 29 / 119, place["y"] + 50)
+        assert chart.locator("h3 span").inner_text() == "step 30"
+        assert f"train_loss{value}" in chart.inner_text().replace("\n", "")
+        tab.mouse.move(0, 0)
+        assert "train_loss0.01" in chart.inner_text().replace("\n", ""), "the last value"
     for control, value in (("#smooth", "0.9"), ("#log", None), ("#marks", None)):
         tab.locator(control).fill(value) if value else tab.locator(control).click()
     tab.select_option("#axis", "seconds")

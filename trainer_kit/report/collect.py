@@ -199,7 +199,8 @@ class RunDirectory:
     def _marks(self, fit: _Fit) -> list[dict[str, Any]]:
         marks = _marks(fit.events)
         announced = {mark["text"] for mark in marks}
-        return [*marks, *(mark for mark in self._kept(fit.key) if mark["text"] not in announced)]
+        marks += [mark for mark in self._kept(fit.key) if mark["text"] not in announced]
+        return [{**mark, "text": mark["text"].removeprefix(f"{self.directory.resolve()}{os.sep}")} for mark in marks]
 
     def _kept(self, key: str) -> list[dict[str, Any]]:
         """The checkpoints that exist now: the events name only those that a running fit has announced."""
@@ -303,7 +304,7 @@ def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDA
 
     Example:
         >>> thinned(np.array([0, 5, 1, 1, 9, 1, 1, 1], np.float32), most=4).tolist()
-        [0, 1, 2, 4, 5, 7]
+        [0, 1, 4, 5, 7]
     """
     if len(values) <= most:
         return np.arange(len(values))

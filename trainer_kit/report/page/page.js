@@ -183,12 +183,14 @@
     const shared = parts.every((part) => part[0] === parts[0][0]);
     const values = !parts.length ? [[]] : shared ? [parts[0][0], ...parts.map((part) => part[1])] : uPlot.join(parts);
     const series = [{}];
+    chart.places = new Map(); // not in the series: uPlot copies what stands there
     for (const curve of visible) {
       const smooth = settings.smooth && curve.series.count > 2, few = curve.series.count < 60;
       const line = { stroke: () => css(colour(chart, curve)), show: !chart.hidden?.has(label(curve)) };
       const points = { show: few, size: curve.series.count < 15 ? 5 : 3.5, fill: line.stroke };
-      if (smooth) series.push({ ...line, width: 1, alpha: 0.3, points: { show: false }, raw: true });
-      series.push({ ...line, width: 1.6, points: smooth ? { show: false } : points, curve });
+      if (smooth) series.push({ ...line, width: 1, alpha: 0.3, points: { show: false } });
+      chart.places.set(curve, series.length);
+      series.push({ ...line, width: 1.6, points: smooth ? { show: false } : points });
     }
     const axis = { stroke: () => css("--soft"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
     const short = (value) => (value === null ? "" : Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-4) ? value.toExponential().replace("e+", "e") : String(Number(value.toPrecision(6))));
@@ -197,11 +199,11 @@
       width: chart.box.clientWidth, height: chart.box.clientHeight, legend: { show: false }, series, padding: [8, 16, 0, 0],
       cursor: {
         sync: { key: sync.key, scales: ["x", null] }, dataIdx: nearest, drag: { x: true, y: false },
-        points: { size: 6, stroke: (plot, at) => series[at].stroke(), fill: () => css("--card") },
+        y: false, points: { size: 7, width: 2, stroke: (plot, at) => series[at].stroke(), fill: () => css("--card") },
       },
       scales: { x: { time: false }, y: log ? { distr: 3 } : {} },
       axes: [
-        { ...axis, size: 26, values: (plot, splits) => splits.map((value) => (value === null ? "" : time ? duration(value).replace(/\.0+ s/, " s") : short(value))), space: time ? 80 : 50 },
+        { ...axis, size: 26, values: (plot, splits) => splits.map((value) => (value === null ? "" : time ? duration(value).replace(/\.0+ s/, " s").replace(/(\D) 0 (s|min|h)$/, "$1") : short(value))), space: time ? 80 : 50 },
         { ...axis, size: 54, values: (plot, splits) => splits.map(short) },
       ],
       hooks: {
@@ -232,9 +234,8 @@
     const at = index === null || index === undefined ? null : plot.data[0][index];
     chart.where.textContent = at === null ? "" : settings.x === "steps" ? `step ${number(at)}` : duration(at);
     for (const [curve, value] of chart.values) {
-      const i = plot.series.findIndex((series) => series.curve === curve);
-      const place = plot.cursor.idxs?.[i];
-      const known = i > 0 && at !== null && place !== null && place !== undefined;
+      const i = chart.places.get(curve), place = plot.cursor.idxs?.[i];
+      const known = at !== null && place !== null && place !== undefined;
       value.textContent = number(known ? plot.data[i][place] : curve.series.last);
     }
   }
