@@ -72,6 +72,28 @@ def test_the_page_of_a_run(tmp_path):
         assert "sk-secret" not in file.read_text()
 
 
+def test_the_report_tries_no_step_of_an_optimizer(tmp_path):
+    calls = []
+
+    class Counts(torch.optim.SGD):
+        def step(self, closure=None):
+            calls.append(1)
+            return super().step(closure)
+
+    class Counted(TinyModule):
+        def configure_optimizers(self):
+            return Counts(self.parameters(), lr=0.1)
+
+        def train_dataloader(self):
+            calls.append("loaded")
+            return BATCHES
+
+    trainer(enable_model_summary=False).fit(Counted())
+    (run,) = data_of(tmp_path / "run" / "report.html")["runs"]
+    assert "steps/epoch  6 (6 batches in windows of 1)" in run["explain"]
+    assert calls == ["loaded", *[1] * 6]
+
+
 def test_a_run_that_fails(tmp_path):
     with pytest.raises(RuntimeError, match="broken") as caught:
         trainer().fit(Net(breaks=3), BATCHES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from lightning_utilities.core.overrides import is_overridden
@@ -11,6 +12,7 @@ from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Text
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
+from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
@@ -96,8 +98,12 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         lines.append(f"auto         {why}")
     if module is not None:
         found = find_loaders("fit", loaders, module, datamodule)
+        if found is not None:
+            ranks: Any = _Ranks(size)
+            feed, limit = training_feed(found, trainer.settings, ranks, trainer.data_seed, _window(trainer))
+            lines += _data_lines(trainer, feed, limit, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
-        lines += _module_lines(trainer, strategy, module, found, bus)
+        lines += [*_cost_lines(trainer, strategy, module, size), "", *_loop(trainer, module, bus)]
     return Text("\n".join(lines))
 
 
@@ -110,8 +116,11 @@ def explain_running(trainer: Session, module: Any) -> Text:
     """
     size = max(trainer.world_size, trainer.processes)
     lines = _header(trainer, trainer.strategy, size)
-    if trainer.run is not None:
-        lines += _module_lines(trainer, trainer.strategy, module, trainer.train_dataloader, trainer.run.bus)
+    run = trainer.run
+    if run is not None:
+        limit = None if trainer.num_training_batches == math.inf else int(trainer.num_training_batches)
+        lines += _data_lines(trainer, run.windows.feed, limit, size)
+        lines += [*_cost_lines(trainer, trainer.strategy, module, size), "", *_loop(trainer, module, run.bus)]
     return Text("\n".join(lines))
 
 
@@ -127,13 +136,9 @@ def _header(trainer: Session, strategy: Strategy, size: int) -> list[str]:
     ]
 
 
-def _module_lines(trainer: Session, strategy: Strategy, module: Any, loaders: Any, bus: Bus) -> list[str]:
-    """Data, costs, and the loop with its listeners."""
-    size = max(trainer.world_size, trainer.processes)
-    lines = [] if loaders is None else _data_lines(trainer, loaders, size)
-    lines += _cost_lines(trainer, strategy, module, size)
+def _loop(trainer: Session, module: Any, bus: Bus) -> list[str]:
     validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
-    return [*lines, "", *_loop_lines(bus, _facts(trainer, module), validates)]
+    return _loop_lines(bus, _facts(trainer, module), validates)
 
 
 def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
@@ -171,9 +176,8 @@ class _Ranks:
         self.size = size
 
 
-def _data_lines(trainer: Session, loaders: Any, size: int) -> list[str]:
+def _data_lines(trainer: Session, feed: Feed, limit: int | None, size: int) -> list[str]:
     window = _window(trainer)
-    feed, limit = training_feed(loaders, trainer.settings, _Ranks(size), trainer.data_seed, window)  # type: ignore[arg-type]
     per_rank = feed.per_rank_batch_size
     known = "unknown" if per_rank is None else f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
     steps = "unknown" if limit is None else f"{-(-limit // window)} ({limit} batches in windows of {window})"
@@ -195,7 +199,9 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) ->
         return [f"layout       not known: {type(strategy).__name__} declares no costs"]
     optimizers = trainer.optimizers if trainer.module is module else None
     note = []
-    if not optimizers and is_overridden("configure_optimizers", module, TrainModule):
+    if trainer.state_verb:  # nothing may try a step of an optimizer that trains
+        optimizers = optimizers if optimizers and all(each.state for each in optimizers) else None
+    elif not optimizers and is_overridden("configure_optimizers", module, TrainModule):
         try:
             optimizers = configure_optimizers(module).optimizers
         except Exception as error:  # it may need what only a running fit has, such as the number of steps
