@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.single import Alone
     from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile
     from trainer_kit.strategies.transforms.context import ContextParallel
-    from trainer_kit.strategies.transforms.fully_shard import FullyShard
     from trainer_kit.strategies.transforms.pipeline import PipelineParallel
     from trainer_kit.strategies.transforms.tensor import TensorParallel
     from trainer_kit.strategies.transforms.transform import Transform
@@ -60,9 +59,8 @@ if TYPE_CHECKING:
         context: ContextParallel,
         recomputed: ActivationCheckpointing,
         compiled: Compile,
-        sharded: FullyShard,
     ) -> list[Transform]:
-        return [pipeline, tensor, context, recomputed, compiled, sharded]
+        return [pipeline, tensor, context, recomputed, compiled]
 
     def precisions(
         true: TruePrecision,

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
@@ -35,10 +45,15 @@ from trainer_kit.strategies.state import (
     step_by_kind,
 )
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy, keep_activations, outer_modules
-from trainer_kit.strategies.transforms.fully_shard import FullyShard, abandon, resharding, sharded_units
+from trainer_kit.strategies.transforms.blocks import (
+    ActivationCheckpointing,
+    Policy,
+    keep_activations,
+    outer_modules,
+    units,
+)
 
-__all__ = ["ExchangingBackward", "FSDPStrategy"]
+__all__ = ["ExchangingBackward", "FSDPStrategy", "abandon", "resharding", "sharded_units"]
 
 
 _RESHARDS: Final[Mapping[str, bool | None]] = {
@@ -192,11 +207,10 @@ class FSDPStrategy(Strategy):
         return module
 
     def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:
-        shard = self.sharding(module, precision)
         weights, before = self.weights or InitialWeights(module, self.world), parameters_of(module)
         if self._recomputes is not False:
             ActivationCheckpointing(self._policy if self._recomputes is True else self._recomputes).apply(module)
-        shard.apply(module, self.mesh, roots)
+        self.shard(module, precision, roots)
         weights.hand_out(module, self.device, self.parameters_on)
         self._root = module if list(roots) == [module] else None
         # A raw loop may have several modules, and its optimizers step any of them.
@@ -213,32 +227,71 @@ class FSDPStrategy(Strategy):
                 parameter.requires_grad_(not frozen)
                 self._hooks.append(hook)
 
-    def sharding(
+    def shard(
         self,
         module: nn.Module,
         precision: Precision,
-        whole: Sequence[nn.Module] = (),
-        reshard_after_forward: bool | None = None,
-    ) -> FullyShard:
-        """How modules are divided.
+        roots: Sequence[nn.Module],
+        whole: Iterable[nn.Module] = (),
+        reshards: bool | int | None = None,
+    ) -> None:
+        """torch's ``fully_shard`` on the units of a module, then on its roots, in place; sharded ones stay as they are.
 
         Args:
-            module: what is divided.
+            module: the whole.
             precision: in which gradients are reduced.
+            roots: the modules that gather parameters outside of all units.
             whole: modules that stay whole, where no others were named.
-            reshard_after_forward: in place of what the strategy says.
+            reshards: ``reshard_after_forward``, in place of what the strategy says.
+
+        Raises:
+            StrategyError: a policy or an expression names what is not there.
         """
         # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
         # norms would compute in them too, and on a CPU refuse to.
         policy = self._mixed or MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
-        return FullyShard(
-            self._policy,
-            reshard_after_forward=self._reshards if reshard_after_forward is None else reshard_after_forward,
-            mp_policy=policy,
-            cpu_offload=self.cpu_offload,
-            ignored=self._ignored or whole,
-            separate=_separate_units(module, precision, policy),
-        )
+        offload = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if self.cpu_offload else OffloadPolicy()
+        separate = _separate_units(module, precision, policy)
+        ignored = self._left_whole(module, whole)
+        if isinstance(self._ignored, str) and not ignored:
+            raise StrategyError(
+                "ignored_modules names no module that has parameters",
+                found=repr(self._ignored),
+                fix=f"a regular expression of whole names, such as {_some_name(module)!r}",
+            )
+        for part in [*self._units_of(module, separate), *roots]:
+            if not isinstance(part, FSDPModule):
+                fully_shard(
+                    part,
+                    mesh=self.mesh,
+                    reshard_after_forward=self._reshards if reshards is None else reshards,
+                    mp_policy=replace(policy, param_dtype=None) if part in separate else policy,
+                    offload_policy=offload,
+                    ignored_params=ignored,
+                )
+
+    def _left_whole(self, module: nn.Module, whole: Iterable[nn.Module] = ()) -> set[nn.Parameter]:
+        """Return the parameters that stay whole on every rank; their gradients are averaged."""
+        matching = self._ignored or whole
+        if isinstance(matching, str):
+            matching = [part for name, part in module.named_modules() if name and re.fullmatch(matching, name)]
+        return {parameter for part in matching for parameter in part.parameters()}
+
+    def _units_of(self, module: nn.Module, separate: Sequence[nn.Module] = ()) -> list[nn.Module]:
+        """Return the modules that are gathered separately, inner ones first, without the roots.
+
+        A module that shares a parameter with a module outside of it is no unit: both are gathered with the rest.
+        """
+        owners = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
+        shared = {number for number, count in owners.items() if count > 1}
+        found, picked = [], {*units(module, self._policy).values(), *separate}
+        for part in reversed(list(module.modules())):
+            if part not in picked or part is module:
+                continue
+            inside = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
+            if all(inside[number] == owners[number] for number in shared & inside.keys()):
+                found.append(part)
+        return found
 
     def _average(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -286,7 +339,11 @@ class FSDPStrategy(Strategy):
                 if loss is not None:
                     micro.backward(index, loss)
                 elif root is not None:
-                    raise _nothing_returned(self.world.rank)
+                    raise StrategyError(
+                        "training_step returned None, and every rank is needed for the backward of the others",
+                        found=f"rank {self.world.rank}",
+                        fix="return the loss times 0 to skip a batch, or use DDPStrategy",
+                    )
                 micro.end(index)
         except BaseException:
             for unit in self._units:
@@ -311,12 +368,11 @@ class FSDPStrategy(Strategy):
         copies = math.prod(replicas)
         automatic = getattr(module, "automatic_optimization", True)
         roots = [module] if automatic else outer_modules(module)
-        shard = self.sharding(module, precision)
-        divided = {p for root in roots for p in root.parameters()} - shard.left_whole(module)
+        divided = {p for root in roots for p in root.parameters()} - self._left_whole(module)
         often = ", in each backward" if self._every_backward or not automatic else ""
         sent = []
         if shards > 1:
-            again = self._reshards is not False and (self._reshards or shard.units(module))
+            again = self._reshards is not False and (self._reshards or self._units_of(module))
             each = "forward, and again for backward" if again else "forward"
             sent = [
                 f"parameters: all-gather over {shards} ranks for each {each}",
@@ -349,14 +405,6 @@ def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")
     return bound
-
-
-def _nothing_returned(rank: int) -> StrategyError:
-    return StrategyError(
-        "training_step returned None, and every rank is needed for the backward of the others",
-        found=f"rank {rank}",
-        fix="return the loss times 0 to skip a batch, or use DDPStrategy",
-    )
 
 
 def _separate_units(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
@@ -396,3 +444,38 @@ class ExchangingBackward:
 
 def _autograd(loss: Tensor, **options: Any) -> None:
     loss.backward(**options)  # type: ignore[no-untyped-call]
+
+
+def _some_name(module: nn.Module) -> str:
+    return next((name for name, part in module.named_modules() if name and any(True for _ in part.parameters())), "net")
+
+
+def sharded_units(module: nn.Module) -> list[FSDPModule]:
+    """Return all units of a module, the module first where it is a unit."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def abandon(unit: FSDPModule) -> None:
+    """Drop the gradients of a window that an error has ended before its last backward."""
+    unit.set_requires_gradient_sync(True, recurse=False)
+    state: Any = unit._get_fsdp_state()
+    if state._is_root and hasattr(unit, "reset_iter_state"):
+        unit.reset_iter_state()
+    # torch's own reset keeps the gradients that backwards without a reduction have accumulated.
+    for group in state._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+
+
+def resharding(call: Callable[..., Any], units: Sequence[Any]) -> Callable[..., Any]:
+    """``call``, after which the weights of ``units`` are sharded again: hooks and checkpoints expect them so."""
+
+    def resharded(*arguments: Any) -> Any:
+        output = call(*arguments)
+        for unit in units:
+            unit.reshard()
+        return output
+
+    return resharded

@@ -21,7 +21,7 @@ from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.fsdp import FSDPStrategy
+from trainer_kit.strategies.fsdp import FSDPStrategy, abandon, resharding, sharded_units
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local, spread_overflow
 from trainer_kit.strategies.mesh_layout import (
     AXES,
@@ -51,7 +51,6 @@ from trainer_kit.strategies.state import (
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy
 from trainer_kit.strategies.transforms.context import ContextParallel
-from trainer_kit.strategies.transforms.fully_shard import abandon, resharding, sharded_units
 from trainer_kit.strategies.transforms.pipeline import Pipeline, PipelineParallel, bubble, check_schedule
 from trainer_kit.strategies.transforms.pipeline_stages import has_stages
 from trainer_kit.strategies.transforms.tensor import TensorParallel, complete_gradients
@@ -464,8 +463,7 @@ class _StagedStrategy(Strategy):
                 # Some schedules compute the gradients of weights later than those of activations, and look for the
                 # weights where the forward had them.
                 keeps = False if self.pipeline.splits_backward else None
-                shard = self.sharding.sharding(stage, precision, whole=[stage.loose], reshard_after_forward=keeps)
-                shard.apply(stage, self.sharding.mesh)
+                self.sharding.shard(stage, precision, [stage], whole=[stage.loose], reshards=keeps)
             assert self.sharding.weights is not None
             self.sharding.weights.hand_out(module, self.sharding.device, self.sharding.parameters_on)
         self.pipeline.find_parameters(module)

@@ -98,7 +98,7 @@ class TensorParallel(Transform):
             for key, parameter in layer.named_parameters():
                 parameter.requires_grad_(key not in frozen)
             if self.plan.sequence_parallel and isinstance(layer, nn.Embedding):
-                layer.register_forward_pre_hook(_EvenSequence(mesh.size()))
+                layer.register_forward_pre_hook(partial(_check_sequence, mesh.size()))
         for places in owners:
             _tie(module, places)
         module.__dict__["_split_over"] = mesh.size()
@@ -229,20 +229,14 @@ def _divides(what: str, value: int, size: int, fix: str) -> None:
         )
 
 
-@final
-class _EvenSequence:
-    """Refuses batches whose sequences the axis does not divide: torch would join their parts wrongly."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, layer: nn.Module, given: tuple[Any, ...]) -> None:
-        if given and given[0].shape[1] % self.size:
-            raise StrategyError(
-                "sequence parallel needs sequences that the tensor axis divides",
-                found=f"length {given[0].shape[1]}, tp={self.size}",
-                fix=f"pad sequences to a multiple of {self.size}, or sequence_parallel=False",
-            )
+def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None:
+    """Refuse batches whose sequences the axis does not divide: torch would join their parts wrongly."""
+    if given and given[0].shape[1] % size:
+        raise StrategyError(
+            "sequence parallel needs sequences that the tensor axis divides",
+            found=f"length {given[0].shape[1]}, tp={size}",
+            fix=f"pad sequences to a multiple of {size}, or sequence_parallel=False",
+        )
 
 
 def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
