@@ -351,13 +351,10 @@ class Stage(nn.Module):
 
     Args:
         index: of the stage.
-        last: whether it is the last one.
+        places: of everything that belongs to a stage, by name in the model.
+        blocks: the names of those of each stage.
+        own: the stages of this rank.
         run: the model's own forward.
-        mine: where it has modules and parameters in the model, by name.
-        others: the places of this rank's other stages.
-        entry: the stand-in that returns what the previous stage has sent; None on the first.
-        exit: the stand-in after the stage; None on the last.
-        end: the stage's last block.
 
     Attributes:
         turns: the micro-batches, in the order in which they come.
@@ -370,10 +367,24 @@ class Stage(nn.Module):
     exit: StandIn | None
     end: nn.Module
 
-    def __init__(self, index: int, last: bool, mine: Mapping[str, _Slot], **place: Any) -> None:
+    def __init__(
+        self,
+        index: int,
+        places: Mapping[str, _Slot],
+        blocks: Sequence[Sequence[str]],
+        own: Sequence[int],
+        run: Callable[..., Any],
+    ) -> None:
         super().__init__()
-        self.index, self.last = index, last
-        self.__dict__.update(place)  # past nn.Module's own: none of these modules is a child of the stage
+        self.index, self.last = index, index == len(blocks) - 1
+        mine = {name: slot for name, slot in places.items() if slot.stage == index}
+        self.__dict__.update(  # past nn.Module's own: none of these modules is a child of the stage
+            run=run,
+            others=[slot for slot in places.values() if slot.stage in own and slot.stage != index],
+            entry=places[blocks[index - 1][-1]].stand_in if index else None,
+            exit=None if self.last else places[blocks[index + 1][0]].stand_in,
+            end=mine[blocks[index][-1]].real,
+        )
         held = {name: slot.real for name, slot in mine.items() if isinstance(slot.real, nn.Module)}
         self.held, self.names = nn.ModuleList(held.values()), list(held)
         self._loose = [slot for slot in mine.values() if isinstance(slot.real, nn.Parameter)]
@@ -481,21 +492,7 @@ def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: to
         if slot.stage not in own:
             slot.put(real=False)
             slot.real = None
-    made, blocks = [], layout.blocks
-    for index in own:
-        last = index == len(blocks) - 1
-        stage = Stage(
-            index,
-            last,
-            {name: slot for name, slot in slots.items() if slot.stage == index},
-            run=model.forward,
-            others=[slot for slot in slots.values() if slot.stage in own and slot.stage != index],
-            entry=slots[blocks[index - 1][-1]].stand_in if index else None,
-            exit=None if last else slots[blocks[index + 1][0]].stand_in,
-            end=slots[blocks[index][-1]].real,
-        )
-        made.append(stage)
-    return made
+    return [Stage(index, slots, layout.blocks, own, model.forward) for index in own]
 
 
 def _slot(model: nn.Module, name: str, stage: int, device: torch.device) -> _Slot:
