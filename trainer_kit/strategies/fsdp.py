@@ -48,7 +48,6 @@ from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import (
     ActivationCheckpointing,
     Policy,
-    keep_activations,
     outer_modules,
     units,
 )
@@ -174,7 +173,7 @@ class FSDPStrategy(Strategy):
         for hook in self._hooks:
             hook.remove()
         for unit in self._units:
-            keep_activations(unit)
+            ActivationCheckpointing().undo(unit)  # type: ignore[arg-type]  # torch mixes it into the module's class
         self._root, self._units, self._hooks, self._parameters = None, [], [], []
 
     def init_context(self) -> AbstractContextManager[Any]:

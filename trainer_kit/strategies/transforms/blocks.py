@@ -16,7 +16,7 @@ from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.signatures import takes
 from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["ActivationCheckpointing", "Compile", "Policy", "keep_activations", "outer_modules", "units"]
+__all__ = ["ActivationCheckpointing", "Compile", "Policy", "outer_modules", "units"]
 
 
 Policy = int | str | type | Collection[str | type] | Callable[..., bool] | None
@@ -157,18 +157,13 @@ class ActivationCheckpointing(Transform):
                 part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__)
 
     def undo(self, module: nn.Module) -> None:
-        """Let the module keep its activations again."""
-        keep_activations(module)
-
-
-def keep_activations(module: Any) -> None:
-    """Undo `ActivationCheckpointing` in all parts of a module."""
-    for part in module.modules():
-        recomputed = part.__dict__.get("forward")
-        if isinstance(recomputed, _Recomputed):
-            del part.__dict__["forward"]
-            if recomputed.own:
-                part.__dict__["forward"] = recomputed.forward
+        """Let all parts of the module keep their activations again."""
+        for part in module.modules():
+            recomputed = part.__dict__.get("forward")
+            if isinstance(recomputed, _Recomputed):
+                del part.__dict__["forward"]
+                if recomputed.own:
+                    part.__dict__["forward"] = recomputed.forward
 
 
 @final
