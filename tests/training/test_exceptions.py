@@ -235,15 +235,15 @@ def test_modes_are_restored_when_the_hook_that_sets_them_fails_halfway():
     assert module.layer.training
 
 
-def test_every_logger_is_finalized_although_one_fails_to():
+def test_every_logger_is_finalized_although_one_fails_to(capsys):
     class Fails(Recorder):
         def finalize(self, status):
             raise OSError("disk full")
 
     last = Recorder()
     trainer = Trainer(max_epochs=1, logger=[Fails(), last], **QUIET)
-    with pytest.raises(OSError, match="disk full"):
-        trainer.fit(Tiny(), [torch.ones(2, 2)])
+    trainer.fit(Tiny(), [torch.ones(2, 2)])
+    assert "Fails: OSError: disk full; training continues" in capsys.readouterr().out
     assert last.finalized == ["success"]
     assert trainer.state_verb == ""
 

@@ -32,8 +32,9 @@ class Logger(Protocol):
 
     Optional, called where they exist: ``log_hyperparams(params: dict)``, ``after_save_checkpoint(path)``,
     ``save()``, ``finalize(status: "success" | "failed" | "interrupted")``, and the attributes ``name``, ``version``
-    and ``log_dir``. Only rank 0 calls them. With ``writes_alone = True`` modules and callbacks, too, reach it on rank 0
-    alone: on the others they are handed what takes every call and writes nothing.
+    and ``log_dir``. Only rank 0 calls them, on a thread that the logger alone has: what raises or blocks there does not
+    reach training (`trainer_kit.loggers.delivery`). With ``writes_alone = True`` modules and callbacks, too, reach it
+    on rank 0 alone: on the others they are handed what takes every call and writes nothing.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:

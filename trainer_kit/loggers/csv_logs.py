@@ -11,7 +11,7 @@ from typing import Any, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, one_at_a_time
 
 __all__ = ["CSVLogger"]
 
@@ -72,6 +72,7 @@ class CSVLogger(DirectoryLogger):
         """The file; it may not exist yet."""
         return Path(self.log_dir) / "metrics.csv"
 
+    @one_at_a_time
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Put the values into the row of ``step``.
 
@@ -96,6 +97,7 @@ class CSVLogger(DirectoryLogger):
         if max(self._waiting) - min(self._waiting) + 1 >= self._flush_every:
             self.save()
 
+    @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
         """Write the hyperparameters to ``hparams.json``, and ``metrics`` as those of step 0.
 
@@ -107,6 +109,7 @@ class CSVLogger(DirectoryLogger):
         if metrics:
             self.log_metrics(metrics, 0)
 
+    @one_at_a_time
     def save(self) -> None:
         """Write the buffered values."""
         if not self._waiting:
@@ -117,6 +120,7 @@ class CSVLogger(DirectoryLogger):
         table.merge(self._waiting, own_row)
         self._table, self._waiting, self._ended = table, {}, None
 
+    @one_at_a_time
     def finalize(self, status: str) -> None:
         """Write the buffered values. Later values do not overwrite those of the last row."""
         self.save()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.core.errors import LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, params_dict, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, one_at_a_time, params_dict, plain
 
 __all__ = ["JSONLLogger", "journal_record", "read_journal"]
 
@@ -54,12 +54,15 @@ class JSONLLogger(DirectoryLogger):
         self._file: int | None = None
         self._path: str | None = None
         self._inode = self._end = 0
+        self.line = 0
+        """Where in the file the last line begins, in bytes."""
 
     @property
     def path(self) -> Path:
         """The file; it may not exist yet."""
         return Path(self.log_dir) / "journal.jsonl"
 
+    @one_at_a_time
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Append the values.
 
@@ -77,6 +80,7 @@ class JSONLLogger(DirectoryLogger):
         if values:
             self._append({"step": self._step, "time": time.time(), **values})
 
+    @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
         """Append the hyperparameters, unless all of them are written already, then ``metrics`` as those of step 0.
 
@@ -91,12 +95,14 @@ class JSONLLogger(DirectoryLogger):
         if metrics:
             self.log_metrics(metrics, 0)
 
+    @one_at_a_time
     def save(self) -> None:
         """Sync the file to disk, so that it survives a crash of the machine."""
         if self.path.exists():
             with open(self.path, "r+b") as file:
                 os.fsync(file.fileno())
 
+    @one_at_a_time
     def finalize(self, status: str) -> None:
         """Close the file; a later call opens it again."""
         self.save()
@@ -108,7 +114,31 @@ class JSONLLogger(DirectoryLogger):
         if os.write(file, line) != len(line):
             os.ftruncate(file, self._end)
             raise OSError(f"{self.path}: no space left for a line of {len(line)} bytes")
-        self._end += len(line)
+        self.line, self._end = self._end, self._end + len(line)
+
+    def read_values(self, line: int) -> tuple[dict[str, Any], int]:
+        """What one call of ``log_metrics`` has written.
+
+        Args:
+            line: where its line begins, in bytes.
+
+        Returns:
+            The metrics, and their step.
+
+        Raises:
+            OSError: the file cannot be read.
+            LogError: there is no line of metrics.
+        """
+        with open(self.path, "rb") as file:
+            file.seek(line)
+            text = file.readline()
+        try:
+            record = journal_record(text)
+            step, start = record.pop("step"), f"{self._prefix}-" if self._prefix else ""
+        except (ValueError, KeyError, TypeError) as error:
+            raise LogError(f"{self.path} has no values at byte {line}", found=str(error)) from error
+        del record["time"]
+        return {name.removeprefix("metric/").removeprefix(start): value for name, value in record.items()}, step
 
     def _open(self) -> int:
         """The file, which stays open between lines; opened again if it was moved or another process wrote to it."""
@@ -136,7 +166,7 @@ class JSONLLogger(DirectoryLogger):
             self._file = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_file": None}
+        return {**super().__getstate__(), "_file": None}
 
     def __del__(self) -> None:
         if getattr(self, "_file", None) is not None:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import json
 import math
 import os
 import re
+import threading
 from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Final, final
+from typing import Any, ClassVar, Final, TypeVar, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, LogError
 from trainer_kit.core.signatures import check_overrides
 
-__all__ = ["DEFAULT_NAME", "DirectoryLogger", "DummyLogger", "flatten", "numbers", "params_dict", "plain"]
+__all__ = [
+    "DEFAULT_NAME",
+    "DirectoryLogger",
+    "DummyLogger",
+    "flatten",
+    "numbers",
+    "one_at_a_time",
+    "params_dict",
+    "plain",
+]
 
 
 def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, int | float]:
@@ -139,6 +150,33 @@ def _shape(value: Any) -> str:
 
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def one_at_a_time(method: _F) -> _F:
+    """Decorator for a logger's methods that share ``self.lock``: a run calls a logger on a thread of its own, and user
+    code may call the same logger on another one.
+
+    Example:
+        >>> class Counts:
+        ...     def __init__(self):
+        ...         self.lock, self.count = threading.RLock(), 0
+        ...
+        ...     @one_at_a_time
+        ...     def add(self):
+        ...         self.count += 1
+        >>> counts = Counts()
+        >>> counts.add()
+        >>> counts.count
+        1
+    """
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        with self.lock:
+            return method(self, *arguments, **options)
+
+    return call  # type: ignore[return-value]
 
 
 class DirectoryLogger(ABC):
@@ -186,6 +224,13 @@ class DirectoryLogger(ABC):
         self._name, self._version, self._given = name or "", version, version is not None
         self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
         self.hparams: dict[str, Any] = {}
+        self.lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "lock"}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, lock=threading.RLock())
 
     @property
     def save_dir(self) -> str:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, final
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.parallel import is_divided
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, flatten, numbers, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, flatten, numbers, one_at_a_time, plain
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 __all__ = ["TensorBoardLogger"]
+
+_ROOM: Final = 16384
+"""Bytes that must be free for a call."""
 
 
 @final
@@ -60,6 +66,7 @@ class TensorBoardLogger(DirectoryLogger):
         self._shown: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @property
+    @one_at_a_time
     def experiment(self) -> SummaryWriter:
         """The ``SummaryWriter``; the first access makes the directory and the event file."""
         if self._writer is None:
@@ -68,6 +75,7 @@ class TensorBoardLogger(DirectoryLogger):
             self._writer = SummaryWriter(str(self._directory()), **self._kwargs)
         return self._writer
 
+    @one_at_a_time
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Write the values as scalars.
 
@@ -79,9 +87,13 @@ class TensorBoardLogger(DirectoryLogger):
             LogError: a value is not one number.
         """
         self._step = self._step if step is None else step
-        for name, value in numbers(metrics, self._prefix).items():
-            self.experiment.add_scalar(name, value, self._step)
+        values = numbers(metrics, self._prefix)
+        if values:
+            with self._written():
+                for name, value in values.items():
+                    self.experiment.add_scalar(name, value, self._step)
 
+    @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Write the hyperparameters to ``hparams.json`` and, with ``metrics``, for the HPARAMS tab.
 
@@ -155,16 +167,40 @@ class TensorBoardLogger(DirectoryLogger):
                 for module, training in modes.items():
                     module.training = training
 
+    @one_at_a_time
     def save(self) -> None:
         """Write the buffered values."""
         if self._writer is not None:
-            self._writer.flush()
+            with self._written():
+                pass
 
+    @one_at_a_time
     def finalize(self, status: str) -> None:
         """Close the event file; a later call opens a new one."""
         if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+            writer, self._writer = self._writer, None
+            writer.close()
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        """Flush at the end, so that an error belongs to the values that were not written.
+
+        The writer's own thread prints a traceback and ends at an error, so a full disk is looked for before; the next
+        call after an error opens a new event file.
+        """
+        try:
+            directory = self._directory()
+            if shutil.disk_usage(directory).free < _ROOM:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(directory))
+            yield
+            if self._writer is not None:
+                self._writer.flush()
+        except OSError:
+            writer, self._writer = self._writer, None
+            with suppress(OSError):
+                if writer is not None:
+                    writer.close()
+            raise
 
 
 def _shown(value: Any) -> bool | int | float | str:

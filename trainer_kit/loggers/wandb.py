@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, final
@@ -13,7 +14,7 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, locate
-from trainer_kit.loggers.layout import DEFAULT_NAME, params_dict, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, one_at_a_time, params_dict, plain
 
 __all__ = ["WandbLogger"]
 
@@ -84,6 +85,7 @@ class WandbLogger:
         self._log_model, self._checkpoint_name, self._prefix = log_model, checkpoint_name, prefix
         self._checkpoints: dict[Location, None] = {}
         self.hparams: dict[str, Any] = {}
+        self.lock = threading.RLock()
 
     @property
     def name(self) -> str:
@@ -120,6 +122,7 @@ class WandbLogger:
         return self.save_dir
 
     @property
+    @one_at_a_time
     def experiment(self) -> Any:
         """The ``wandb.Run``; the first access begins it."""
         import wandb

@@ -30,6 +30,7 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import order_seed
 from trainer_kit.launch.program import HANDED_OVER, arguments, handed_over, launches, script
+from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.state.records import RUN, RunRecord, read_records, record_problem, write_record
 from trainer_kit.step.requests import Requests
@@ -122,6 +123,7 @@ class RunFiles:
         record: of the running or last fit, where checkpoints are kept.
         continued: the record of the run that this fit continues, as it was found.
         journal: a file in the run's directory that gets every logged value, also those at which a logger raises.
+        deliveries: call the journal and the loggers; empty on other ranks than the first.
     """
 
     def __init__(
@@ -139,6 +141,7 @@ class RunFiles:
         self.record: RunRecord | None = None
         self.continued: RunRecord | None = None
         self.journal: JSONLLogger | None = None
+        self.deliveries = Deliveries(say)
         self._directory: str | None = None
         self.read_seed()
 
@@ -223,10 +226,13 @@ class RunFiles:
             (self._directory, states), self.data_seed = world.broadcast((mine, self.data_seed))
             if world.rank:  # names and directories of loggers are read on every rank
                 _load_loggers(self.loggers, states)
-        if self.loggers and self.journal is None and world.rank == 0:
-            journal = JSONLLogger(str(self.directory), "", "")
-            if all(getattr(logger, "path", None) != journal.path for logger in self.loggers):
+        if self.loggers and world.rank == 0:
+            journal = self.journal or JSONLLogger(str(self.directory), "", "")
+            own = (one for one in self.loggers if isinstance(one, JSONLLogger) and one.path == journal.path)
+            given = next(own, None)
+            if given is None:
                 self.journal = journal
+            self.deliveries.open(self.loggers, given or journal)
 
     def choose(self) -> tuple[RunRecord | None, RunRecord | None]:
         """The record of the next fit, and that of the run that it continues, if any: then the loggers continue there.
@@ -333,11 +339,6 @@ class RunFiles:
             _EXECUTION.note(record)
 
     # -- loggers -----------------------------------------------------------------------------------------------------
-
-    @property
-    def every_logger(self) -> list[Any]:
-        """The journal, then the loggers: the journal has the values at which a logger raises."""
-        return self.loggers if self.journal is None else [self.journal, *self.loggers]
 
     def logging_state(self, first: bool) -> dict[str, Any]:
         """What a checkpoint keeps of the loggers, and of the directory in which they write; ``first`` on rank 0."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -166,12 +166,13 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
             copy = saver.buffers[weights_only] if copies else None
             snapshots[weights_only] = _take(run, state, info, group, copy)
         writes = _Writing(group, shared, world.rank == 0, frozenset(name for name, _ in run.module.named_parameters()))
+        logged = run.save_logs()
         slow = threading.Timer(_SLOW, _say_slow, (run, save))
         slow.daemon = True
         slow.start()
         try:
             save.writing = Background(
-                partial(_write, saver, save, snapshots, writes, all_began), done=partial(_written, run, slow)
+                partial(_write, saver, save, snapshots, writes, all_began, logged), done=partial(_written, run, slow)
             )
         except BaseException:
             slow.cancel()
@@ -249,12 +250,18 @@ class _Writing:
 
 
 def _write(
-    saver: Saver, save: Save, snapshots: Mapping[bool, Any], writing: _Writing, all_began: Future[bool]
+    saver: Saver,
+    save: Save,
+    snapshots: Mapping[bool, Any],
+    writing: _Writing,
+    all_began: Future[bool],
+    logged: Callable[[], None],
 ) -> Outcome:
     """Runs in the background and touches only files. Requests delete here the checkpoints that this one replaces."""
     outcome: Outcome = {}
     if not all_began.result():
         return outcome
+    logged()  # a run that resumes from this checkpoint does not log these steps again
     for path, weights_only in save.paths.items():
         try:
             writing.write(path, snapshots[weights_only])

@@ -111,7 +111,8 @@ class Fit:
         directory: the default directory of checkpoints, called when one is due.
         checkpoints: whether this run writes checkpoints at all.
         about: what every checkpoint says of this run, besides its state.
-        announce: tells the loggers of a checkpoint.
+        announce: reports a checkpoint to the loggers.
+        save_logs: has the loggers save; what it returns waits until they have.
         say: prints.
         saver: the save under way.
         forward_backward: the strategy's, or what takes its place.
@@ -148,7 +149,8 @@ class Fit:
     directory: Callable[[], Location]
     checkpoints: bool
     about: Callable[[], dict[str, Any]]
-    announce: Callable[[Location], None]
+    announce: Callable[[Location], Any]
+    save_logs: Callable[[], Callable[[], None]]
     say: Callable[[str], None]
     saver: Saver
     forward_backward: Callable[[MicroBatches], None]

@@ -27,7 +27,6 @@ from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.collect import collect, restore
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
 from trainer_kit.state.rewind import Guard
-from trainer_kit.state.runs import call_optional
 from trainer_kit.step.accumulation_window import WindowLoader
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.evaluate import Evaluation, part_weight
@@ -190,6 +189,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         checkpoints=trainer.checkpoint_callback is not None and not settings.fast,
         about=partial(_run_metadata, trainer),
         announce=partial(_announce_checkpoint, trainer),
+        save_logs=trainer.files.deliveries.save,
         say=trainer.say,
         saver=Saver(trainer.async_save),
         forward_backward=_forward_backward(trainer, module, stepper, micro, windows),
@@ -277,8 +277,7 @@ def _run_metadata(trainer: Session) -> dict[str, Any]:
 
 def _announce_checkpoint(trainer: Session, path: Location) -> None:
     trainer.note("checkpoint", str(path))
-    for logger in trainer.files.every_logger if trainer.is_global_zero else ():
-        call_optional(logger, "after_save_checkpoint", path)
+    trainer.files.deliveries.call("after_save_checkpoint", path)
 
 
 def _windows(

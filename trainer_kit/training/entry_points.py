@@ -213,11 +213,7 @@ class EntryPoint:
         trainer = self.trainer
         interrupted = isinstance(error, KeyboardInterrupt) or trainer.requests.signal
         status = "success" if error is None else "interrupted" if interrupted else "failed"
-        ending = Teardown()
-        for logger in trainer.files.every_logger if trainer.is_global_zero else ():
-            ending.cleanup.append(_ignoring_error(partial(call_optional, logger, "finalize", status)))
-        with ending:
-            pass
+        trainer.files.deliveries.close(status, trainer.requests.at_once)
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
         """Compose the fit, restore a checkpoint if any, and call everything that comes before ``on_train_start``."""
@@ -340,10 +336,17 @@ class EntryPoint:
         for owner in (self.datamodule, self.module):
             if owner is not None and vars(owner).get("_log_hparams"):
                 values.update(owner.hparams)
-        for logger in trainer.files.every_logger:
-            if values:
-                call_optional(logger, "log_hyperparams", values)
-            call_optional(logger, "log_graph", self.module)
+        deliveries = trainer.files.deliveries
+        silent = deliveries.start(deliveries.call("log_hyperparams", values) if values else [])
+        for logger in trainer.files.loggers:
+            if logger in silent:
+                continue
+            try:
+                call_optional(logger, "log_graph", self.module)  # in this thread: it runs the module
+            except TrainerKitError:
+                raise
+            except Exception as error:
+                trainer.print(f"{type(logger).__name__} has no graph of the module: {type(error).__name__}: {error}")
 
     def _check_sanity(self, run: Fit) -> None:
         """Run a few validation batches, so that a mistake in them shows before hours of training."""

@@ -25,7 +25,7 @@ from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect
-from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, call_optional, keep_checkpoints
+from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation
@@ -513,7 +513,7 @@ class Session:
         return dict(self.metrics.progress_bar)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to every logger immediately, on rank 0; this reads tensors, which is a sync point.
+        """Queue values for every logger, on rank 0; this reads tensors, which is a sync point.
 
         A value called ``step`` is the step of the others, as in Lightning.
         """
@@ -522,8 +522,9 @@ class Session:
         values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
         values.setdefault("epoch", self.progress.epoch)
         at = int(values.pop("step", self.progress.step if step is None else step))
-        for logger in self.files.every_logger:
-            logger.log_metrics(values, at)
+        self.files.deliveries.log(values, at)
+        if not self.state_verb:  # no entry point ends after this
+            self.files.deliveries.close(None)
 
     def begin_fit(self) -> None:
         """Reset counts, values and requests of an earlier fit."""
@@ -541,8 +542,6 @@ class Session:
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or of its weights; every rank must call it."""
         assert self.run is not None
-        for logger in self.files.loggers if self.is_global_zero else ():
-            call_optional(logger, "save")  # a run that resumes here does not log these steps again
         return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
 
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:

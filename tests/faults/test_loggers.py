@@ -1,0 +1,319 @@
+"""Loggers that raise, block, are slow or have a full disk cost no step, and the journal has every value."""
+
+from __future__ import annotations
+
+import csv
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.mounts import mounted
+from trainer_kit import Trainer
+from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.loggers import CSVLogger, TensorBoardLogger, delivery, read_journal
+from trainer_kit.testing import TinyModule
+
+METHODS = ["log_hyperparams", "log_metrics", "save", "after_save_checkpoint", "finalize"]
+
+
+class Logs(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class Faulty:
+    """Keeps what it gets; ``fault`` is called first, with the name of the method and the number of its call."""
+
+    def __init__(self, fault):
+        self.fault, self.calls, self.values = fault, dict.fromkeys(METHODS, 0), []
+
+    def _take(self, name):
+        self.calls[name] += 1
+        self.fault(name, self.calls[name])
+
+    def log_metrics(self, metrics, step):
+        self._take("log_metrics")
+        self.values.append((step, metrics["loss"]))
+
+    def log_hyperparams(self, params):
+        self._take("log_hyperparams")
+
+    def save(self):
+        self._take("save")
+
+    def after_save_checkpoint(self, path):
+        self._take("after_save_checkpoint")
+
+    def finalize(self, status):
+        self._take("finalize")
+
+
+def fit(tmp_path, logger, steps=20, checkpoints=True, limit=None):
+    torch.manual_seed(0)
+    model = Logs()
+    model.save_hyperparameters({"width": 4})
+    trainer = Trainer(
+        max_steps=steps,
+        logger=[CSVLogger(tmp_path, name="run", version=0), *([] if logger is None else [logger])],
+        default_root_dir=tmp_path,
+        log_every_n_steps=1,
+        callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)] if checkpoints else [],
+        enable_checkpointing=checkpoints,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+    )
+    data = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1))
+    trainer.fit(model, [*data])
+    return trainer, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def journal(tmp_path):
+    records = read_journal(tmp_path / "run" / "version_0" / "journal.jsonl")
+    return [(record["step"], record["loss"]) for record in records if "loss" in record]
+
+
+def lines_about(capsys, name):
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith(name)]
+
+
+@pytest.fixture
+def released():
+    """An event on which loggers block; it is set at the end, so that their threads end."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Seconds become tenths, so that blocking loggers do not hold the tests up."""
+    monkeypatch.setattr(delivery, "_PATIENCE", 1.0)
+    monkeypatch.setattr(delivery, "_SHORT", 0.1)
+
+
+def reference(tmp_path):
+    return fit(tmp_path / "reference", None)[1]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_logger_that_raises_costs_no_step(tmp_path, capsys, method):
+    def fault(name, count):
+        if name == method:
+            raise ConnectionError("the tracker is down")
+
+    expected = reference(tmp_path)
+    begun = time.monotonic()
+    trainer, weights = fit(tmp_path, Faulty(fault))
+    assert time.monotonic() - begun < 10
+    assert trainer.global_step == 20
+    assert torch.equal(weights, expected)
+    assert [step for step, _ in journal(tmp_path)] == list(range(1, 21))
+    warning, *others = lines_about(capsys, "Faulty")
+    assert "ConnectionError: the tracker is down; training continues" in warning
+    assert f"all values are in {tmp_path / 'run' / 'version_0' / 'journal.jsonl'}" in warning
+    assert len(others) <= 1  # what is left at the end
+    assert len(list((tmp_path / "kept").glob("step*"))) == 4
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_logger_that_blocks_for_ever_costs_no_step(tmp_path, capsys, method, released, hurried):
+    def fault(name, count):
+        if name == method:
+            released.wait()
+
+    expected = reference(tmp_path)
+    trainer, weights = fit(tmp_path, logger := Faulty(fault))
+    assert trainer.global_step == 20
+    assert torch.equal(weights, expected)
+    expected_values = journal(tmp_path)
+    assert [step for step, _ in expected_values] == list(range(1, 21))
+    lines = lines_about(capsys, "Faulty")
+    assert len(lines) <= 2  # during the run, and at its end
+    assert all(f"{method} has not returned for" in line for line in lines)
+    released.set()  # it answers: the rest is logged, in order
+    deadline = time.monotonic() + 10
+    while logger.calls["finalize"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert logger.values == expected_values
+
+
+def test_a_close_that_blocks_ends_within_ten_seconds(tmp_path, released):
+    def fault(name, count):
+        if name == "finalize":
+            released.wait()
+
+    begun = time.monotonic()
+    fit(tmp_path, Faulty(fault), steps=2, checkpoints=False)
+    assert 9 < time.monotonic() - begun < 15
+
+
+def test_a_logger_of_100_ms_a_call_does_not_slow_the_steps(tmp_path):
+    ends = []
+
+    class Times(Logs):
+        def on_train_end(self):
+            ends.append(time.monotonic() - begun)
+
+    logger = Faulty(lambda name, count: time.sleep(0.1))
+    trainer = Trainer(
+        max_steps=60, logger=logger, log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    begun = time.monotonic()
+    trainer.fit(Times(), [torch.randn(2, 32) for _ in range(60)])
+    assert ends[0] < 3  # 60 calls take 6 s
+    assert [step for step, _ in logger.values] == list(range(1, 61))  # the close waits for them
+
+
+def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
+    def fault(name, count):
+        if name == "log_metrics" and count <= 3:
+            raise OSError("connection reset")
+
+    logger = Faulty(fault)
+    fit(tmp_path, logger)
+    assert logger.values == journal(tmp_path)
+    assert len(logger.values) == 20
+    first, last = lines_about(capsys, "Faulty")
+    assert "connection reset" in first
+    assert last == "Faulty answers again"
+
+
+def test_what_the_queue_does_not_keep_is_read_back_from_the_journal(tmp_path, released, monkeypatch):
+    monkeypatch.setattr(delivery, "_KEPT", 4)
+
+    def fault(name, count):
+        if name == "log_metrics" and count == 3:
+            released.wait()
+
+    class Releases(Logs):
+        def on_train_end(self):
+            released.set()
+
+    logger = Faulty(fault)
+    trainer = Trainer(
+        max_steps=400, logger=logger, log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Releases(), [torch.randn(2, 32) for _ in range(400)])
+    records = read_journal(tmp_path / "journal.jsonl")
+    assert logger.values == [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert [step for step, _ in logger.values] == list(range(1, 401))
+
+
+def test_values_that_a_logger_refuses_are_left_out(tmp_path, capsys):
+    class Refuses(Faulty):
+        def log_metrics(self, metrics, step):
+            if step in (3, 20):
+                raise KeyError("accuracy")
+            super().log_metrics(metrics, step)
+
+    Refuses.__name__ = "Faulty"
+    logger = Refuses(lambda name, count: None)
+    fit(tmp_path, logger)
+    assert logger.values == [(step, loss) for step, loss in journal(tmp_path) if step not in (3, 20)]
+    assert "KeyError: 'accuracy'" in lines_about(capsys, "Faulty")[0]
+
+
+@pytest.mark.parametrize("kind", ["csv", "tensorboard"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a small tmpfs")
+def test_a_full_disk_under_the_logs_is_a_warning(tmp_path, capsys, kind):
+    from torch.utils.tensorboard import SummaryWriter  # noqa: F401 (imported before the disk is full)
+
+    disk = tmp_path / "disk"
+    make = {"csv": CSVLogger, "tensorboard": TensorBoardLogger}[kind]
+    expected = reference(tmp_path)
+    with mounted(disk, "-t", "tmpfs", "-o", "size=256k", "none"):
+        options = {"csv": {"flush_logs_every_n_steps": 2}}.get(kind, {})
+        logger = make(disk, name="run", version=0, **options)
+        filler = disk / "filler"
+
+        class Fills(Logs):
+            def training_step(self, batch, batch_idx):
+                self.log_dict({f"value-{number}": float(batch_idx) for number in range(60)})
+                return super().training_step(batch, batch_idx)
+
+            def on_train_batch_end(self, outputs, batch, batch_idx):
+                if self.trainer.global_step == 6:
+                    time.sleep(0.3)
+                    fill(filler)
+
+        torch.manual_seed(0)
+        model = Fills()
+        trainer = Trainer(
+            max_steps=20, logger=logger, log_every_n_steps=1, default_root_dir=tmp_path / "root",
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu",
+        )  # fmt: skip
+        data = torch.randn(8, 2, 32, generator=torch.Generator().manual_seed(1))
+        trainer.fit(model, [*data])
+        weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert torch.equal(weights, expected)
+        assert trainer.global_step == 20
+        out, err = capsys.readouterr()
+        warnings = [line for line in out.splitlines() if "No space left" in line]
+        assert any(line.startswith(type(logger).__name__) for line in warnings)
+        assert sum(line.startswith(type(logger).__name__) for line in warnings) == 1
+        assert "Traceback" not in err
+        filler.unlink()
+        trainer.log_metrics({"after": 1.0})  # it answers now: everything is there
+        logger.save()
+        if kind == "csv":
+            with open(logger.path, encoding="utf-8") as file:
+                steps = [int(row["step"]) for row in csv.DictReader(file) if row["loss"]]
+            assert steps == list(range(1, 21))
+        else:
+            assert tensorboard_steps(logger.log_dir) == list(range(1, 21))
+        logger.finalize("success")
+        trainer.files.journal.finalize("success")
+
+
+def fill(file):
+    with open(file, "wb", buffering=0) as out:
+        for size in (4096, 1):
+            try:
+                while out.write(b"x" * size):
+                    pass
+            except OSError:
+                continue
+
+
+def tensorboard_steps(directory):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    steps = set()
+    for file in Path(directory).glob("events*"):
+        events = EventAccumulator(str(file))
+        events.Reload()
+        if "loss" in events.Tags()["scalars"]:
+            steps.update(event.step for event in events.Scalars("loss"))
+    return sorted(steps)
+
+
+def test_the_journal_is_durable_with_each_checkpoint(tmp_path, monkeypatch):
+    """What was synced before each checkpoint was renamed to its place holds every value up to its step."""
+    synced, order = {}, []
+    sync, rename = os.fsync, os.rename
+
+    def syncs(descriptor):
+        name = os.readlink(f"/proc/self/fd/{descriptor}")
+        sync(descriptor)
+        if name.endswith("journal.jsonl"):
+            synced["lines"] = len(Path(name).read_bytes().splitlines())
+
+    def renames(source, target, **options):
+        rename(source, target, **options)
+        if Path(target).name.startswith("step"):
+            order.append((int(Path(target).name[-8:]), synced.get("lines", 0)))
+
+    monkeypatch.setattr(os, "fsync", syncs)
+    monkeypatch.setattr(os, "rename", renames)
+    fit(tmp_path, None)
+    assert [step for step, _ in order] == [5, 10, 15, 20]
+    assert all(lines >= step for step, lines in order), order

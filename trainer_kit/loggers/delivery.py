@@ -1,0 +1,461 @@
+"""Calls loggers beside the training thread: each logger has a bounded queue and a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.loggers.journal import JSONLLogger
+
+__all__ = ["Deliveries", "Delivery", "JournalIndex"]
+
+_KEPT: Final = 1000
+"""Calls in memory for one logger; values beyond them are read back from the journal."""
+_PATIENCE: Final = 10.0
+"""Seconds that a start, a close and the durability of a checkpoint's journal wait at most, for all loggers together."""
+_SHORT: Final = 1.0
+"""Seconds that a checkpoint waits for loggers other than the journal."""
+_QUIET: Final = 60.0
+"""Seconds between two warnings about a logger."""
+_IDLE: Final = 5.0
+"""Seconds after which the thread of a logger without calls ends; the next call starts another one."""
+_DELAYS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Seconds before a call that failed is repeated."""
+_LAST: Final = 2.0
+"""Seconds for which calls that fail are repeated at the end."""
+_LAST_DELAY: Final = 0.25
+_MISTAKES: Final = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, ImportError)
+"""Errors of a program rather than of a service: they end sooner that a call is repeated."""
+_PUBLISHING: Final = threading.Lock()
+
+
+@final
+@dataclass(slots=True)
+class _Call:
+    """One call of a logger; ``number`` counts logged values, -1 for every other call."""
+
+    method: str
+    arguments: tuple[Any, ...]
+    number: int = -1
+    ticket: int = 0
+
+
+@final
+@dataclass(slots=True)
+class _Gap:
+    """Values ``first`` to ``end`` (exclusive) that only the journal has."""
+
+    index: JournalIndex
+    first: int
+    end: int
+    ticket: int
+
+
+@final
+class JournalIndex:
+    """Where in the journal each value of this process begins.
+
+    Args:
+        journal: the file that gets every value.
+    """
+
+    def __init__(self, journal: JSONLLogger) -> None:
+        self.journal = journal
+        self.count = 0  # of values so far, written or not
+        self._offsets = array("q")
+        self._written = threading.Condition()
+
+    def note(self, number: int, offset: int) -> None:
+        """Value ``number`` begins at this byte; values before it without an offset are lost."""
+        with self._written:
+            self._offsets.extend([-1] * (number - len(self._offsets)))
+            self._offsets.append(offset)
+            self._written.notify_all()
+
+    def read(self, first: int, end: int) -> tuple[list[_Call], int]:
+        """The calls that log these values again, and the number behind the last one looked at.
+
+        Values that the journal does not have are left out.
+
+        Raises:
+            TimeoutError: the journal has not written the first of them yet.
+            OSError: the file cannot be read.
+        """
+        with self._written:
+            if not self._written.wait_for(lambda: len(self._offsets) > first, _SHORT):
+                raise TimeoutError(f"{self.journal.path} does not have these values yet")
+            offsets = list(enumerate(self._offsets[first:end], first))
+        written = [(number, offset) for number, offset in offsets if offset >= 0]
+        calls = [_Call("log_metrics", self.journal.read_values(offset), number) for number, offset in written]
+        return calls, first + len(offsets)
+
+
+@final
+class Delivery:
+    """One logger's calls, in order, on a thread of its own; no error and no delay of the logger reaches the caller.
+
+    A call that raises is repeated until the logger answers, and the calls behind it wait. A call that the logger
+    refuses (this library's errors; a mistake in a program, where the next call succeeds) is left out. More than 1,000
+    waiting calls are not kept: the values are read back from the journal.
+
+    Args:
+        logger: gets the calls.
+        say: prints a line.
+        index: of the journal, or None without one.
+        journals: whether the logger is that journal.
+    """
+
+    def __init__(
+        self, logger: Any, say: Callable[[str], None], index: JournalIndex | None = None, journals: bool = False
+    ) -> None:
+        self.logger, self.say, self.index, self.journals = logger, say, index, journals
+        self.name = str(logger.path) if journals else type(logger).__name__
+        self.refusal: TrainerKitError | None = None
+        self._kept = 10 * _KEPT if journals else _KEPT
+        self._queue: deque[_Call | _Gap] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._put = self._done = self._lost = 0
+        self._busy: tuple[str, float] | None = None  # the call under way, and since when
+        self._failing: float | None = None  # since when
+        self._attempts = 0
+        self._closing: float | None = None  # when a logger that fails is given up; None while the run continues
+        self._late = False
+        self._warned = -_QUIET
+        self._refused: set[type[BaseException]] = set()
+
+    @property
+    def pending(self) -> int:
+        """Logged values that the logger does not have yet."""
+        with self._changed:
+            return self._pending()
+
+    def _pending(self) -> int:
+        return sum(item.end - item.first if isinstance(item, _Gap) else item.number >= 0 for item in self._queue)
+
+    def put(self, method: str, *arguments: Any, number: int = -1) -> int:
+        """Queue a call; returns the ticket for `wait`. Never waits for the logger."""
+        with self._changed:
+            self._closing = None
+            self._put += 1
+            if len(self._queue) < self._kept:
+                self._queue.append(_Call(method, arguments, number, self._put))
+            elif number >= 0 and self.index is not None and not self.journals:
+                self._extend_gap(self.index, number)
+            elif method != "save":
+                if len(self._queue) < 2 * self._kept and number < 0:
+                    self._queue.append(_Call(method, arguments, number, self._put))
+                else:
+                    self._lost += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"logger {self.name}", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            ticket = self._put
+        self._watch()
+        return ticket
+
+    def _extend_gap(self, index: JournalIndex, number: int) -> None:
+        last = self._queue[-1]
+        if isinstance(last, _Gap) and last.index is index and last.end == number:
+            last.end, last.ticket = number + 1, self._put
+        else:
+            self._queue.append(_Gap(index, number, number + 1, self._put))
+
+    def wait(self, ticket: int, deadline: float, stalled: bool = False) -> bool:
+        """Wait for a call, until ``deadline`` (monotonic seconds) or until the logger fails.
+
+        Args:
+            ticket: of the call.
+            deadline: the end of the wait.
+            stalled: whether to wait also for a logger that an earlier wait has found too slow.
+
+        Returns:
+            Whether the call is done.
+        """
+        with self._changed:
+            if self._late and not stalled:
+                return self._done >= ticket
+            self._changed.wait_for(
+                lambda: self._done >= ticket or self._failing is not None, max(0.0, deadline - time.monotonic())
+            )
+            self._late = self._done < ticket
+        self._watch()
+        return not self._late
+
+    def close(self, status: str | None) -> None:
+        """Queue ``finalize``, and end the thread once it is done; a call that fails is repeated for 2 seconds more."""
+        if status is not None:
+            self.put("finalize", status)
+        with self._changed:
+            self._closing = time.monotonic() + _LAST
+            self._changed.notify_all()
+
+    def wait_closed(self, deadline: float) -> bool:
+        """Wait until the thread has ended; returns whether every call is done. One line reports what is left."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._thread is None, max(0.0, deadline - time.monotonic()))
+            left, busy, done = self._pending(), self._busy, not self._queue and self._thread is None
+        if not done:
+            state = f"{busy[0]} has not returned for {time.monotonic() - busy[1]:.0f} s" if busy else "it fails"
+            self._say(f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}")
+        return done
+
+    # -- on the logger's thread ------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._queue:
+                    if self._closing is not None or not (self._changed.wait(_IDLE) or self._queue):
+                        self._thread = None
+                        self._changed.notify_all()
+                        return
+                item = self._queue[0]
+            error = self._expand(item) if isinstance(item, _Gap) else self._call(item)
+            if error is None:
+                if isinstance(item, _Call):
+                    self._leave()
+            elif not self._handle(item, error):
+                return
+
+    def _call(self, call: _Call) -> BaseException | None:
+        method = getattr(self.logger, call.method, None) if call.method else None
+        if method is None:
+            return None
+        self._busy = call.method, time.monotonic()
+        arguments = tuple(dict(one) if isinstance(one, dict) else one for one in call.arguments)  # it may change them
+        try:
+            method(*arguments)
+        except BaseException as error:
+            return error
+        finally:
+            self._busy = None
+        if self.journals and self.index is not None and call.number >= 0:
+            self.index.note(call.number, self.logger.line)
+        return None
+
+    def _expand(self, gap: _Gap) -> BaseException | None:
+        """Put calls from the journal in the place of the first part of the gap at the head of the queue."""
+        problem: Exception | None = None
+        calls: list[_Call] = []
+        end = min(gap.first + 100, gap.end)
+        try:
+            calls, end = gap.index.read(gap.first, end)
+        except TimeoutError as error:
+            return error
+        except Exception as error:  # the file was moved, deleted or changed
+            problem = error
+        with self._changed:
+            self._lost += end - gap.first - len(calls)
+            gap.first = end
+            if gap.first == gap.end:
+                self._queue.popleft()
+                calls.append(_Call("", (), ticket=gap.ticket))  # its end, for those who wait
+            self._queue.extendleft(reversed(calls))
+        if problem is not None:
+            self._warn(f"values cannot be read back: {_text(problem)}")
+        return None
+
+    def _leave(self, position: int = 0) -> None:
+        """A call of the queue is done with; the logger answers."""
+        with self._changed:
+            call = self._queue[position]
+            del self._queue[position]
+            self._done = max(self._done, call.ticket)
+            answers, self._failing, self._attempts = self._failing is not None, None, 0
+            self._late = self._late and bool(self._queue)
+            self._changed.notify_all()
+        if answers:
+            self._say(f"{self.name} answers again")
+
+    def _handle(self, item: _Call | _Gap, error: BaseException) -> bool:
+        """Leave the call out, or wait until it is to be repeated; returns whether the thread continues."""
+        with self._changed:
+            now = time.monotonic()
+            self._failing = now if self._failing is None else self._failing
+            self._attempts += 1
+        if isinstance(item, _Call) and self._is_refusal(error, now - self._failing):
+            self._failing = None
+            self._leave()
+            at = f" of step {item.arguments[1]}" if item.number >= 0 else ""
+            self._warn(f"it refused {item.method}{at}: {_text(error)}; training continues")
+            return True
+        self._warn(f"{_text(error)}; training continues, {_counted(self.pending)} not logged there")
+        with self._changed:
+            self._changed.notify_all()
+            if self._closing is None:
+                delay = _DELAYS[min(self._attempts, len(_DELAYS)) - 1]
+                self._changed.wait_for(lambda: self._closing is not None, delay)
+                return True
+            if time.monotonic() < self._closing:
+                self._changed.wait(_LAST_DELAY)
+                return True
+        self._give_up()
+        return False
+
+    def _is_refusal(self, error: BaseException, failing: float) -> bool:
+        """Whether the logger answers, and does not want this call; then it may already have taken the next one."""
+        if isinstance(error, TrainerKitError):
+            self.refusal = self.refusal or error
+            return True
+        if type(error) in self._refused:
+            return True
+        mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
+        if (
+            not (failing > _QUIET or (mistake and (self._attempts > 3 or self._closing is not None)))
+            or len(self._queue) < 2
+        ):
+            return False
+        following = self._queue[1]
+        if not isinstance(following, _Call) or self._call(following) is not None:
+            return False
+        self._failing = None
+        self._leave(1)
+        self._refused.add(type(error))
+        return True
+
+    def _give_up(self) -> None:
+        """End the thread of a logger that fails at its close; its calls wait for the next entry point."""
+        last = self._queue[-1]
+        if finalizes := isinstance(last, _Call) and last.method == "finalize":
+            self._call(last)  # it may still close its files
+        with self._changed:
+            if finalizes and self._queue[-1] is last:
+                self._queue.pop()
+            self._thread = None
+            self._changed.notify_all()
+
+    # -- what is printed -------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        busy = self._busy
+        if busy is not None and (spent := time.monotonic() - busy[1]) > _PATIENCE:
+            self._warn(f"{busy[0]} has not returned for {spent:.0f} s; training continues")
+
+    def _warn(self, problem: str) -> None:
+        """Print a warning, unless one was printed in the last minute."""
+        now = time.monotonic()
+        if now - self._warned >= _QUIET:
+            self._warned = now
+            self._say(f"{self.name}: {problem}{self._where()}")
+
+    def _where(self) -> str:
+        lost = f"; {self._lost:,} calls were dropped" if self._lost else ""
+        kept = "" if self.journals or self.index is None else f"; all values are in {self.index.journal.path}"
+        return kept + lost
+
+    def _say(self, line: str) -> None:
+        with suppress(Exception):  # a closed standard output
+            self.say(line)
+
+
+@final
+class Deliveries:
+    """The deliveries of all loggers of a run. They exist from the first call until every call is done.
+
+    Args:
+        say: prints a line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+        self._loggers: list[Any] = []
+        self._each: dict[int, Delivery] = {}  # by the logger's identity
+        self._index: JournalIndex | None = None
+
+    def open(self, loggers: Iterable[Any], journal: JSONLLogger | None) -> None:
+        """Choose the loggers of the next calls.
+
+        Args:
+            loggers: in the user's order; one of them may be ``journal``.
+            journal: gets every value first, and gives back what another logger has not taken.
+        """
+        self._loggers = [*([] if journal is None else [journal]), *(one for one in loggers if one is not journal)]
+        if journal is None or self._index is None or self._index.journal is not journal:
+            self._index = None if journal is None else JournalIndex(journal)
+        for known in self._each.values():
+            known.index = self._index
+
+    def _deliveries(self) -> list[Delivery]:
+        index = self._index
+        for one in self._loggers:
+            if id(one) not in self._each:
+                journals = index is not None and one is index.journal
+                self._each[id(one)] = Delivery(one, self.say, index, journals)
+        return [self._each[id(one)] for one in self._loggers]
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Queue values of a step for every logger."""
+        with _PUBLISHING:  # the same order in every queue
+            number = -1
+            if self._index is not None:
+                number, self._index.count = self._index.count, self._index.count + 1
+            for one in self._deliveries():
+                one.put("log_metrics", values, step, number=max(number, 0))
+
+    def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:
+        """Queue another call for every logger that has this method; returns what `wait` takes."""
+        return [(one, one.put(method, *arguments)) for one in self._deliveries()]
+
+    def start(self, waiting: Iterable[tuple[Delivery, int]]) -> list[Any]:
+        """Wait for first calls, 10 seconds at most, and raise what a logger refuses.
+
+        Returns:
+            The loggers that have not answered.
+
+        Raises:
+            TrainerKitError: a logger's own, about its arguments.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        silent = [one.logger for one, ticket in waiting if not one.wait(ticket, deadline, stalled=True)]
+        for one in self._each.values():
+            refusal, one.refusal = one.refusal, None
+            if refusal is not None:
+                raise refusal
+        return silent
+
+    def save(self) -> Callable[[], None]:
+        """Queue ``save`` for every logger; returns what waits until the journal, and each that answers, has saved."""
+        waiting = self.call("save")
+
+        def wait() -> None:
+            begun = time.monotonic()
+            for one, ticket in waiting:
+                one.wait(ticket, begun + (_PATIENCE if one.journals else _SHORT))
+
+        return wait
+
+    def close(self, status: str | None, at_once: bool = False) -> None:
+        """Finalize every logger, and wait for all of them together.
+
+        Args:
+            status: ``"success"``, ``"failed"`` or ``"interrupted"``; None to wait only.
+            at_once: wait 1 second instead of 10. A logger that answers later gets the rest of its calls then.
+        """
+        deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
+        closing = self._deliveries()
+        for one in closing:
+            one.close(status)
+        for one in closing:
+            if one.wait_closed(deadline):
+                del self._each[id(one.logger)]
+
+
+def _counted(values: int) -> str:
+    return "1 value is" if values == 1 else f"{values:,} values are"
+
+
+def _text(error: BaseException) -> str:
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:  # an exception whose text cannot be made
+        lines = []
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
