@@ -73,6 +73,7 @@ run = accelerator.get_tracker("wandb", unwrap=True)
 assert run is wandb.run
 for step in range(3):
     accelerator.log({"loss": 1.0 / (step + 1), "text": "kept"}, step=step)
+accelerator.get_tracker("wandb")  # waits for what was logged
 found = [dict(run.config), run.name, run.project, run.summary["loss"], run.summary["text"]]
 accelerator.end_training()
 print(json.dumps(found))

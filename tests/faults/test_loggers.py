@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from tests.mounts import mounted
-from trainer_kit import Trainer
+from trainer_kit import Accelerator, Trainer
+from trainer_kit.accelerator.trackers import GeneralTracker
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger, delivery, read_journal
 from trainer_kit.testing import TinyModule
 
+pytestmark = pytest.mark.slow
 METHODS = ["log_hyperparams", "log_metrics", "save", "after_save_checkpoint", "finalize"]
 
 
@@ -317,3 +319,68 @@ def test_the_journal_is_durable_with_each_checkpoint(tmp_path, monkeypatch):
     fit(tmp_path, None)
     assert [step for step, _ in order] == [5, 10, 15, 20]
     assert all(lines >= step for step, lines in order), order
+
+
+class Tracker(GeneralTracker):
+    name, tracker = "faulty", None
+
+    def __init__(self, fault):
+        self.fault, self.calls, self.values = fault, {}, []
+
+    def _take(self, name):
+        self.calls[name] = self.calls.get(name, 0) + 1
+        self.fault(name, self.calls[name])
+
+    def start(self):
+        self._take("start")
+
+    def log(self, values, step=None, **options):
+        self._take("log")
+        self.values.append((step, float(values["loss"])))
+
+    def finish(self):
+        self._take("finish")
+
+
+def raw_loop(tracker):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.init_trackers("project", config={"lr": 0.1})
+    total = torch.zeros(())
+    for step in range(20):
+        loss = model(torch.full((2, 4), step / 20)).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        accelerator.log({"loss": total}, step=step)
+        total += 1  # in place: the tracker gets the value as it was
+    accelerator.end_training()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("method", ["start", "log", "finish"])
+@pytest.mark.parametrize("kind", ["raises", "blocks"])
+def test_a_faulty_tracker_of_an_accelerator_costs_no_step(capsys, method, kind, released, hurried):
+    def fault(name, count):
+        if name == method and kind == "blocks":
+            released.wait()
+        elif name == method and count <= 2:
+            raise ConnectionError("no answer")
+
+    expected = raw_loop(Tracker(lambda name, count: None))
+    capsys.readouterr()
+    begun = time.monotonic()
+    tracker = Tracker(fault)
+    assert torch.equal(raw_loop(tracker), expected)
+    assert time.monotonic() - begun < 8
+    lines = lines_about(capsys, "tracker 'faulty'")
+    assert lines
+    assert ("ConnectionError: no answer" if kind == "raises" else "has not returned for") in lines[0]
+    released.set()
+    deadline = time.monotonic() + 10
+    while "finish" not in tracker.calls and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert tracker.values == [(step, float(step)) for step in range(20)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -15,6 +16,7 @@ from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import LOGGERS
+from trainer_kit.loggers.delivery import Deliveries
 
 __all__ = ["GeneralTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
 
@@ -182,6 +184,36 @@ class _NoTracker(GeneralTracker):
         return lambda *arguments, **options: None
 
 
+@final
+class _Queued:
+    """A tracker as `Deliveries` calls a logger."""
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self.tracker = tracker
+
+    def start(self, config: dict[str, Any] | None) -> None:
+        self.tracker.start()
+        if config is not None:
+            self.tracker.store_init_configuration(dict(config))
+
+    def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        self.tracker.log(values, step=step, **options)
+
+    def finalize(self, status: str) -> None:
+        self.tracker.finish()
+
+
+def _copied(value: Any) -> Any:
+    """A value as it is now: the caller may change tensors, arrays and containers before a tracker takes them."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {name: _copied(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value.copy() if type(value).__module__ == "numpy" else value
+
+
 def _divided(values: Mapping[str, Any], outer: str = "") -> tuple[dict[str, float], dict[str, Any]]:
     numbers: dict[str, float] = {}
     others: dict[str, Any] = {}
@@ -219,6 +251,7 @@ class Trackers:
         self.started: list[Any] = []
         self._processes = processes
         self._project = project
+        self._deliveries = Deliveries(self._processes.print, lambda one: f"tracker {one.tracker.name!r}")
 
     def start(
         self, project_name: str, config: dict[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
@@ -233,13 +266,13 @@ class Trackers:
         options = {_word(name): dict(given) for name, given in (init_kwargs or {}).items()}
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
+        self._deliveries.open([], None)
         for one in self.log_with:
             tracker = self._made(one, project_name, options.get(str(getattr(one, "name", one)), {}))
             self.started.append(tracker)
-            if self._writes(tracker):
-                tracker.start()
-                if config is not None:
-                    tracker.store_init_configuration(dict(config))
+        self._deliveries.open([_Queued(tracker) for tracker in self.started if self._writes(tracker)], None)
+        self._deliveries.start(self._deliveries.call("start", config))
+        atexit.register(self._deliveries.close, None)  # for a script without end_training
 
     def _writes(self, tracker: GeneralTracker) -> bool:
         return self._processes.is_main_process or not tracker.main_process_only
@@ -287,17 +320,18 @@ class Trackers:
             step: of the values; by default one more than the last.
             log_kwargs: by the tracker's name, options of its ``log``.
         """
-        given = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-        for tracker in self.started:
-            if self._writes(tracker):
-                tracker.log(dict(given), step=step, **(log_kwargs or {}).get(tracker.name, {}))
+        given = _copied(values)
+        for one in self._deliveries.each():
+            options = (log_kwargs or {}).get(one.logger.tracker.name, {})
+            one.put("log_metrics", given, step, options, number=0)
 
     def get(self, name: Any, unwrap: bool) -> Any:
-        """A tracker by name; ``unwrap``: the object that it writes with.
+        """A tracker by name, once it has what was logged; ``unwrap``: the object that it writes with.
 
         Raises:
             ConfigurationError: there is none of this name.
         """
+        self._deliveries.wait()
         for tracker in self.started:
             if tracker.name == _word(name):
                 return tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
@@ -309,9 +343,8 @@ class Trackers:
 
     def finish(self) -> None:
         """Close every tracker."""
-        for tracker in self.started:
-            if self._writes(tracker):
-                tracker.finish()
+        self._deliveries.close("success")
+        atexit.unregister(self._deliveries.close)
 
 
 def _word(name: Any) -> str:

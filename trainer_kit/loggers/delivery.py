@@ -24,7 +24,7 @@ _SHORT: Final = 1.0
 """Seconds that a checkpoint waits for loggers other than the journal."""
 _QUIET: Final = 60.0
 """Seconds between two warnings about a logger."""
-_IDLE: Final = 5.0
+_IDLE: Final = 1.0
 """Seconds after which the thread of a logger without calls ends; the next call starts another one."""
 _DELAYS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 """Seconds before a call that failed is repeated."""
@@ -110,15 +110,15 @@ class Delivery:
         say: prints a line.
         index: of the journal, or None without one.
         journals: whether the logger is that journal.
+        name: of the logger, in what is printed.
     """
 
     def __init__(
-        self, logger: Any, say: Callable[[str], None], index: JournalIndex | None = None, journals: bool = False
+        self, logger: Any, say: Callable[[str], None], index: JournalIndex | None, journals: bool, name: str
     ) -> None:
-        self.logger, self.say, self.index, self.journals = logger, say, index, journals
-        self.name = str(logger.path) if journals else type(logger).__name__
+        self.logger, self.say, self.index, self.journals, self.name = logger, say, index, journals, name
         self.refusal: TrainerKitError | None = None
-        self._kept = 10 * _KEPT if journals else _KEPT
+        self._kept = 10 * _KEPT if journals or index is None else _KEPT
         self._queue: deque[_Call | _Gap] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -363,10 +363,11 @@ class Deliveries:
 
     Args:
         say: prints a line.
+        name: what a logger is called in such a line; by default its class.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+    def __init__(self, say: Callable[[str], None], name: Callable[[Any], str] | None = None) -> None:
+        self.say, self._name = say, name or _class_name
         self._loggers: list[Any] = []
         self._each: dict[int, Delivery] = {}  # by the logger's identity
         self._index: JournalIndex | None = None
@@ -384,12 +385,14 @@ class Deliveries:
         for known in self._each.values():
             known.index = self._index
 
-    def _deliveries(self) -> list[Delivery]:
+    def each(self) -> list[Delivery]:
+        """The delivery of each logger; the journal's is the first."""
         index = self._index
         for one in self._loggers:
             if id(one) not in self._each:
                 journals = index is not None and one is index.journal
-                self._each[id(one)] = Delivery(one, self.say, index, journals)
+                name = str(one.path) if journals else self._name(one)
+                self._each[id(one)] = Delivery(one, self.say, index, journals, name)
         return [self._each[id(one)] for one in self._loggers]
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -398,12 +401,12 @@ class Deliveries:
             number = -1
             if self._index is not None:
                 number, self._index.count = self._index.count, self._index.count + 1
-            for one in self._deliveries():
+            for one in self.each():
                 one.put("log_metrics", values, step, number=max(number, 0))
 
     def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:
         """Queue another call for every logger that has this method; returns what `wait` takes."""
-        return [(one, one.put(method, *arguments)) for one in self._deliveries()]
+        return [(one, one.put(method, *arguments)) for one in self.each()]
 
     def start(self, waiting: Iterable[tuple[Delivery, int]]) -> list[Any]:
         """Wait for first calls, 10 seconds at most, and raise what a logger refuses.
@@ -433,6 +436,12 @@ class Deliveries:
 
         return wait
 
+    def wait(self) -> None:
+        """Wait until every logger that answers has what was queued, 10 seconds at most."""
+        deadline = time.monotonic() + _PATIENCE
+        for one in list(self._each.values()):
+            one.wait(one.put("", ()), deadline)
+
     def close(self, status: str | None, at_once: bool = False) -> None:
         """Finalize every logger, and wait for all of them together.
 
@@ -441,12 +450,16 @@ class Deliveries:
             at_once: wait 1 second instead of 10. A logger that answers later gets the rest of its calls then.
         """
         deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
-        closing = self._deliveries()
+        closing = self.each()
         for one in closing:
             one.close(status)
         for one in closing:
             if one.wait_closed(deadline):
                 del self._each[id(one.logger)]
+
+
+def _class_name(logger: Any) -> str:
+    return type(logger).__name__
 
 
 def _counted(values: int) -> str:
