@@ -23,7 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("core",),
     ("precision", "data", "loggers", "launch"),
     ("strategies",),
-    ("checkpoint", "metrics"),
+    ("checkpoint", "metrics", "hang"),
     ("step", "inference", "compat"),
     ("state",),
     ("training",),

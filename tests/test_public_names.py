@@ -152,6 +152,7 @@ def test_nothing_public_is_missing_from_the_names():
         "compat",
         "core",
         "data",
+        "hang",
         "inference",
         "launch",
         "metrics",

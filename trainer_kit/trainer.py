@@ -24,6 +24,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
+from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.precision.precision import Precision
 from trainer_kit.report.running import RunReport
 from trainer_kit.step.evaluate import evaluate, predict
@@ -34,6 +35,7 @@ from trainer_kit.training.explain import explain, show_results
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
+from trainer_kit.training.watched_fit import watched_fit
 
 __all__ = ["Trainer"]
 
@@ -101,6 +103,9 @@ class Trainer(Session):
             memory. False saves that memory, and training waits for the disk.
         reproducible_workers: without loader workers too, what a dataset draws for a sample depends on seed, epoch and
             sample alone: augmentations are the same with any number of workers, none included.
+        hang_timeout: seconds (or a duration such as ``"5min"``) without progress after which a fit ends with exit code
+            75 and says which rank hangs; None: ten times the slowest ordinary step, at least 60 s, and half an hour in
+            hooks, validation and checkpoints; False: never. By default what ``TRAINER_KIT_HANG_TIMEOUT`` says.
 
     Raises:
         ConfigurationError: before anything runs, for everything that cannot work.
@@ -166,6 +171,7 @@ class Trainer(Session):
         loss_weighting: bool = True,
         async_save: bool = True,
         reproducible_workers: bool = False,
+        hang_timeout: DurationLike | None = None,
     ) -> None:
         self.arguments = plain_arguments(locals())
         callbacks = as_list(callbacks, Callback)
@@ -227,6 +233,7 @@ class Trainer(Session):
         self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
         self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
         self.async_save = async_save
+        self.hang_timeout = chosen_timeout(hang_timeout)
         self.barebones, self.fast_dev_run = barebones, fast_dev_run
         self.set_callbacks(
             [
@@ -273,7 +280,7 @@ class Trainer(Session):
         ):
             run = entry.compose_fit(val_dataloaders, ckpt_path, weights_only)
             report.begin(entry.module)
-            with listening(self.requests):
+            with listening(self.requests), watched_fit(self, run, self.hang_timeout):
                 fit(run)
             entry.finish()
 

@@ -24,9 +24,11 @@ from trainer_kit.accelerator.composition import (
     named_dynamo,
     named_loaders,
     named_options,
+    named_project,
     named_trackers,
     plugins,
     started_strategy,
+    started_watchdog,
 )
 from trainer_kit.accelerator.loader import PreparedLoader, skip_first_batches
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -113,6 +115,10 @@ class Accelerator:
         torch_tp_plugin: divide layers alone.
         deepspeed_plugin: train under DeepSpeed; likewise.
         deepspeed_plugins: several by name, of which the first is used until `select_deepspeed_plugin`.
+        hang_timeout: seconds (or a duration such as ``"5min"``) that processes may wait for one without progress,
+            before the run ends with exit code 75 and names the one that hangs; None: ten times the slowest ordinary
+            step, at least 60 s, and half an hour outside of steps; False: processes that wait are only reported. By
+            default what ``TRAINER_KIT_HANG_TIMEOUT`` says.
         debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.
 
     Raises:
@@ -168,6 +174,7 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         seed: int | None = None,
         debug: bool | None = None,
+        hang_timeout: Any = None,
         **engines: Any,
     ) -> None:
         check_arguments(locals())
@@ -182,9 +189,7 @@ class Accelerator:
         self.precision = made_precision(word, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
-        self._project = project_config or ProjectConfiguration(project_dir=project_dir)
-        if project_dir is not None and self.project_dir is None:
-            self._project.set_directories(project_dir)
+        self._project = named_project(project_config, project_dir)
         self.rng_types = rng_types
         self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
         self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
@@ -206,9 +211,9 @@ class Accelerator:
             scheduler_steps_per_process=scheduler_steps_per_process,
             data_seed=self.dataloader_config.data_seed if seed is None else seed,
         )
-        self._compose(named_trackers(log_with))
+        self._compose(named_trackers(log_with), hang_timeout)
 
-    def _compose(self, log_with: list[Any]) -> None:
+    def _compose(self, log_with: list[Any], hang_timeout: Any) -> None:
         """Make the parts that need the others."""
         project = self._project
         self.collectives = self.processes.collectives
@@ -217,6 +222,7 @@ class Accelerator:
             self.processes, self.strategy, self.precision, self.accumulation, self.prepared, project
         )
         self.tracking = Trackers(log_with, self.processes, project)
+        self._watchdog = started_watchdog(hang_timeout, self.processes, self.accumulation, project)
 
     # -- preparing -------------------------------------------------------------------------------------------------
 

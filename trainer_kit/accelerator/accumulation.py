@@ -61,6 +61,7 @@ class Accumulation:
         batches: the loader of the current batch, or None.
         reading: loaders that are being read, in the order in which that began.
         turn: the number of this micro-batch.
+        taken: steps that optimizers took.
         ahead: whether its backward is still to come.
         joining: whether processes may have left, so that weights are not exchanged.
         models: the models of the next micro-batch.
@@ -86,6 +87,7 @@ class Accumulation:
         self.batches: Batches | None = None
         self.reading: list[Batches] = []
         self.turn = 0
+        self.taken = 0
         self.joining = False
         self.models: tuple[nn.Module, ...] = ()
         self.ahead = False

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from trainer_kit.accelerator.hang_watchdog import HangWatchdog
+from trainer_kit.accelerator.joint_calls import JointCalls
 from trainer_kit.core.collective_errors import compare, same_everywhere, signature
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
@@ -36,16 +36,16 @@ class Collectives:
         world: all processes.
         data: the processes among which batches are divided; by default all of them.
         debug: compare the calls of all processes before each exchange.
-        watchdog: reports a call in which this process waits long for the others.
+        calls: counts the calls, and adds to their errors.
     """
 
     def __init__(
-        self, world: Group, data: Group | None = None, debug: bool = False, watchdog: HangWatchdog | None = None
+        self, world: Group, data: Group | None = None, debug: bool = False, calls: JointCalls | None = None
     ) -> None:
         self.world = world
         self.data = world if data is None else data
         self.debug = debug
-        self._watchdog = watchdog
+        self._calls = calls
         self._several = world.size > 1 and dist.is_initialized()  # torch_xla's processes have no store
         self._triggered = False
 
@@ -60,7 +60,7 @@ class Collectives:
             return _NO_CONTEXT
         if self.debug:
             _compare_calls(self.world, call, data)
-        return _NO_CONTEXT if self._watchdog is None else self._watchdog(call)
+        return _NO_CONTEXT if self._calls is None else self._calls(call)
 
     def barrier(self) -> None:
         """Wait until every process makes this call."""

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final
 
+from torch import distributed as dist
+
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.joint_calls import ADVICE
+from trainer_kit.accelerator.processes import AcceleratorProcesses
 from trainer_kit.accelerator.wrapping import without_exchange
 from trainer_kit.build import choose_precision, choose_strategy
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin
@@ -20,6 +26,7 @@ from trainer_kit.compat.options import (
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    ProjectConfiguration,
     TorchDynamoPlugin,
     check_kind,
     micro_batches,
@@ -30,6 +37,8 @@ from trainer_kit.core.configuration_sources import Chosen, choose, is_true, step
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import STRATEGIES
+from trainer_kit.hang.hang_timeout import chosen_timeout
+from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
 from trainer_kit.precision.native import make_scaler
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.launcher_options import MESH_KEYS
@@ -44,9 +53,11 @@ __all__ = [
     "named_dynamo",
     "named_loaders",
     "named_options",
+    "named_project",
     "named_trackers",
     "plugins",
     "started_strategy",
+    "started_watchdog",
 ]
 
 _PLUGINS: Final[dict[str, type]] = {
@@ -284,3 +295,32 @@ def named_trackers(given: Any) -> list[Any]:
     installed = [name for name in _IF_INSTALLED if importlib.util.find_spec(name) is not None]
     named = (word for word in words if isinstance(word, str) and word != "all")
     return [*objects, *dict.fromkeys([*named, *_EVERYWHERE, *installed])]
+
+
+def named_project(
+    configuration: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
+) -> ProjectConfiguration:
+    """Where the project writes."""
+    project = configuration or ProjectConfiguration(project_dir=directory)
+    if directory is not None and project.project_dir is None:
+        project.set_directories(directory)
+    return project
+
+
+def started_watchdog(
+    timeout: Any, processes: AcceleratorProcesses, accumulation: Accumulation, project: ProjectConfiguration
+) -> HangWatchdog | None:
+    """The thread that finds a process that hangs; None for a single process, or without a store."""
+    seconds, calls = chosen_timeout(timeout), processes.calls
+    if not processes.use_distributed or not dist.is_initialized():
+        return None
+
+    def progress() -> tuple[int, Any]:
+        return accumulation.taken, (accumulation.turn, calls.count)
+
+    rank, size, say = processes.process_index, processes.num_processes, processes.print_everywhere
+    watchdog = HangWatchdog(
+        rank, size, seconds, progress, lambda: Path(project.project_dir or "."), say, advice=f"; {ADVICE}"
+    )
+    stop_at_exit(watchdog)
+    return watchdog

@@ -69,6 +69,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         if self._before_first_step is not None:
             self._before_first_step(optimizer)
             self._before_first_step = None
+        window.taken += 1
         found = None
         if closure is not None:
             if not self._precision.scales:

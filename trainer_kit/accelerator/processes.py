@@ -17,7 +17,7 @@ from torch import distributed as dist
 
 from trainer_kit.accelerator.collectives import Collectives
 from trainer_kit.accelerator.generators import synchronize
-from trainer_kit.accelerator.hang_watchdog import HangWatchdog
+from trainer_kit.accelerator.joint_calls import JointCalls
 from trainer_kit.build import choose_strategy, launched_on_xla
 from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
@@ -264,6 +264,9 @@ class AcceleratorProcesses(Processes):
         environment: what the launcher says about them.
         strategy: is started.
         debug: compare the calls of all processes before each exchange.
+
+    Attributes:
+        calls: counts the calls that all processes make together.
     """
 
     def __init__(self, environment: Environment, strategy: Strategy, debug: bool) -> None:
@@ -273,9 +276,8 @@ class AcceleratorProcesses(Processes):
         super().__init__(environment, rank, size, environment.local_rank if launched else rank)
         self._strategy = strategy
         self._engine = strategy.engine
-        watched = self.use_distributed and dist.is_initialized()
-        watchdog = HangWatchdog(rank, size, self.print_everywhere) if watched else None
-        self._collectives = Collectives(strategy.world, strategy.data, debug, watchdog)
+        self.calls = JointCalls(size)
+        self._collectives = Collectives(strategy.world, strategy.data, debug, self.calls)
         _OF_ACCELERATORS.add(self._collectives)
 
     @property

@@ -220,7 +220,7 @@ def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | 
     # DataLoader.__setattr__ refuses to set these.
     mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
     if loader.num_workers:
-        mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
+        mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn, loader.num_workers)
         mine.multiprocessing_context = checked_context(loader.multiprocessing_context)
     if "_initial_iter_for_state_dict" in mine.__dict__:
         mine.__dict__["_initial_iter_for_state_dict"] = False  # the iterator belongs to the user's loader

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
+from multiprocessing.sharedctypes import RawArray
+from types import FrameType
 from typing import Any, final
 
 from torch.utils.data import get_worker_info
@@ -26,6 +28,9 @@ _PATIENCE = (5.0, 10.0, 20.0, 40.0)
 """Seconds for a forked process to run its first line (normally milliseconds), for each attempt."""
 
 
+_FETCH = os.path.join("torch", "utils", "data", "_utils", "fetch.py")
+
+
 @final
 class EndsWithParent:
     """A ``worker_init_fn`` that ends a worker process when its parent ends, even if the parent ended before its start.
@@ -33,25 +38,45 @@ class EndsWithParent:
     torch's watchdog compares the parent with the one at the worker's start; if that parent was killed just before, the
     worker waits for its next index forever and keeps its memory.
 
+    It also notes once a second which sample a worker reads, for messages about a worker that hangs.
+
     Args:
         own: the user's function, if any.
+        workers: how many there are.
     """
 
-    def __init__(self, own: Callable[[int], Any] | None) -> None:
+    def __init__(self, own: Callable[[int], Any] | None, workers: int = 0) -> None:
         self.own = own
+        self._indices = RawArray("q", [-1] * workers)  # shared with the workers
+
+    def reading(self, worker_id: int) -> str:
+        """Which sample a worker reads, in words; "" if that is not known."""
+        index = self._indices[worker_id] if worker_id < len(self._indices) else -1
+        return f" reads index {index} of the dataset" if index >= 0 else ""
 
     def __call__(self, worker_id: int) -> None:
         parent = multiprocessing.parent_process()
         if parent is not None and getattr(get_worker_info(), "worker_method", None) != "thread":
-            threading.Thread(target=_follow, args=(parent.sentinel,), daemon=True).start()
+            arguments = (parent.sentinel, self._indices, worker_id)
+            threading.Thread(target=_follow, args=arguments, daemon=True).start()
         if self.own is not None:
             self.own(worker_id)
 
 
-def _follow(parent: int) -> None:
-    wait([parent])  # readable when the parent has closed the other end of the pipe
+def _follow(parent: int, indices: Any, worker_id: int) -> None:
+    while not wait([parent], 1.0 if worker_id < len(indices) else None):  # readable when the parent has closed its end
+        indices[worker_id] = _read_index(sys._current_frames().get(threading.main_thread().ident or 0))
     time.sleep(_GRACE)
     os._exit(1)
+
+
+def _read_index(frame: FrameType | None) -> int:
+    """The index that torch's loop over the indices of a batch has reached, -1 outside of it."""
+    index: Any = -1
+    while frame is not None:
+        index = frame.f_locals.get("idx", index) if frame.f_code.co_filename.endswith(_FETCH) else index
+        frame = frame.f_back
+    return index if isinstance(index, int) else -1
 
 
 def checked_context(given: BaseContext | None) -> BaseContext | None:

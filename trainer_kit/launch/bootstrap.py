@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
-__all__ = ["die_with_parent", "main", "qualified_name", "report_errors"]
+__all__ = ["die_with_parent", "main", "qualified_name", "report_errors", "write_report"]
 
 
 @final
@@ -47,37 +47,55 @@ class _Reporter:
         if self.reported is error or path is None:
             return path is not None
         try:
-            report = json.dumps({"message": self._message(error)})
-            with open(f"{path}.part", "w", encoding="utf-8") as file:
-                file.write(report)
-            os.replace(f"{path}.part", path)
-        except (OSError, ValueError):
+            text, where = str(error), self.where() if self.where is not None else ""
+        except Exception as second:
+            text, where = f"<its message cannot be printed: {second!r}>", ""
+        # The intended code: an interpreter with a live process group sometimes aborts at exit.
+        code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        rank, stack = int(os.environ.get("RANK", "0")), "".join(_format(error))
+        if not write_report(path, rank, qualified_name(error), text, stack, where, code, self.pid):
             return False
         self.reported = error
         return True
 
-    def _message(self, error: BaseException) -> dict[str, Any]:
-        name = qualified_name(error)
-        try:
-            text, where = str(error), self.where() if self.where is not None else ""
-        except Exception as second:
-            text, where = f"<its message cannot be printed: {second!r}>", ""
-        return {
-            "message": f"{name}: {text}",
-            "extraInfo": {
-                "py_callstack": "".join(_format(error)),
-                "timestamp": str(int(time.time())),
-                "time_ns": time.time_ns(),
-                "type": name,
-                "text": text,
-                "where": where,
-                # The intended code: an interpreter with a live process group sometimes aborts at exit.
-                "exit_code": error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1,
-                "rank": int(os.environ.get("RANK", "0")),
-                "host": socket.gethostname(),
-                "pid": self.pid,
-            },
-        }
+
+def write_report(
+    path: str, rank: int, kind: str, text: str, stack: str, where: str, code: int, pid: int, delay: int = 0
+) -> bool:
+    """Write how a rank of this machine failed, for its agent; whether that was possible.
+
+    Args:
+        path: the file that the agent reads.
+        rank: the rank among all.
+        kind: the class of the exception.
+        text: its message.
+        stack: its traceback.
+        where: the position in the run.
+        code: the exit code that the rank intends.
+        pid: its process.
+        delay: seconds that are added to the time of the failure: the earliest one is the headline.
+    """
+    now = time.time_ns() + delay * 10**9
+    fields = {
+        "py_callstack": stack,
+        "timestamp": str(now // 10**9),
+        "time_ns": now,
+        "type": kind,
+        "text": text,
+        "where": where,
+        "exit_code": code,
+        "rank": rank,
+        "host": socket.gethostname(),
+        "pid": pid,
+    }
+    try:
+        report = json.dumps({"message": {"message": f"{kind}: {text}", "extraInfo": fields}})
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            file.write(report)
+        os.replace(f"{path}.part", path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def qualified_name(error: BaseException) -> str:

@@ -1,0 +1,118 @@
+"""How long a rank may make no progress: the user's value, or one that follows the ordinary steps."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any, Final, final
+
+from trainer_kit.core.errors import ConfigurationError, DurationError
+from trainer_kit.core.progress import Duration
+from trainer_kit.hang.position import Position
+
+__all__ = ["PATIENT", "ProgressClock", "chosen_timeout"]
+
+_VARIABLE: Final = "TRAINER_KIT_HANG_TIMEOUT"
+_LEAST: Final = 60.0
+_ORDINARY: Final = 10  # times the slowest ordinary step
+_FIRST: Final = 3  # steps in which libraries load, compile and tune
+PATIENT: Final = 1800.0
+"""Seconds for phases that may take long: torch's own timeout of collectives."""
+_SIGNAL_GRACE: Final = 15.0  # half of what torchrun and SLURM wait before SIGKILL
+
+
+def chosen_timeout(value: Any) -> float | None:
+    """Read the argument ``hang_timeout``.
+
+    Args:
+        value: seconds, a duration such as ``"5min"``, a timedelta; False, 0 or ``"off"`` for no watchdog; None or True
+            for ``TRAINER_KIT_HANG_TIMEOUT``, else the default.
+
+    Returns:
+        Seconds; infinite for no watchdog, None for the default.
+
+    Raises:
+        ConfigurationError: it is no time.
+    """
+    if value is None or value is True:
+        value = os.environ.get(_VARIABLE) or None
+    if value is None:
+        return None
+    if value is False or value == 0 or str(value).lower() in ("off", "0", "false", "no"):
+        return math.inf
+    try:
+        text = float(value) if isinstance(value, str) and value.replace(".", "", 1).isdigit() else value
+        found = Duration.parse(text, "s")
+    except DurationError:
+        found = None
+    if found is None or found.unit != "s" or found.value <= 0:
+        raise ConfigurationError(
+            "hang_timeout is a length of time", found=repr(value), fix='hang_timeout="5min", seconds, or False for none'
+        )
+    return float(found.value)
+
+
+@final
+class ProgressClock:
+    """Measures how long a rank makes no progress; several threads never use one.
+
+    Args:
+        timeout: the user's, or None.
+        now: monotonic seconds.
+        step: completed steps.
+    """
+
+    def __init__(self, timeout: float | None, now: float, step: int) -> None:
+        self.timeout = timeout
+        self.slowest = 0.0
+        self.since = now
+        self.step = self._first = step
+        self.position: Position | None = None
+        self._token: Any = None
+        self._step_since = now
+        self._ordinary = False  # the step that is running began before the first look
+
+    @property
+    def every(self) -> float:
+        """Seconds between two looks."""
+        return min(5.0, max(0.1, (self.timeout or _LEAST) / 40))
+
+    def look(self, position: Position, step: int, token: Any, now: float, paused: float) -> None:
+        """Look once.
+
+        Args:
+            position: of the main thread.
+            step: completed steps.
+            token: changes with each progress.
+            now: monotonic seconds.
+            paused: seconds in which this process did not run at all.
+        """
+        self.since += paused
+        self._step_since += paused
+        moved = self.position is None or position.frames != self.position.frames
+        if (step, token) != self._token or position.debugged or (position.patient and moved):
+            self._token, self.since = (step, token), now
+        if step != self.step:
+            if self._ordinary:
+                self.slowest = max(self.slowest, now - self._step_since)
+            self.step, self._step_since, self._ordinary = step, now, True
+        if position.patient:
+            self._ordinary = False
+        self.position = position
+
+    @property
+    def limit(self) -> float:
+        """Seconds without progress that are a hang where this rank is now."""
+        limit = max(_LEAST, _ORDINARY * self.slowest) if self.timeout is None else self.timeout
+        starts = self.step - self._first < _FIRST
+        compiles = self.position is not None and self.position.phase == "compilation"
+        # A rank that waits asks early: how much time is left depends on what it waits for.
+        long = self.timeout is None and self.position is not None and self.position.patient and not self.position.call
+        return max(limit, PATIENT) if starts or compiles or long else limit
+
+    @property
+    def grace(self) -> float:
+        """Seconds without progress after SIGTERM that are a hang: more than an ordinary step takes."""
+        if self.position is not None and self.position.phase == "checkpoint":
+            return math.inf  # what it writes is what the signal asked for
+        return max(min(_SIGNAL_GRACE, self.timeout or _SIGNAL_GRACE), 2 * self.slowest)

@@ -1,0 +1,440 @@
+"""A thread that notices when training makes no progress, finds the rank that hangs, and ends the run."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final, final
+
+from torch import distributed as dist
+
+from trainer_kit.hang.flight import issued_calls
+from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
+from trainer_kit.hang.loader_workers import waiting_for
+from trainer_kit.hang.position import find_position
+from trainer_kit.hang.stacks import (
+    answering_file,
+    boot_id,
+    end_process,
+    is_stopped,
+    read_stacks,
+    start_time,
+    write_stacks,
+)
+from trainer_kit.hang.verdict import Finding, Report, find_culprits, ranks_named
+from trainer_kit.launch.bootstrap import write_report
+from trainer_kit.launch.startup_timeout import patience
+
+__all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
+
+EXIT_CODE: Final = 75
+"""Of a run that hangs: EX_TEMPFAIL, by which batch systems start a job again."""
+_FAST: Final = 0.25  # seconds between two looks, once a hang is near
+_BEFORE_WAITING_RANKS: Final = 0.7  # seconds that the rank that hangs ends ahead of those that wait
+_KIND: Final = "trainer_kit.core.errors.RankError"
+_NUMBER = [0]  # of watchdogs in this process
+
+
+@final
+class HangWatchdog:
+    """Ends a run that hangs, with exit code 75, after it has found out which rank does.
+
+    Its thread reads what the loop counts anyway, and the main thread's frames, so a step pays nothing. The ranks leave
+    signs of life in the store through which they found each other. A rank without progress asks all of them where they
+    are; a rank that cannot answer (stopped, or its interpreter locked) is described by the others.
+
+    Args:
+        rank: of this process.
+        size: number of processes.
+        timeout: seconds without progress; None: ten times the slowest ordinary step, at least 60 s. Infinite: a rank
+            that waits for others is only reported.
+        progress: called by the thread; returns the completed steps, and a value that changes with each progress.
+        directory: called at a hang; returns the directory for the stacks, or None.
+        say: prints a line; called when this process has waited for others for ``TRAINER_KIT_PATIENCE`` seconds.
+        advice: the end of that line.
+        signals: notice SIGTERM and Ctrl-C: from then on a step that hangs has 15 s. Main thread only.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout: float | None,
+        progress: Callable[[], tuple[int, Any]],
+        directory: Callable[[], Path | None],
+        say: Callable[[str], None],
+        *,
+        advice: str = "",
+        signals: bool = False,
+    ) -> None:
+        self.rank, self.size = rank, size
+        self._progress, self._directory, self._say, self._advice = progress, directory, say, advice
+        self._main = threading.get_ident()
+        self._clock = ProgressClock(timeout, time.monotonic(), progress()[0])
+        self._looked = time.monotonic()
+        self._slept = 0.0
+        self._patience = patience()
+        self._warned = False
+        self._signal: tuple[int, float] | None = None  # its number, and when it came
+        self._question: tuple[int, float, bool] | None = None  # its number, when, and whether it is about the end
+        self._not_before = 0.0
+        self._answered = 0
+        self._me = Report(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started=start_time(os.getpid()),
+            boot=boot_id(),
+            error_file=os.environ.get("TORCHELASTIC_ERROR_FILE", ""),
+            stacks=answering_file() if size > 1 else "",
+        )
+        self._store: Any = None
+        if size > 1:
+            _NUMBER[0] += 1
+            # Another connection: the main thread's may be blocked.
+            own = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            own.set_timeout(timedelta(seconds=10))
+            self._store = dist.PrefixStore(f"trainer_kit/hang/{_NUMBER[0]}", own)  # type: ignore[attr-defined]
+            self._store.set(f"beat/{rank}", self._me.dumped())
+        reads, self._writes = os.pipe()
+        os.set_blocking(self._writes, False)
+        self._close = weakref.finalize(self, os.close, self._writes)  # the thread reads its end
+        self._wakeup = _wake_by_signals(self._writes) if signals else None
+        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), reads), name="hang watchdog", daemon=True)
+        self._thread.start()
+
+    @property
+    def every(self) -> float:
+        """Seconds until the next look."""
+        every = min(self._clock.every, self._patience / 4)
+        near = self._question is not None or self._signal is not None
+        return min(every, _FAST) if near or 2 * self.seconds > self._clock.limit else every
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the last progress."""
+        return time.monotonic() - self._clock.since
+
+    def stop(self) -> None:
+        """End the thread; this rank answers no more, and says so."""
+        if self._wakeup is not None:
+            self._wakeup()
+            self._wakeup = None
+        if self._thread.is_alive():
+            with suppress(OSError):
+                os.write(self._writes, b"\0")
+            if threading.current_thread() is not self._thread:
+                self._thread.join(2.0)
+        self._close()
+
+    def note_signals(self, numbers: bytes) -> None:
+        """Take over the numbers of signals that have come."""
+        for number in numbers:
+            if number in (signal.SIGTERM, signal.SIGINT) and self._signal is None:
+                self._signal = number, time.monotonic()
+
+    def slept(self, seconds: float) -> None:
+        """How long the thread waited before this look."""
+        self._slept = seconds
+
+    def look(self) -> None:
+        """Look once; the thread calls it."""
+        now = time.monotonic()
+        gap = now - self._looked - self._slept  # this process was stopped, or its interpreter was locked
+        self._looked = now
+        step, token = self._progress()
+        position = find_position(sys._current_frames().get(self._main))
+        before = self._clock.since
+        self._clock.look(position, step, token, now, gap if gap > 2.0 else 0.0)
+        if self._clock.since > before and gap <= 2.0:
+            self._warned, self._question = False, None
+        if self.size == 1:
+            if (code := self._overdue(now)) is not None:
+                self._end(find_culprits({0: self._report(full=True)}, {}, 1), code)
+            return
+        if self._store is not None:
+            self._exchange(now)
+        elif (code := self._overdue(now)) is not None:
+            problem = f"rank 0, which serves the store of the ranks, does not answer; this is rank {self.rank}"
+            self._end(Finding((0,), problem, tuple(self._report(full=True).stack), certain=True), code)
+
+    def lose_store(self) -> None:
+        """The store no longer answers: its process is stopped, or gone."""
+        self._store = None
+
+    def _overdue(self, now: float) -> int | None:
+        """The exit code if this rank has made no progress for too long."""
+        if self._signal is not None and now - max(self._signal[1], self._clock.since) >= self._clock.grace:
+            return 128 + self._signal[0]
+        return EXIT_CODE if self.seconds >= self._clock.limit else None
+
+    def _report(self, full: bool) -> Report:
+        clock, me = self._clock, self._me
+        position = clock.position
+        assert position is not None
+        me.at, me.phase, me.place = f"step {clock.step}", position.phase, position.place
+        me.call, me.patient = position.call, position.patient
+        me.seconds, me.left = self.seconds, min(clock.limit - self.seconds, 1e9)
+        if self._signal is not None:
+            me.left = min(me.left, clock.grace - (time.monotonic() - max(self._signal[1], clock.since)))
+        if full:
+            frame = sys._current_frames().get(self._main)
+            me.stack = traceback.format_stack(frame)
+            me.loader = waiting_for(frame)
+            if self.size > 1:
+                vars(me).update(issued_calls())
+        return me
+
+    def _exchange(self, now: float) -> None:
+        store, rank = self._store, self.rank
+        store.set(f"beat/{rank}", self._report(full=False).dumped())
+        if store.check(["verdict"]):
+            self._obey(json.loads(store.get("verdict")))
+            return
+        number = store.add("asked", 0)
+        if number > self._answered:
+            text = self._report(full=True).dumped()
+            for question in range(self._answered + 1, number + 1):
+                store.set(f"at/{question}/{rank}", text)
+            self._answered = number
+        if self._question is None:
+            ends = self._overdue(now) is not None and now >= self._not_before
+            waits = self._clock.position is not None and bool(self._clock.position.call)
+            if ends or (waits and not self._warned and self.seconds >= self._patience):
+                self._question = store.add("asked", 1), now, ends
+            return
+        question, asked, ends = self._question
+        answers = self._answers(question)
+        if len(answers) == self.size or now - asked > max(1.0, 2 * self._clock.every):
+            self._question = None
+            if ends:
+                self._decide(answers, now)
+            else:
+                self._warn(answers)
+
+    def _answers(self, question: int) -> dict[int, Report]:
+        found = {}
+        for rank in range(self.size):
+            for key in (f"at/{question}/{rank}", f"ended/{rank}"):
+                if rank not in found and self._store.check([key]):
+                    found[rank] = Report(**json.loads(self._store.get(key)))
+        return found
+
+    def _warn(self, answers: dict[int, Report]) -> None:
+        self._warned = True
+        mine = answers[self.rank].place
+        at = {rank: answers[rank].place if rank in answers else "" for rank in range(self.size)}
+        waiting = [rank for rank, place in at.items() if place == mine]
+        if waiting[0] != self.rank:
+            return  # one line is enough
+        silent = "silent: it has ended or does not answer"
+        others = "; ".join(f"process {r} is {place or silent}" for r, place in at.items() if r not in waiting)
+        who = ", ".join(map(str, waiting))
+        self._say(f"waiting for more than {self._patience:g} s {mine} (process {who}); {others}{self._advice}")
+
+    def _decide(self, answers: dict[int, Report], now: float) -> None:
+        if math.isinf(self._clock.limit) and self._signal is None:
+            return
+        last_words = {}
+        for rank in set(range(self.size)) - set(answers):
+            if self._store.check([f"beat/{rank}"]):
+                last_words[rank] = self._examined(Report(**json.loads(self._store.get(f"beat/{rank}"))))
+        finding = find_culprits(answers, last_words, self.size)
+        left = [answers[rank].left for rank in finding.culprits if rank in answers]
+        left += [self._time_of(last_words[rank]) - self.seconds for rank in finding.culprits if rank in last_words]
+        if not finding.culprits:
+            left.append((self._clock.timeout or PATIENT) - self.seconds)  # a slow exchange, or a dead connection
+        code = self._overdue(now)
+        if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
+            self._not_before = now + min(10.0, max(left, default=1.0))
+            return
+        self._end(finding, code, set(range(self.size)) - set(answers))
+
+    def _time_of(self, silent: Report) -> float:
+        """Seconds that a rank without an answer has; it has passed its first steps where this rank has."""
+        long = silent.phase == "compilation" or (silent.patient and self._clock.timeout is None)
+        return PATIENT if long else 0.0
+
+    def _examined(self, one: Report) -> Report:
+        """What this rank can see of another one that does not answer."""
+        if (one.host, one.boot) == (self._me.host, self._me.boot) and one.started:
+            if start_time(one.pid) != one.started:
+                one.loader = "its process has ended"
+            elif is_stopped(one.pid):
+                one.loader = "its process is stopped (SIGSTOP, or a debugger)"
+            else:
+                one.stack = read_stacks(one.pid, one.stacks).splitlines()
+                one.loader = "its interpreter is locked by C code" if one.stack else ""
+        return one
+
+    def _end(self, finding: Finding, code: int, silent: Collection[int] = ()) -> None:
+        """Decide; the first rank that does is the one that counts."""
+        root = self._directory()
+        place = "" if root is None else str(root / f"hang-{self._clock.step}")
+        reason = f"{signal.Signals(code - 128).name} came, and the step does not end: " if code > 128 else ""
+        mine: dict[str, Any] = {
+            "problem": reason + finding.problem,
+            "details": [*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
+            "culprits": finding.culprits,
+            "silent": sorted(silent),
+            "code": code,
+            "directory": place,
+            "by": self.rank,
+        }
+        verdict = mine
+        if self._store is not None:
+            verdict = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
+        if verdict["by"] == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
+            lines = "\n  ".join([verdict["problem"], *verdict["details"]])
+            _print(f"{lines}\n  fix: {_FIX}\nexiting {code}")
+        self._obey(verdict)
+
+    def _obey(self, verdict: dict[str, Any]) -> None:
+        """Write this rank's stack, report the failure to the launcher, and end this process."""
+        directory = Path(verdict["directory"]) if verdict["directory"] else None
+        if directory is not None:
+            with suppress(OSError):
+                directory.mkdir(parents=True, exist_ok=True)
+            write_stacks(directory / f"rank-{self.rank}.txt")
+        # torchrun prints the stack alone, our agent the message before it.
+        end = [] if "TRAINER_KIT_AGENT_PID" in os.environ else [verdict["problem"]]
+        details = "\n".join([*verdict["details"], f"fix: {_FIX}", *end])
+        hangs = self.rank in verdict["culprits"]
+        if not hangs and verdict["by"] == self.rank and self._store is not None:
+            for rank in verdict["silent"]:
+                self._end_silent(rank, verdict, details, directory)
+        if not hangs and self.size > 1:
+            time.sleep(_BEFORE_WAITING_RANKS)
+        waited = not hangs and verdict["culprits"]
+        text = f"waited for {ranks_named(verdict['culprits'])}" if waited else verdict["problem"]
+        self._write_report(self._me, text, details, verdict["code"], 0 if hangs else 2)
+        flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold a stream's lock
+        flushing.start()
+        flushing.join(0.5)
+        os._exit(verdict["code"])
+
+    def _end_silent(self, rank: int, verdict: dict[str, Any], details: str, directory: Path | None) -> None:
+        """Report a rank of this machine that cannot do it itself, and kill it."""
+        if not self._store.check([f"beat/{rank}"]):
+            return
+        one = Report(**json.loads(self._store.get(f"beat/{rank}")))
+        if (one.host, one.boot) != (self._me.host, self._me.boot) or start_time(one.pid) != one.started:
+            return
+        if directory is not None:
+            with suppress(OSError):
+                (directory / f"rank-{rank}.txt").write_text(read_stacks(one.pid, one.stacks))
+        self._write_report(one, verdict["problem"], details, verdict["code"], 0)
+        end_process(one.pid, one.started)
+
+    def _write_report(self, one: Report, text: str, details: str, code: int, delay: int) -> None:
+        if one.error_file:
+            write_report(one.error_file, one.rank, _KIND, text, details, one.at, code, one.pid, delay)
+
+    def leave(self) -> None:
+        """Tell the other ranks that this one is past its loop; the thread calls it last."""
+        if self._store is not None and self._clock.position is not None:
+            me = self._report(full=False)
+            me.ended = True
+            self._store.set(f"ended/{self.rank}", me.dumped())
+
+
+_FIX: Final = (
+    "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
+)
+
+
+def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
+    try:
+        pause = 0.1
+        while True:
+            began = time.monotonic()
+            came = os.read(reads, 64) if select.select([reads], [], [], pause)[0] else b""
+            watchdog = of()
+            if watchdog is None:
+                return
+            try:
+                if b"\0" in came:
+                    watchdog.leave()
+                    return
+                watchdog.note_signals(came)
+                watchdog.slept(min(time.monotonic() - began, pause))
+                watchdog.look()
+            except RuntimeError:
+                watchdog.lose_store()
+            pause = watchdog.every
+            del watchdog
+    finally:
+        os.close(reads)
+
+
+def _flush() -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _print(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _wake_by_signals(file: int) -> Callable[[], None] | None:
+    """Have Python's C code write the number of each signal to ``file``, also while the main thread is stuck.
+
+    Returns:
+        A function that ends this; None where someone else uses that mechanism, or in another thread.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    other = signal.set_wakeup_fd(file, warn_on_full_buffer=False)
+    if other != -1:
+        signal.set_wakeup_fd(other)
+        return None
+    return lambda: (signal.set_wakeup_fd(-1), None)[1]
+
+
+@contextmanager
+def hang_watchdog(
+    rank: int,
+    size: int,
+    timeout: float | None,
+    progress: Callable[[], tuple[int, Any]],
+    directory: Callable[[], Path | None],
+) -> Iterator[None]:
+    """Inside, a `HangWatchdog` watches this process; its arguments."""
+    if timeout is not None and math.isinf(timeout):
+        yield
+        return
+    watchdog = HangWatchdog(
+        rank, size, timeout, progress, directory, lambda text: _print(f"[rank {rank}] {text}"), signals=True
+    )
+    try:
+        yield
+    finally:
+        watchdog.stop()
+
+
+def stop_at_exit(watchdog: HangWatchdog) -> None:
+    """Stop a watchdog when the interpreter ends, without keeping it until then."""
+    found = weakref.ref(watchdog)
+
+    def stop() -> None:
+        left = found()
+        if left is not None:
+            left.stop()
+
+    atexit.register(stop)

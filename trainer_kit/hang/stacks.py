@@ -1,0 +1,99 @@
+"""Stacks of processes, also of one whose interpreter is locked: a signal makes its C code write them to a file."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["answering_file", "boot_id", "end_process", "is_stopped", "read_stacks", "start_time", "write_stacks"]
+
+_SIGNAL: Final[int | None] = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") and sys.platform == "linux" else None
+_FILE: dict[str, Any] = {}
+
+
+def answering_file() -> str:
+    """From now on, the signal of this module writes the stacks of this process; returns the file to read them from.
+
+    "" where the system has no files without a name.
+    """
+    if _SIGNAL is None or not hasattr(os, "memfd_create"):
+        return ""
+    if _FILE.get("pid") != os.getpid():
+        _FILE.update(pid=os.getpid(), file=os.fdopen(os.memfd_create("stacks"), "w+b", buffering=0))
+        faulthandler.register(_SIGNAL, file=_FILE["file"], all_threads=True, chain=False)
+    return f"/proc/{os.getpid()}/fd/{_FILE['file'].fileno()}"
+
+
+def write_stacks(path: Path) -> None:
+    """Write the stacks of this process."""
+    with suppress(OSError), path.open("w") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+
+
+def read_stacks(pid: int, stacks: str, wait: float = 0.5) -> str:
+    """The stacks of another process of this machine and user, "" where it cannot answer: it is stopped or gone."""
+    if not stacks or _SIGNAL is None or is_stopped(pid) or not _catches(pid):
+        return ""
+    try:
+        before = os.stat(stacks).st_size
+        os.kill(pid, _SIGNAL)
+        end, size = time.monotonic() + wait, before
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            now = os.stat(stacks).st_size
+            if now == size > before:
+                break
+            size = now
+        with open(stacks, "rb") as file:
+            file.seek(before)
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _catches(pid: int) -> bool:
+    """Whether the process handles the signal; without a handler the signal would end it."""
+    mask = int(_status(pid).get("SigCgt", "0"), 16)
+    return _SIGNAL is not None and bool(mask >> (_SIGNAL - 1) & 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this machine is stopped, by SIGSTOP or a debugger."""
+    return _status(pid).get("State", "")[:1] in ("T", "t")
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def start_time(pid: int) -> int:
+    """When the kernel started a process, in its own ticks; 0 where that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def boot_id() -> str:
+    """Names the running kernel; "" where it has no name."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def end_process(pid: int, started: int) -> None:
+    """Kill a process of this machine, if it is still the one that started then."""
+    if started and start_time(pid) == started:
+        with suppress(OSError):
+            os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,32 @@
+"""The hang watchdog of a fit."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from trainer_kit.hang.hang_watchdog import hang_watchdog
+from trainer_kit.step.run import Fit
+from trainer_kit.training.session import Session
+
+__all__ = ["watched_fit"]
+
+
+def watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractContextManager[None]:
+    """Inside, a thread ends this process if the fit hangs.
+
+    Args:
+        trainer: names the run's directory.
+        run: counts its progress.
+        timeout: see `trainer_kit.hang.hang_timeout.chosen_timeout`.
+    """
+    progress, world = run.progress, run.strategy.world
+
+    def position() -> tuple[int, Any]:
+        return progress.step, (progress.batch, progress.epoch)
+
+    def directory() -> Path | None:
+        return None if trainer.settings.fast else trainer.run_dir
+
+    return hang_watchdog(world.rank, world.size, timeout, position, directory)
