@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
+    from trainer_kit.callbacks.monitors import DeviceStatsMonitor, ThroughputMonitor
     from trainer_kit.callbacks.nan_guard import NaNGuard
     from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
@@ -30,6 +31,7 @@ __all__ = [
     "BaseFinetuning",
     "BasePredictionWriter",
     "Callback",
+    "DeviceStatsMonitor",
     "EMAWeightAveraging",
     "EarlyStopping",
     "FunctionCallback",
@@ -47,6 +49,7 @@ __all__ = [
     "RichProgressBar",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
+    "ThroughputMonitor",
     "Timer",
     "WeightAveraging",
 ]
@@ -56,6 +59,7 @@ _HOME = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
+    "DeviceStatsMonitor": "monitors",
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
     "FunctionCallback": "lambda_callback",
@@ -73,18 +77,17 @@ _HOME = {
     "RichProgressBar": "rich_displays",
     "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
+    "ThroughputMonitor": "monitors",
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
 _ELSEWHERE = {
     "BatchSizeFinder": "tk.find_executable_batch_size finds a size that fits",
     "Checkpoint": "subclass Callback",
-    "DeviceStatsMonitor": "log torch.accelerator.memory_stats() in on_train_step_end",
     "LearningRateFinder": "train a few steps with each of several rates",
     "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_start",
     "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
     "SpikeDetection": "compare the loss in on_train_batch_end, and ask trainer.stop(reason)",
-    "ThroughputMonitor": "trainer.progress.samples and trainer.progress.seconds count",
 }
 """Lightning's callbacks that are not here, and what to use instead."""
 __getattr__, __dir__ = lazy_names(__name__, _HOME, _ELSEWHERE)

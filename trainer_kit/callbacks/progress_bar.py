@@ -476,11 +476,15 @@ class _Times:
 
 def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
     """What a fit has come to, in at most eight lines."""
+    from trainer_kit.callbacks.monitors import ThroughputMonitor
     from trainer_kit.state.runs import keep_checkpoints
 
     now = monotonic()
     setup, rest = times.trained - times.began, now - times.trained - times.validation
     parts = {"setup": setup, "training": rest, "validation": times.validation}
+    for callback in trainer.callbacks:
+        if isinstance(callback, ThroughputMonitor):  # with all of its restarts
+            parts = {"setup": setup, **callback.time_split()}
     split = " + ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05)
     steps = trainer.global_step - times.from_step
     lines = [

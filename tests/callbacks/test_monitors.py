@@ -1,0 +1,169 @@
+"""What the monitors log of real fits: rates, FLOPs, and parts of the time that add up."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from tests.callbacks.fits import BATCH, Scripted, fit, trainer
+from trainer_kit import TrainModule
+from trainer_kit.callbacks import Callback, DeviceStatsMonitor, ModelCheckpoint, ThroughputMonitor
+from trainer_kit.callbacks.monitors import SECTIONS, device_peak
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.testing import TinyModule
+
+
+class Slow(Scripted):
+    """Each part takes a time of its own."""
+
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.02)
+        return super().training_step(batch, batch_idx)
+
+    def backward(self, loss):
+        time.sleep(0.01)
+        loss.backward()
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        time.sleep(0.015)
+        optimizer.step(closure)
+
+    def validation_step(self, batch, batch_idx):
+        time.sleep(0.04)
+
+    def on_save_checkpoint(self, checkpoint):
+        time.sleep(0.03)
+
+
+class Batches:
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        for _ in range(4):
+            time.sleep(0.005)
+            yield BATCH
+
+
+class Wall(Callback):
+    """The time of training by another clock; between the monitor's own first and last hook."""
+
+    order = "late"
+
+    def on_train_start(self, trainer, module):
+        self.began = time.perf_counter()
+
+    def on_train_end(self, trainer, module):
+        self.seconds = time.perf_counter() - self.began
+
+
+def test_the_parts_of_the_time_add_up(tmp_path):
+    wall, monitor, keeper = Wall(), ThroughputMonitor(), ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    made = trainer(monitor, wall, keeper, max_epochs=2, log_every_n_steps=4, async_save=False)
+    made.fit(Slow(), Batches(), [BATCH])
+    split = monitor.time_split()
+    assert tuple(split) == SECTIONS
+    assert sum(split.values()) == pytest.approx(wall.seconds, rel=0.01)
+    least = {"data": 0.02, "forward": 0.16, "backward": 0.08, "step": 0.12, "validation": 0.08, "checkpoint": 0.06}
+    for name, seconds in least.items():
+        assert split[name] >= 0.95 * seconds, (name, split)
+    step, values = made.logged[-1]
+    assert step == 8
+    parts = [values[f"train/time/{name}"] for name in SECTIONS]
+    assert sum(parts) == pytest.approx(1.0)
+    assert values["train/goodput"] == pytest.approx(sum(parts[1:5]))
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_it_changes_no_bit_and_counts_flops(accumulate):
+    def weights(*callbacks):
+        torch.manual_seed(0)
+        module = TinyModule()
+        made = trainer(*callbacks, max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=accumulate)
+        made.fit(module, list(torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1))))
+        return made, module.layer.weight
+
+    made, ours = weights(ThroughputMonitor(peak_flops=1e9))
+    _, plain = weights()
+    assert torch.equal(ours, plain)
+    values = {name: value for _, logged in made.logged for name, value in logged.items()}
+    rate = values["train/device/batches_per_sec"]
+    # 4 samples through 32 → 2: a product forward, and one for the gradient of the weight.
+    assert values["train/device/flops_per_sec"] == pytest.approx(rate * 2 * (2 * 4 * 32 * 2))
+    assert values["train/device/mfu"] == pytest.approx(values["train/device/flops_per_sec"] / 1e9)
+    assert values["train/global/samples_per_sec"] == pytest.approx(4 * rate)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_tokens_and_the_users_own_counts():
+    own = ThroughputMonitor(lambda batch: len(batch) // 2, lambda batch: 5, flops_per_batch=1e6)
+    values = fit(own, batches=4, tokens=3, log_every_n_steps=2).logged[-1][1]
+    rate = values["train/global/batches_per_sec"]
+    for name, count in (("samples", 1), ("items", 5), ("tokens", 3)):
+        assert values[f"train/global/{name}_per_sec"] == pytest.approx(count * rate)
+    assert values["train/device/flops_per_sec"] == pytest.approx(1e6 * rate)
+    assert "train/device/mfu" not in values, "nothing is known of this CPU"
+
+
+def test_time_of_before_a_restart_counts(tmp_path):
+    first, second = ThroughputMonitor(), ThroughputMonitor()
+    fit(first, batches=4).save_checkpoint(tmp_path / "four")
+    before = first.time_split()
+    fit(second, batches=4, epochs=2, ckpt_path=tmp_path / "four")
+    assert all(second.time_split()[name] >= before[name] for name in ("data", "forward", "backward", "step"))
+    fit(second, batches=1)
+    assert second.time_split()["forward"] < before["forward"], "a new fit starts at zero"
+
+
+def test_an_exception_leaves_no_counter_behind():
+    class Fails(TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(32, 1)
+
+        def training_step(self, batch, batch_idx):
+            if batch_idx == 1:
+                raise ValueError("stop here")
+            return self.layer(batch).mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match="stop here"):
+        trainer(ThroughputMonitor(), max_epochs=1).fit(Fails(), [BATCH] * 3)
+    assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+def test_memory_of_this_process():
+    made = fit(DeviceStatsMonitor(), batches=4, log_every_n_steps=2)
+    assert [step for step, _ in made.logged] == [2, 4]
+    values = made.logged[-1][1]
+    assert values["cpu/memory_peak"] >= values["cpu/memory"] > 50e6
+    assert values["cpu/percent"] > 0
+    assert fit(DeviceStatsMonitor(cpu_stats=False), batches=2, log_every_n_steps=1).logged == []
+
+
+def test_peaks_of_devices():
+    assert device_peak("NVIDIA A100-SXM4-80GB", "16-mixed") == 312e12
+    assert device_peak("NVIDIA H100 PCIe", "bf16-true") == 756e12
+    assert device_peak("NVIDIA GeForce RTX 4090", "32-true") == 82.6e12
+    assert device_peak("Tesla T4", "64-true") is None
+    assert device_peak("NVIDIA L4", "bf16-mixed") == 121e12
+    with pytest.raises(ConfigurationError, match="peak_flops=0"):
+        ThroughputMonitor(peak_flops=0)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_rates_are_of_all_ranks(strategy):
+    monitors = ThroughputMonitor(lambda batch: 7), DeviceStatsMonitor()
+    made = trainer(*monitors, max_epochs=1, log_every_n_steps=2, devices=2, strategy=strategy)
+    made.fit(TinyModule(), [BATCH] * 8)
+    logged = {name: value for _, values in made.logged for name, value in values.items()}
+    assert logged["train/global/samples_per_sec"] == pytest.approx(7 * logged["train/global/batches_per_sec"])
+    assert logged["train/device/batches_per_sec"] == pytest.approx(logged["train/global/batches_per_sec"] / 2)
+    assert logged["train/device/flops_per_sec"] > 0
+    assert logged["cpu/memory"] > 50e6

@@ -1,0 +1,340 @@
+"""`DeviceStatsMonitor` and `ThroughputMonitor`: memory, samples and tokens a second, FLOP/s, and where time goes."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from time import perf_counter, process_time
+from typing import Any, ClassVar, Final, Literal, final
+
+import torch
+
+from trainer_kit.callbacks.conditions import following
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["SECTIONS", "DeviceStatsMonitor", "ThroughputMonitor", "device_peak"]
+
+
+@final
+class DeviceStatsMonitor(Callback):
+    """Log memory and use of the devices with the other values, every ``log_every_n_steps`` steps.
+
+    On an accelerator ``device/memory_allocated``, ``device/memory_reserved`` and ``device/memory_peak`` (since the last
+    time), in bytes; of several ranks the largest, which is the one that runs out. Nothing is read in other steps.
+
+    Args:
+        cpu_stats: also log ``cpu/percent`` (of one core, of all threads of this process), and ``cpu/memory`` and
+            ``cpu/memory_peak`` in bytes, of the largest rank; None: where training runs on the CPU.
+
+    Example:
+        >>> DeviceStatsMonitor(cpu_stats=True).cpu_stats
+        True
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"
+
+    def __init__(self, cpu_stats: bool | None = None) -> None:
+        self.cpu_stats = cpu_stats
+        self._next: float = math.inf
+        self._cpu_since = (0.0, 0.0)
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        every = trainer.log_every_n_steps
+        self._next = following(trainer.progress.step, every) if every else math.inf
+        self._cpu_since = perf_counter(), process_time()
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        step = trainer.progress.step
+        if step < self._next:
+            return
+        self._next = following(step, trainer.log_every_n_steps)
+        device: torch.device = trainer.strategy.device
+        values = _memory_of(device)
+        if self.cpu_stats or (self.cpu_stats is None and device.type == "cpu"):
+            values.update(self._of_process())
+        rows = trainer.strategy.world.agree(list(values.values()))
+        trainer.log_metrics(dict(zip(values, map(max, zip(*rows, strict=True)), strict=True)), step)
+
+    def _of_process(self) -> dict[str, float]:
+        (since, used), now = self._cpu_since, (perf_counter(), process_time())
+        self._cpu_since = now
+        found = {"cpu/percent": 100 * (now[1] - used) / max(now[0] - since, 1e-9)}
+        if sys.platform == "linux":
+            with open("/proc/self/status") as file:
+                lines = dict(line.split(":", 1) for line in file)
+            for name, key in (("cpu/memory", "VmRSS"), ("cpu/memory_peak", "VmHWM")):
+                found[name] = 1024.0 * int(lines[key].split()[0])
+        return found
+
+
+def _memory_of(device: torch.device) -> dict[str, float]:
+    if device.type == "cpu":
+        return {}
+    backend = torch.get_device_module(device)
+    names = {"allocated": "memory_allocated", "reserved": "memory_reserved", "peak": "max_memory_allocated"}
+    found = {f"device/memory_{k}": float(getattr(backend, f)(device)) for k, f in names.items() if hasattr(backend, f)}
+    if hasattr(backend, "reset_peak_memory_stats"):
+        backend.reset_peak_memory_stats(device)
+    return found
+
+
+_PEAKS: Final[Mapping[str, tuple[float, float, float]]] = {
+    "H200": (989, 494, 67),
+    "GH200": (989, 494, 67),
+    "H100 PCIe": (756, 378, 51),
+    "H100 NVL": (835, 418, 60),
+    "H100": (989, 494, 67),
+    "H800": (989, 494, 67),
+    "B200": (2250, 1100, 75),
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A10G": (70, 35, 35),
+    "A10": (125, 62.5, 31.2),
+    "A30": (165, 82, 10.3),
+    "A40": (149.7, 74.8, 37.4),
+    "A6000": (154.8, 77.4, 38.7),
+    "L40S": (362, 183, 91.6),
+    "L40": (181, 90.5, 90.5),
+    "L4": (121, 60, 30.3),
+    "RTX 4090": (165.2, 82.6, 82.6),
+    "RTX 3090": (71, 35.6, 35.6),
+    "V100": (125, 15.7, 15.7),
+    "T4": (65, 8.1, 8.1),
+    "MI300X": (1307.4, 653.7, 163.4),
+    "MI250X": (383, 95.7, 47.9),
+}
+"""TFLOP/s of dense products by part of the device's name: 16-bit floats, TF32, float32; by the vendors' data sheets."""
+
+
+def device_peak(name: str, precision: str) -> float | None:
+    """The largest FLOP/s that a device reaches by its data sheet, without sparsity; None for an unknown device.
+
+    Args:
+        name: as the driver gives it.
+        precision: of the Trainer; ``32-true`` counts TF32 where torch's float32 products use it.
+
+    Example:
+        >>> device_peak("NVIDIA H100 80GB HBM3", "bf16-mixed"), device_peak("an unknown one", "32-true")
+        (989000000000000.0, None)
+    """
+    words = name.replace("-", " ").split()
+    known = [key for key in _PEAKS if all(word in words for word in key.split())]
+    if not known or "64" in precision:
+        return None
+    half, tf32, single = _PEAKS[max(known, key=len)]
+    if "32" in precision:
+        return 1e12 * (single if torch.get_float32_matmul_precision() == "highest" else tf32)
+    return 1e12 * half
+
+
+SECTIONS: Final = ("data", "forward", "backward", "communication", "step", "callbacks", "validation", "checkpoint")
+"""Where the time of a fit goes, in the order of a step."""
+_TRAINING: Final = ("forward", "backward", "communication", "step")
+
+
+@final
+class ThroughputMonitor(Callback):
+    """Log samples and tokens a second, FLOP/s, model FLOPs utilisation, and the parts of the time of training.
+
+    Every ``log_every_n_steps`` steps it logs, for the steps since the last time, without validations:
+    ``train/global/samples_per_sec``, ``…/batches_per_sec`` and, where ``loss_weight`` counts tokens,
+    ``…/tokens_per_sec``, over all ranks; the same under ``train/device`` for one device, with ``flops_per_sec`` and
+    ``mfu``. FLOPs are counted once, in the second step, by torch's ``FlopCounterMode``; ``torch.compile`` hides them.
+
+    ``train/time/…`` are the parts of all time since training began, restarts included; they add up to 1. They are times
+    of rank 0. *data* is the wait for the next batch, with its move and ``on_train_batch_start``. *communication* is
+    what follows the last backward until the optimizer steps; DDP and FSDP exchange most inside *backward*. *step* is
+    clipping, the optimizer and ``on_train_batch_end``; *callbacks* is ``on_train_step_end`` and the hooks of epochs;
+    *checkpoint* is the wait for a save, until the next batch begins. ``train/goodput`` is the sum of forward, backward,
+    communication and step. On an accelerator work runs on after a call returns, and its time appears where the host
+    waits; ``synchronize`` measures exactly, and slows training down.
+
+    Args:
+        batch_size_fn: the number of samples of a batch on this rank; None: what the loader says.
+        length_fn: the number of items (tokens, frames) of a batch on this rank, for ``…/items_per_sec``.
+        flops_per_batch: of one micro-batch on one device, forward and backward; None: counted.
+        peak_flops: of one device, for ``mfu``; None: by its name, see `device_peak`.
+        synchronize: wait for the device at each border of two parts.
+
+    Raises:
+        ConfigurationError: for a number that is not positive.
+
+    Example:
+        >>> ThroughputMonitor(peak_flops=989e12).time_split()["data"]
+        0.0
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"
+
+    def __init__(
+        self,
+        batch_size_fn: Callable[[Any], int] | None = None,
+        length_fn: Callable[[Any], int] | None = None,
+        *,
+        flops_per_batch: float | None = None,
+        peak_flops: float | None = None,
+        synchronize: bool = False,
+    ) -> None:
+        if any(value is not None and value <= 0 for value in (flops_per_batch, peak_flops)):
+            raise ConfigurationError(
+                "FLOPs are positive", found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}"
+            )
+        self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
+        self.flops_per_batch, self.peak_flops, self.synchronize = flops_per_batch, peak_flops, synchronize
+        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._section, self._mark = "", 0.0
+        self._next: float = math.inf
+        self._first_step = 0
+        self._own = [0.0, 0.0]  # samples and items of this rank, by the user's functions
+        self._before: dict[str, float] = {}
+        self._flops = flops_per_batch
+        self._counter: AbstractContextManager[Any] | None = None
+        self._wait: Callable[[], Any] | None = None
+
+    def time_split(self) -> dict[str, float]:
+        """Seconds of each part of `SECTIONS` so far."""
+        return dict(self._seconds)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"seconds": self.time_split()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._seconds.update(state_dict["seconds"])
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":
+            self._seconds, self._flops = dict.fromkeys(SECTIONS, 0.0), self.flops_per_batch
+            self._section = ""
+
+    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._end_count()
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        every, step, device = trainer.log_every_n_steps, trainer.progress.step, trainer.strategy.device
+        self._next = following(step, every) if every else math.inf
+        self._first_step = step
+        if self.synchronize and device.type != "cpu":
+            self._wait = torch.get_device_module(device).synchronize
+        self._section, self._mark = "callbacks", perf_counter()
+        self._before = self._counts(trainer)
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._pass("data")
+
+    def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> None:
+        if self.batch_size_fn is not None:
+            self._own[0] += self.batch_size_fn(batch)
+        if self.length_fn is not None:
+            self._own[1] += self.length_fn(batch)
+        if self._flops is None and trainer.progress.step == self._first_step + 1 and self._counter is None:
+            from torch.utils.flop_counter import FlopCounterMode
+
+            counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
+            counter.__enter__()
+            self._counter = counter
+        self._pass("forward")
+
+    def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: torch.Tensor) -> None:
+        self._pass("backward")
+
+    def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._pass("communication")
+        self._end_count()
+
+    def on_before_optimizer_step(
+        self, trainer: TrainerLike, module: ModuleLike, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._pass("step")
+
+    def on_train_batch_end(
+        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._pass("callbacks")
+        self._end_count()
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        step = trainer.progress.step
+        if step >= self._next:
+            self._next = following(step, trainer.log_every_n_steps)
+            self._log(trainer)
+        self._pass("data")
+
+    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._pass("validation")
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._pass("callbacks")
+
+    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+        self._pass("checkpoint")
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._pass("callbacks")
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._pass("")
+
+    def _pass(self, section: str) -> None:
+        """The present part ends, and another one begins; no part outside of training."""
+        if not self._section:
+            return
+        if self._wait is not None:
+            self._wait()  # sync point: asked for by the user
+        now = perf_counter()
+        self._seconds[self._section] += now - self._mark
+        self._section, self._mark = section, now
+
+    def _end_count(self) -> None:
+        counter, self._counter = self._counter, None
+        if counter is not None:
+            counter.__exit__(None, None, None)
+            self._flops = float(counter.get_total_flops())  # type: ignore[attr-defined]  # 0: compiled
+
+    def _counts(self, trainer: TrainerLike) -> dict[str, float]:
+        """What is counted, up to this step; over all ranks, but for ``own``."""
+        progress, seconds = trainer.progress, self._seconds
+        samples, items = self._own
+        return {
+            "seconds": sum(seconds.values()) - seconds["validation"],
+            "batches": progress.batch,
+            "samples": samples if self.batch_size_fn is not None else progress.samples,
+            "tokens": progress.tokens,
+            "items": items,
+        }
+
+    def _log(self, trainer: TrainerLike) -> None:
+        self._pass(self._section)
+        group, now = trainer.strategy.data, self._counts(trainer)
+        made = {name: value - self._before[name] for name, value in now.items()}
+        self._before = now
+        rows = group.agree([made["samples"], made["items"]])
+        if self.batch_size_fn is not None:
+            made["samples"] = sum(row[0] for row in rows)
+        made["items"] = sum(row[1] for row in rows)
+        seconds, values = max(made.pop("seconds"), 1e-9), dict[str, float]()
+        batches = made["batches"]
+        made["batches"] = batches * group.size
+        for name, count in made.items():
+            if count or name in ("batches", "samples"):
+                values[f"train/global/{name}_per_sec"] = count / seconds
+                values[f"train/device/{name}_per_sec"] = count / seconds / trainer.world_size
+        if self._flops:
+            rate = values["train/device/flops_per_sec"] = self._flops * batches / seconds
+            peak = self.peak_flops or _peak_of(trainer)
+            if peak is not None:
+                values["train/device/mfu"] = rate / peak
+        whole = max(sum(self._seconds.values()), 1e-9)
+        values.update({f"train/time/{name}": spent / whole for name, spent in self._seconds.items()})
+        values["train/goodput"] = sum(self._seconds[name] for name in _TRAINING) / whole
+        trainer.log_metrics(values, trainer.progress.step)
+
+
+def _peak_of(trainer: TrainerLike) -> float | None:
+    device = trainer.strategy.device
+    if device.type != "cuda":
+        return None
+    return device_peak(torch.cuda.get_device_name(device), trainer.precision_plugin.name)
