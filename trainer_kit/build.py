@@ -310,7 +310,7 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
 
 
 def added_callbacks(
-    given: Sequence[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool
+    given: Sequence[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool, profiler: Any
 ) -> list[Any]:
     """The callbacks that the Trainer adds for its arguments, unless the user has passed one of the same kind.
 
@@ -321,6 +321,7 @@ def added_callbacks(
         bar: whether a progress bar is wanted.
         summary: whether a model summary is wanted.
         checkpoints: whether checkpoints are wanted.
+        profiler: a word or a callback, or None.
     """
 
     def has(kind: type) -> bool:
@@ -340,4 +341,8 @@ def added_callbacks(
         added.append(callbacks.ModelSummary())
     if checkpoints and not has(callbacks.ModelCheckpoint):
         added.append(callbacks.ModelCheckpoint())
+    if profiler is not None:
+        from trainer_kit.callbacks.profilers import make_profiler
+
+        added.append(make_profiler(profiler))
     return added

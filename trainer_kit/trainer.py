@@ -83,7 +83,8 @@ class Trainer(Session):
         benchmark: cuDNN's autotuner.
         inference_mode: evaluate under ``torch.inference_mode`` (inside ``fit``: always ``no_grad``).
         use_distributed_sampler: split the data over the ranks; False if the loaders do.
-        profiler: refused; wrap a callback around ``torch.profiler``.
+        profiler: ``"simple"`` (a table of hooks), ``"advanced"`` (cProfile), ``"pytorch"`` (a trace), or a profiler of
+            ``tk.callbacks``.
         detect_anomaly: torch's; slow.
         barebones: no logger, callback, bar, summary or sanity check.
         plugins: a precision object.
@@ -175,7 +176,7 @@ class Trainer(Session):
     ) -> None:
         self.arguments = plain_arguments(locals())
         callbacks = as_list(callbacks, Callback)
-        _refuse(profiler=profiler, resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
+        _refuse(resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
         settings = make_settings(
             fast_dev_run=fast_dev_run,
             max_epochs=max_epochs,
@@ -245,6 +246,7 @@ class Trainer(Session):
                     bar=_wanted("enable_progress_bar", enable_progress_bar, barebones),
                     summary=_wanted("enable_model_summary", enable_model_summary, quiet),
                     checkpoints=_wanted("enable_checkpointing", enable_checkpointing, quiet),
+                    profiler=profiler,
                 ),
             ]
         )
@@ -394,13 +396,7 @@ class Trainer(Session):
         return register
 
 
-def _refuse(profiler: Any, resume: Any, reload_dataloaders_every_n_epochs: int) -> None:
-    if profiler is not None:
-        raise ConfigurationError(
-            "profiler is not taken here",
-            found=f"profiler={profiler!r}",
-            fix="open torch.profiler.profile(...) in a callback's on_fit_start and step it in on_train_step_end",
-        )
+def _refuse(resume: Any, reload_dataloaders_every_n_epochs: int) -> None:
     if resume not in (None, "auto"):
         raise ConfigurationError(
             'resume is "auto" or None',

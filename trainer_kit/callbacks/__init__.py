@@ -20,12 +20,14 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.monitors import DeviceStatsMonitor, ThroughputMonitor
     from trainer_kit.callbacks.nan_guard import NaNGuard
     from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
+    from trainer_kit.callbacks.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 __all__ = [
+    "AdvancedProfiler",
     "AutoMicroBatch",
     "BackboneFinetuning",
     "BaseFinetuning",
@@ -45,8 +47,10 @@ __all__ = [
     "NaNGuard",
     "PredictionWriter",
     "ProgressBar",
+    "PyTorchProfiler",
     "RichModelSummary",
     "RichProgressBar",
+    "SimpleProfiler",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
     "ThroughputMonitor",
@@ -56,6 +60,7 @@ __all__ = [
 
 _HOME = {
     "AutoMicroBatch": "auto_micro_batch",
+    "AdvancedProfiler": "profilers",
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
@@ -73,8 +78,10 @@ _HOME = {
     "NaNGuard": "nan_guard",
     "PredictionWriter": "prediction_writer",
     "ProgressBar": "progress_bar",
+    "PyTorchProfiler": "profilers",
     "RichModelSummary": "rich_displays",
     "RichProgressBar": "rich_displays",
+    "SimpleProfiler": "profilers",
     "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "monitors",

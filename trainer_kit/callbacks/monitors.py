@@ -16,7 +16,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["SECTIONS", "DeviceStatsMonitor", "ThroughputMonitor", "device_peak"]
+__all__ = ["SECTIONS", "DeviceStatsMonitor", "SectionTimes", "ThroughputMonitor", "device_peak"]
 
 
 @final
@@ -136,8 +136,88 @@ SECTIONS: Final = ("data", "forward", "backward", "communication", "step", "call
 _TRAINING: Final = ("forward", "backward", "communication", "step")
 
 
+class SectionTimes(Callback):
+    """The time that each part of training takes, by the hooks at its borders; the parts leave no gap.
+
+    Args:
+        synchronize: wait for the device at each border.
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "late"
+
+    def __init__(self, synchronize: bool = False) -> None:
+        self.synchronize = synchronize
+        self._seconds = dict.fromkeys(SECTIONS, 0.0)
+        self._section, self._mark = "", 0.0
+        self._wait: Callable[[], Any] | None = None
+
+    def time_split(self) -> dict[str, float]:
+        """Seconds of each part of `SECTIONS` so far."""
+        return dict(self._seconds)
+
+    def enter(self, section: str) -> None:
+        """The present part ends, and this one begins; ``""``: training is over. Nothing happens outside of training."""
+        if not self._section:
+            return
+        if self._wait is not None:
+            self._wait()  # sync point: asked for by the user
+        now = perf_counter()
+        self._seconds[self._section] += now - self._mark
+        self._section, self._mark = section, now
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":
+            self._seconds, self._section = dict.fromkeys(SECTIONS, 0.0), ""
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        device = trainer.strategy.device
+        if self.synchronize and device.type != "cpu":
+            self._wait = torch.get_device_module(device).synchronize
+        self._section, self._mark = "callbacks", perf_counter()
+
+    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("data")
+
+    def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> None:
+        self.enter("forward")
+
+    def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: torch.Tensor) -> None:
+        self.enter("backward")
+
+    def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("communication")
+
+    def on_before_optimizer_step(
+        self, trainer: TrainerLike, module: ModuleLike, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.enter("step")
+
+    def on_train_batch_end(
+        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.enter("callbacks")
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("data")
+
+    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("validation")
+
+    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("callbacks")
+
+    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+        self.enter("checkpoint")
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("callbacks")
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.enter("")
+
+
 @final
-class ThroughputMonitor(Callback):
+class ThroughputMonitor(SectionTimes):
     """Log samples and tokens a second, FLOP/s, model FLOPs utilisation, and the parts of the time of training.
 
     Every ``log_every_n_steps`` steps it logs, for the steps since the last time, without validations:
@@ -168,8 +248,6 @@ class ThroughputMonitor(Callback):
         0.0
     """
 
-    order: ClassVar[Literal["early", "normal", "late"]] = "late"
-
     def __init__(
         self,
         batch_size_fn: Callable[[Any], int] | None = None,
@@ -183,21 +261,15 @@ class ThroughputMonitor(Callback):
             raise ConfigurationError(
                 "FLOPs are positive", found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}"
             )
+        super().__init__(synchronize)
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
-        self.flops_per_batch, self.peak_flops, self.synchronize = flops_per_batch, peak_flops, synchronize
-        self._seconds = dict.fromkeys(SECTIONS, 0.0)
-        self._section, self._mark = "", 0.0
+        self.flops_per_batch, self.peak_flops = flops_per_batch, peak_flops
         self._next: float = math.inf
         self._first_step = 0
         self._own = [0.0, 0.0]  # samples and items of this rank, by the user's functions
         self._before: dict[str, float] = {}
         self._flops = flops_per_batch
         self._counter: AbstractContextManager[Any] | None = None
-        self._wait: Callable[[], Any] | None = None
-
-    def time_split(self) -> dict[str, float]:
-        """Seconds of each part of `SECTIONS` so far."""
-        return dict(self._seconds)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"seconds": self.time_split()}
@@ -206,24 +278,18 @@ class ThroughputMonitor(Callback):
         self._seconds.update(state_dict["seconds"])
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        super().setup(trainer, module, stage)
         if stage == "fit":
-            self._seconds, self._flops = dict.fromkeys(SECTIONS, 0.0), self.flops_per_batch
-            self._section = ""
+            self._flops = self.flops_per_batch
 
     def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._end_count()
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        every, step, device = trainer.log_every_n_steps, trainer.progress.step, trainer.strategy.device
-        self._next = following(step, every) if every else math.inf
-        self._first_step = step
-        if self.synchronize and device.type != "cpu":
-            self._wait = torch.get_device_module(device).synchronize
-        self._section, self._mark = "callbacks", perf_counter()
+        super().on_train_start(trainer, module)
+        every, self._first_step = trainer.log_every_n_steps, trainer.progress.step
+        self._next = following(self._first_step, every) if every else math.inf
         self._before = self._counts(trainer)
-
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._pass("data")
 
     def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> None:
         if self.batch_size_fn is not None:
@@ -236,24 +302,16 @@ class ThroughputMonitor(Callback):
             counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
             counter.__enter__()
             self._counter = counter
-        self._pass("forward")
-
-    def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: torch.Tensor) -> None:
-        self._pass("backward")
+        super().on_train_batch_start(trainer, module, batch, batch_idx)
 
     def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._pass("communication")
+        super().on_after_backward(trainer, module)
         self._end_count()
-
-    def on_before_optimizer_step(
-        self, trainer: TrainerLike, module: ModuleLike, optimizer: torch.optim.Optimizer
-    ) -> None:
-        self._pass("step")
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._pass("callbacks")
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
         self._end_count()
 
     def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
@@ -261,32 +319,7 @@ class ThroughputMonitor(Callback):
         if step >= self._next:
             self._next = following(step, trainer.log_every_n_steps)
             self._log(trainer)
-        self._pass("data")
-
-    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._pass("validation")
-
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._pass("callbacks")
-
-    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        self._pass("checkpoint")
-
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._pass("callbacks")
-
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self._pass("")
-
-    def _pass(self, section: str) -> None:
-        """The present part ends, and another one begins; no part outside of training."""
-        if not self._section:
-            return
-        if self._wait is not None:
-            self._wait()  # sync point: asked for by the user
-        now = perf_counter()
-        self._seconds[self._section] += now - self._mark
-        self._section, self._mark = section, now
+        super().on_train_step_end(trainer, module)
 
     def _end_count(self) -> None:
         counter, self._counter = self._counter, None
@@ -307,7 +340,7 @@ class ThroughputMonitor(Callback):
         }
 
     def _log(self, trainer: TrainerLike) -> None:
-        self._pass(self._section)
+        self.enter(self._section)
         group, now = trainer.strategy.data, self._counts(trainer)
         made = {name: value - self._before[name] for name, value in now.items()}
         self._before = now

@@ -8,7 +8,7 @@ datamodule. Bodies are empty but for modes: the bus calls only overridden hooks.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -76,6 +76,16 @@ class Callback:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over what ``state_dict`` returned."""
+
+    def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """What is called in place of one callback's or module's hook; for profilers. Called before an entry point runs.
+
+        Args:
+            hook: its name, such as ``on_train_batch_end``.
+            owner: the class that overrides it.
+            call: the hook; what is returned takes the same arguments and returns its result.
+        """
+        return call
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict."""

@@ -106,19 +106,20 @@ class Bus:
         self, trainer: TrainerLike, module: Any, callbacks: Sequence[Callback], datamodule: Any, scope: _Scope
     ) -> None:
         for name in Bus.names():
-            found = [
+            found: list[Callable[..., Any]] = [
                 _fitting(name, partial(getattr(callback, name), trainer, module), getattr(callback, name), 2)
                 for callback in callbacks
                 if is_overridden(name, callback, Callback)
                 and not (callback.order == "late" and name == "on_train_epoch_end")
             ]
             found += self._of_module(name, module, datamodule)
-            setattr(self, name, _entered(name, scope, found))
-        late = [
+            setattr(self, name, _entered(name, scope, _wrapped(name, found, callbacks)))
+        late: list[Callable[..., Any]] = [
             partial(callback.on_train_epoch_end, trainer, module)
             for callback in callbacks
             if callback.order == "late" and is_overridden("on_train_epoch_end", callback, Callback)
         ]
+        late = _wrapped("on_train_epoch_end", late, callbacks)
         self.on_train_epoch_end_late = _entered("on_train_epoch_end", scope, late)
 
     @staticmethod
@@ -161,6 +162,14 @@ class _Enter:
 
 def _entered(name: str, scope: _Scope, found: Sequence[Callable[..., Any]]) -> Listeners:
     return (_Enter(name, scope), *found) if found else ()
+
+
+def _wrapped(name: str, found: list[Callable[..., Any]], callbacks: Sequence[Callback]) -> list[Callable[..., Any]]:
+    """The listeners of a hook, as the callbacks that override ``wrap_hook`` want them to be called."""
+    for callback in callbacks:
+        if is_overridden("wrap_hook", callback, Callback):
+            found = [callback.wrap_hook(name, _owner(listener), listener) for listener in found]
+    return found
 
 
 def _fitting(name: str, bound: Callable[..., Any], method: Callable[..., Any], leading: int) -> Callable[..., Any]:

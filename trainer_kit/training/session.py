@@ -655,7 +655,7 @@ class Session:
     interrupted = _Elsewhere("an interrupt reaches the caller of fit as KeyboardInterrupt")
     received_sigterm = _Elsewhere("SIGTERM saves a checkpoint and ends the process with exit code 143")
     profiler = _Elsewhere(
-        "open torch.profiler.profile(...) in a callback's on_fit_start and step it in on_train_step_end"
+        "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code"
     )
     scaler = _Elsewhere("trainer.precision_plugin.scaler")
     accelerator = _Elsewhere("trainer.strategy.device")

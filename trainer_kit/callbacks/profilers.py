@@ -1,0 +1,299 @@
+"""Profilers: a table of hooks and parts of training, cProfile, and torch's profiler with a trace."""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import perf_counter
+from typing import Any, ClassVar, Final, Literal, final
+
+import torch
+
+from trainer_kit.callbacks.monitors import SectionTimes
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler", "make_profiler"]
+
+
+@final
+class _Timed:
+    """A hook whose calls and seconds are added to a row."""
+
+    __slots__ = ("func", "row")
+
+    def __init__(self, func: Callable[..., Any], row: list[float]) -> None:
+        self.func, self.row = func, row
+
+    def __call__(self, *arguments: Any) -> Any:
+        began = perf_counter()
+        try:
+            return self.func(*arguments)
+        finally:
+            self.row[0] += 1
+            self.row[1] += perf_counter() - began
+
+
+class _Report:
+    """Where a profiler writes its text: a file for each rank, or rank 0's output."""
+
+    def __init__(self, dirpath: str | Path | None, filename: str | None) -> None:
+        self.dirpath, self.filename = dirpath, filename
+
+    def path(self, trainer: TrainerLike, suffix: str) -> Path:
+        """The file of this rank."""
+        directory = Path(self.dirpath) if self.dirpath is not None else trainer.run_dir
+        directory.mkdir(parents=True, exist_ok=True)
+        return directory / f"{self.filename or 'profile'}-rank{trainer.global_rank}{suffix}"
+
+    def write(self, trainer: TrainerLike, text: str) -> None:
+        """Write ``text`` to the file; without one print it, on rank 0."""
+        if self.filename is None and self.dirpath is None:
+            trainer.print(text)
+        else:
+            self.path(trainer, ".txt").write_text(text + "\n")
+
+
+@final
+class SimpleProfiler(SectionTimes):
+    """A table of the time of a fit: its parts, and each hook of each callback and of the module, when it ends.
+
+    The parts are those of `ThroughputMonitor`, and leave no gap; the hooks are called inside them.
+
+    Args:
+        dirpath: where the table is written, one file a rank; None and no ``filename``: it is printed, on rank 0.
+        filename: the beginning of the file's name.
+
+    Example:
+        >>> SimpleProfiler().state_key
+        'SimpleProfiler'
+    """
+
+    def __init__(self, dirpath: str | Path | None = None, filename: str | None = None) -> None:
+        super().__init__()
+        self._report = _Report(dirpath, filename)
+        self._rows: dict[tuple[str, str], list[float]] = {}
+
+    def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        if owner == type(self).__name__:
+            return call
+        return _Timed(call, self._rows.setdefault((owner, hook), [0.0, 0.0]))
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        super().setup(trainer, module, stage)
+        for row in self._rows.values():
+            row[:] = 0.0, 0.0
+
+    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        whole = sum(self.time_split().values())
+        lines = [f"{'part':<60} {'calls':>8} {'total s':>10} {'mean ms':>10} {'%':>6}"]
+        lines += [_row(name, None, seconds, whole) for name, seconds in self.time_split().items()]
+        lines += [_row("all of training", None, whole, whole), ""]
+        rows = sorted(self._rows.items(), key=lambda item: -item[1][1])
+        lines += [_row(f"{owner}.{hook}", int(n), s, whole) for (owner, hook), (n, s) in rows if n]
+        self._report.write(trainer, "\n".join(lines))
+
+
+def _row(name: str, calls: int | None, seconds: float, whole: float) -> str:
+    mean = "" if not calls else f"{1000 * seconds / calls:.3f}"
+    share = 100 * seconds / max(whole, 1e-9)
+    return f"{name:<60} {'' if calls is None else calls:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
+
+
+@final
+class AdvancedProfiler(Callback):
+    """Python's cProfile over training: which functions take the time.
+
+    Writes ``profile-rank0.prof`` for ``snakeviz`` or ``pstats`` into ``dirpath`` (default: the run's directory), and
+    prints the functions with the largest own time, on rank 0.
+
+    Args:
+        dirpath: where the profile is written.
+        filename: the beginning of the file's name, in place of ``profile``.
+        line_count_restriction: functions in the printed text: a number, or as a float a fraction of all.
+
+    Example:
+        >>> AdvancedProfiler(line_count_restriction=10).line_count_restriction
+        10
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "early"
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        line_count_restriction: int | float = 20,
+    ) -> None:
+        self.line_count_restriction = line_count_restriction
+        self._report = _Report(dirpath, filename)
+        self._profile: cProfile.Profile | None = None
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._profile = cProfile.Profile()
+        self._profile.enable()
+
+    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        profile = self._end()
+        if profile is None:
+            return
+        path = self._report.path(trainer, ".prof")
+        profile.dump_stats(path)
+        text = io.StringIO()
+        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(self.line_count_restriction)
+        trainer.print(f"{text.getvalue().strip()}\nwritten to {path}")
+
+    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._end()
+
+    def _end(self) -> cProfile.Profile | None:
+        profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.disable()
+        return profile
+
+
+@final
+class PyTorchProfiler(SectionTimes):
+    """torch's profiler over a few steps of training, with a trace for https://ui.perfetto.dev for each rank.
+
+    The trace has a range for each part of training, by the names of `ThroughputMonitor`. After the recorded steps the
+    profiler is off: the rest of training costs what it costs without.
+
+    Args:
+        dirpath: where ``profile-rank0.json`` is written (default: the run's directory).
+        filename: the beginning of the file's name, in place of ``profile``.
+        wait: steps that are skipped at first.
+        warmup: steps that are run under the profiler and not recorded.
+        active: steps that are recorded.
+        row_limit: operators in the table that rank 0 prints; 0 prints none.
+        sort_by_key: column by which it is sorted; None: by the time on the device.
+        memory_snapshot: on CUDA, also write ``profile-rank0.pickle`` of the allocations in the recorded steps, for
+            https://pytorch.org/memory_viz.
+        profiler_kwargs: other arguments of ``torch.profiler.profile``, such as ``record_shapes=True``.
+
+    Raises:
+        ConfigurationError: for a number of steps below zero, or none to record.
+
+    Example:
+        >>> PyTorchProfiler(wait=10, active=5, record_shapes=True).active
+        5
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        *,
+        wait: int = 1,
+        warmup: int = 1,
+        active: int = 3,
+        row_limit: int = 20,
+        sort_by_key: str | None = None,
+        memory_snapshot: bool = False,
+        **profiler_kwargs: Any,
+    ) -> None:
+        if min(wait, warmup) < 0 or active < 1:
+            raise ConfigurationError(
+                "a profile needs steps to record", found=f"wait={wait}, warmup={warmup}, active={active}"
+            )
+        super().__init__()
+        self.wait, self.warmup, self.active = wait, warmup, active
+        self.row_limit, self.sort_by_key, self.memory_snapshot = row_limit, sort_by_key, memory_snapshot
+        self._kwargs = profiler_kwargs
+        self._report = _Report(dirpath, filename)
+        self._profile: Any = None
+        self._range: Any = None
+        self._left = 0
+
+    def enter(self, section: str) -> None:
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        super().enter(section)
+        if section and self._profile is not None:
+            self._range = torch.profiler.record_function(section)
+            self._range.__enter__()
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._left = self.wait + self.warmup + self.active
+        schedule = torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
+        self._profile = torch.profiler.profile(schedule=schedule, **self._kwargs)
+        self._profile.__enter__()
+        super().on_train_start(trainer, module)
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        super().on_train_step_end(trainer, module)
+        if self._profile is None:
+            return
+        self._left -= 1
+        if self._left == self.active and self.memory_snapshot and trainer.strategy.device.type == "cuda":
+            torch.cuda.memory._record_memory_history()  # torch documents no other name
+        if self._left:
+            self._profile.step()
+        else:
+            self._finish(trainer)
+
+    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        super().on_train_end(trainer, module)
+        if self._left < self.active:  # training ended while steps were recorded
+            self._finish(trainer)
+
+    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        self._stop()
+
+    def _stop(self) -> Any:
+        profile, self._profile = self._profile, None
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+            self._range = None
+        if profile is not None:
+            profile.__exit__(None, None, None)
+        return profile
+
+    def _finish(self, trainer: TrainerLike) -> None:
+        profile = self._stop()
+        if profile is None:
+            return
+        path = self._report.path(trainer, ".json")
+        profile.export_chrome_trace(str(path))
+        if self.memory_snapshot and trainer.strategy.device.type == "cuda":
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if self.row_limit:
+            device = trainer.strategy.device.type
+            key = self.sort_by_key or ("self_cpu_time_total" if device == "cpu" else f"self_{device}_time_total")
+            trainer.print(profile.key_averages().table(sort_by=key, row_limit=self.row_limit))
+        trainer.print(f"trace written to {path}: open it at https://ui.perfetto.dev")
+
+
+_WORDS: Final[Mapping[str, Callable[[], Callback]]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+
+
+def make_profiler(profiler: Any) -> Callback:
+    """The callback for ``Trainer(profiler=...)``: a word, or one of the profilers.
+
+    Raises:
+        ConfigurationError: for anything else.
+
+    Example:
+        >>> type(make_profiler("simple")).__name__
+        'SimpleProfiler'
+    """
+    if isinstance(profiler, str) and profiler in _WORDS:
+        return _WORDS[profiler]()
+    if isinstance(profiler, Callback):
+        return profiler
+    raise ConfigurationError(
+        "profiler is a word or a callback",
+        found=f"profiler={profiler!r}",
+        fix=did_you_mean(str(profiler), _WORDS) + "; or PyTorchProfiler(...) of trainer_kit.callbacks",
+    )
