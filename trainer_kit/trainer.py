@@ -30,6 +30,7 @@ from trainer_kit.report.running import RunReport
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.entry_points import EntryPoint, run_on_processes
 from trainer_kit.training.explain import explain, show_results
 from trainer_kit.training.fit import fit
@@ -107,6 +108,8 @@ class Trainer(Session):
         hang_timeout: seconds (or a duration such as ``"5min"``) without progress after which a fit ends with exit code
             75 and says which rank hangs; None: ten times the slowest ordinary step, at least 60 s, and half an hour in
             hooks, validation and checkpoints; False: never. By default what ``TRAINER_KIT_HANG_TIMEOUT`` says.
+        activation_checkpointing: True: repeated blocks compute their activations again in backward, for less memory,
+            on any strategy; or which modules do: class names, classes, a number of parameters, or a callable.
 
     Raises:
         ConfigurationError: before anything runs, for everything that cannot work.
@@ -173,6 +176,7 @@ class Trainer(Session):
         async_save: bool = True,
         reproducible_workers: bool = False,
         hang_timeout: DurationLike | None = None,
+        activation_checkpointing: bool | Policy = False,
     ) -> None:
         self.arguments = plain_arguments(locals())
         callbacks = as_list(callbacks, Callback)
@@ -233,8 +237,8 @@ class Trainer(Session):
         }
         self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
         self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
-        self.async_save = async_save
         self.hang_timeout = chosen_timeout(hang_timeout)
+        self.async_save, self.recomputes = async_save, activation_checkpointing
         self.barebones, self.fast_dev_run = barebones, fast_dev_run
         self.set_callbacks(
             [

@@ -37,7 +37,7 @@ from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Schedule
 from trainer_kit.step.split_batches import SplitBatches
-from trainer_kit.strategies.transforms.blocks import Compile
+from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
 from trainer_kit.training.loaders import (
     NAMES,
     agreed_limits,
@@ -333,6 +333,8 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
         trainer.say(message)
     if trainer.compile_regional:  # before it is sharded
         Compile(options=trainer.compile_options).apply(module)
+    if trainer.recomputes is not False:  # as well
+        _recompute(module, trainer.recomputes)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module, strategy)
     if not made.optimizers:
@@ -346,6 +348,21 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
         for part in module.own_modules():
             part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
     return made, strategy.bind(method, made.names is not None and not manual)
+
+
+def _recompute(module: nn.Module, policy: bool | Policy) -> None:
+    """Let blocks compute their activations again in backward; `EntryPoint` takes that back."""
+    chosen: Policy = None if policy is True else policy
+    if not units(module, chosen):
+        raise ConfigurationError(
+            "activation_checkpointing selects no block",
+            found=f"activation_checkpointing={policy!r}; {type(module).__name__} has no list or sequence that repeats a"
+            " class with parameters"
+            if policy is True
+            else f"activation_checkpointing={policy!r}",
+            fix='name the classes of the blocks: activation_checkpointing="Block"',
+        )
+    ActivationCheckpointing(chosen).apply(module)
 
 
 def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -34,6 +34,7 @@ from trainer_kit.step.optimizers import LRSchedulerConfig, parameters_of
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.settings import Settings
 
@@ -77,6 +78,7 @@ class Session:
         switches: process-wide settings of torch that an entry point sets.
         compile_options: of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
+        recomputes: which blocks compute activations again in backward; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         find_train_loaders: finds the training loaders of the fit that is being set up.
         note: takes what the report of the run shows beside its values: the kind of an event, and a line about it.
@@ -88,6 +90,7 @@ class Session:
     switches: dict[str, Any]
     compile_options: dict[str, Any] | None
     compile_regional: bool
+    recomputes: bool | Policy
     async_save: bool
     barebones: bool
     fast_dev_run: bool | int
