@@ -94,6 +94,7 @@ def test_what_selects_nothing_is_refused():
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_on_two_ranks(strategy):
+    """Validation has one batch: with a list, a rank without one failed under FSDP."""
     options = {"devices": 2, "strategy": strategy, "accumulate_grad_batches": 2}
     _, weights = trained(**options)
     _, ours = trained(activation_checkpointing=True, **options)

@@ -170,8 +170,10 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
 
 def _all_have(run: Evaluation, loader: int) -> bool:
     """Whether it is certain that every data rank has a share of the first batch."""
-    samples = run.feeds[loader].samples(0)
-    return samples is not None and samples >= run.strategy.data.size
+    feed, ranks = run.feeds[loader], run.strategy.data.size
+    samples = feed.samples(0)
+    # Whole batches go to the ranks in turn: one batch of many samples is one rank's alone.
+    return samples is not None and samples >= ranks and all(unit == "samples" for unit, _ in feed.stride)
 
 
 def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
