@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from trainer_kit.callbacks.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
+    from trainer_kit.callbacks.pruning import ModelPruning
     from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
@@ -43,6 +44,7 @@ __all__ = [
     "LayerWiseUnfreezing",
     "LearningRateMonitor",
     "ModelCheckpoint",
+    "ModelPruning",
     "ModelSummary",
     "NaNGuard",
     "PredictionWriter",
@@ -74,6 +76,7 @@ _HOME = {
     "LayerWiseUnfreezing": "finetuning",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
+    "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "NaNGuard": "nan_guard",
     "PredictionWriter": "prediction_writer",
@@ -92,7 +95,6 @@ _ELSEWHERE = {
     "BatchSizeFinder": "tk.find_executable_batch_size finds a size that fits",
     "Checkpoint": "subclass Callback",
     "LearningRateFinder": "train a few steps with each of several rates",
-    "ModelPruning": "call torch.nn.utils.prune in on_train_epoch_start",
     "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
     "SpikeDetection": "compare the loss in on_train_batch_end, and ask trainer.stop(reason)",
 }
