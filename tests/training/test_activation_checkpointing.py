@@ -19,7 +19,7 @@ class Block(nn.Module):
         self.inner = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.3), nn.Linear(32, 8))
 
     def forward(self, x):
-        type(self).calls += 1
+        Block.calls += 1  # FSDP gives the instance a class of its own
         return x + self.inner(x)
 
 
@@ -98,7 +98,7 @@ def test_on_two_ranks(strategy):
     options = {"devices": 2, "strategy": strategy, "accumulate_grad_batches": 2}
     _, weights = trained(**options)
     _, ours = trained(activation_checkpointing=True, **options)
-    assert Block.calls > 3 * 5
+    assert Block.calls >= 3 * 4 * 2, "three blocks, four micro-batches, twice"
     for name, value in weights.items():
         a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (ours[name], value))
         assert torch.equal(a, b), name
