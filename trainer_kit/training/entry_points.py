@@ -60,7 +60,7 @@ from trainer_kit.step.requests import requeue_once, terminable
 from trainer_kit.step.run import Fit
 from trainer_kit.step.teardown import Teardown
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.blocks import keep_activations
+from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing
 from trainer_kit.training.compose import (
     build_module,
     check_module,
@@ -207,7 +207,7 @@ class EntryPoint:
         if self.stage == "fit":
             self.trainer.strategy.stop()
             if self.trainer.recomputes is not False:
-                keep_activations(self.module)
+                ActivationCheckpointing().undo(self.module)
             if self.trainer.run is not None:
                 self.trainer.run.micro.release()
                 self.trainer.run.saver.buffers.clear()
