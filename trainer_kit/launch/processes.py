@@ -11,10 +11,9 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
 from multiprocessing import connection
 from multiprocessing.connection import Connection
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import torch
 
@@ -28,10 +27,8 @@ __all__ = ["Ranks", "local_environment", "run_forked"]
 _EXIT_TIME: Final = 5.0
 """Seconds that a process has to end after it has sent its result."""
 
-_PEER_GRACE: Final = 3.0
-"""Seconds that the others have after a rank has failed."""
-
 _Result = TypeVar("_Result")
+_StartMethod = Literal["auto", "fork", "forkserver", "spawn"]
 
 
 def local_environment(nproc: int) -> dict[str, str]:
@@ -50,7 +47,7 @@ def local_environment(nproc: int) -> dict[str, str]:
     return shared
 
 
-def run_forked(fn: Callable[[int], _Result], nproc: int) -> _Result:
+def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMethod = "auto") -> _Result:
     """Run ``fn(rank)`` on ``nproc`` processes of this machine, with the rank environment set, and wait for them.
 
     Forked ranks see everything of this process, closures and notebook cells included, and compute with one thread:
@@ -59,12 +56,13 @@ def run_forked(fn: Callable[[int], _Result], nproc: int) -> _Result:
     Args:
         fn: called on every rank; the result of rank 0 must be picklable.
         nproc: number of ranks.
+        start_method: ``auto`` forks. ``spawn`` and ``forkserver`` start new interpreters and need a picklable ``fn``.
 
     Returns:
         The result of rank 0.
 
     Raises:
-        LaunchError: when a fork cannot work: this system has none, or the accelerator is in use here.
+        LaunchError: when a fork cannot work because the accelerator is in use here, or ``fn`` cannot be pickled.
         RankError: when a rank died.
         BaseException: of the rank that failed first, with that rank's traceback as a note.
 
@@ -78,13 +76,20 @@ def run_forked(fn: Callable[[int], _Result], nproc: int) -> _Result:
         raise LaunchError("a rank does not start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
-    if "fork" not in multiprocessing.get_all_start_methods():
-        raise LaunchError("this system cannot fork processes", fix="put the code in a script: python train.py")
-    _check_fork()
+    method = "fork" if start_method == "auto" else start_method
+    if method not in multiprocessing.get_all_start_methods():
+        raise LaunchError(
+            f"this system cannot start processes by {method}", fix="put the code in a script: python train.py"
+        )
+    if method == "fork":
+        _check_fork()
+    else:
+        _check_picklable(fn, method)
     with warnings.catch_warnings():
         # Python 3.12 and later warn of a fork in a process with threads; one thread per rank avoids that problem.
         warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
-        ranks = Ranks(multiprocessing.get_context("fork"), nproc, partial(_forked, fn), local_environment(nproc))
+        target = _Target(fn, method == "fork")
+        ranks = Ranks(multiprocessing.get_context(method), nproc, target, local_environment(nproc))
     try:
         ranks.wait()
         return ranks.results()[0]  # type: ignore[no-any-return]
@@ -92,11 +97,19 @@ def run_forked(fn: Callable[[int], _Result], nproc: int) -> _Result:
         ranks.close()
 
 
-def _forked(fn: Callable[[int], Any], rank: int) -> Any:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    torch.set_num_threads(1)
-    result = fn(rank)
-    return result if rank == 0 else None
+@final
+class _Target:
+    """``fn`` in its process."""
+
+    def __init__(self, fn: Callable[[int], Any], forked: bool) -> None:
+        self.fn, self.forked = fn, forked
+
+    def __call__(self, rank: int) -> Any:
+        if self.forked:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
+        result = self.fn(rank)
+        return result if rank == 0 else None
 
 
 def _check_fork() -> None:
@@ -112,6 +125,17 @@ def _check_fork() -> None:
         )
 
 
+def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
+    try:
+        pickle.dumps(fn)
+    except Exception as error:
+        raise LaunchError(
+            f"the function cannot be sent to a process started by {method}",
+            found=f"{type(error).__name__}: {error}",
+            fix='define it at the top of a module, or use start_method="fork"',
+        ) from None
+
+
 @final
 class Ranks:
     """``nproc`` processes that run one function.
@@ -121,6 +145,7 @@ class Ranks:
         nproc: number of ranks.
         target: called as ``target(rank)``; must be picklable unless the context forks.
         environ: variables for all ranks; ``RANK`` and ``LOCAL_RANK`` are added.
+        peer_grace: seconds that the others have after a rank has failed.
     """
 
     def __init__(
@@ -129,8 +154,9 @@ class Ranks:
         nproc: int,
         target: Callable[[int], Any],
         environ: Mapping[str, str],
+        peer_grace: float = 3.0,
     ) -> None:
-        self.nproc = nproc
+        self.nproc, self.peer_grace = nproc, peer_grace
         self._results: dict[int, Any] = {}
         self._errors: dict[int, BaseException | None] = {}
         self._failures: dict[int, RankFailure] = {}
@@ -172,7 +198,7 @@ class Ranks:
         peers: float | None = None
         while self.running:
             if self._failures and peers is None:
-                peers = time.monotonic() + _PEER_GRACE
+                peers = time.monotonic() + self.peer_grace
             ends = [end for end in (deadline, peers) if end is not None]
             left = min(ends) - time.monotonic() if ends else None
             if left is not None and left <= 0:
