@@ -104,7 +104,7 @@ class CombinedLoader:
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        leaves = [Leaf(length_of(loader), _Reopen(loader)) for loader in self.flattened]
+        leaves = [Leaf(length_of(loader), partial(_reopened, loader)) for loader in self.flattened]
         return combine(self.mode, leaves, self.join)
 
     def join(self, parts: Iterable[Any]) -> Any:
@@ -112,15 +112,10 @@ class CombinedLoader:
         return tree_unflatten(parts, self._spec)
 
 
-class _Reopen:
+def _reopened(loader: Iterable[Any], turn: int, start: int) -> Iterator[Any]:
     """Open a loader that is not divided among ranks."""
-
-    def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
-
-    def __call__(self, turn: int, start: int) -> Iterator[Any]:
-        iterator = iter(self.loader)
-        return islice(iterator, start, None) if start else iterator
+    iterator = iter(loader)
+    return islice(iterator, start, None) if start else iterator
 
 
 def is_tree(loader: Any) -> bool:

@@ -238,6 +238,19 @@ class Feed:
         pad: fill the last global micro-batch from the start of the epoch's order, so that all ranks have the same
             number of samples; only for samples that are found by index.
 
+    Attributes:
+        loader_state: the position in the loader, for a checkpoint.
+        per_rank_batch_size: samples per micro-batch on this rank, except in the last one; None if unknown.
+        indexed: whether a batch is found without reading the batches before it; then a `length` is exact.
+        stateful: whether the loader's own state is read after each batch (torchdata's ``state_dict`` protocol).
+        once: whether the loader can be read only once, over all epochs.
+        stride: the part of a loader's order that a global micro-batch covers: (unit, number), one for each loader.
+        samples: ``samples(index)`` returns the number of samples of a global micro-batch over all ranks; None if it is
+            unknown before reading. With a user's batch sampler it is known after the batch was read.
+        first_state: returns the loader's state before the first batch, to test before the first step whether it can be
+            saved.
+        describe: returns one line about the data, their order and their division.
+
     Raises:
         DataError: a loader that cannot be iterated, a batch size that cannot be set, a sampler that divides for
             another number of ranks; while reading: a one-shot iterator that has ended, a dataset that raises
@@ -282,9 +295,14 @@ class Feed:
         self._asks = rank == 0
         self._source = _open(loader, place)
         self.loader_state = LoaderState(self._source, size)
-        """The position in the loader, for a checkpoint."""
-        self.per_rank_batch_size: int | None = self._source.per_rank_batch_size
-        """Samples per micro-batch on this rank, except in the last one; None if unknown."""
+        self.per_rank_batch_size = self._source.per_rank_batch_size
+        self.indexed = self._source.indexed
+        self.stateful = self._source.stateful
+        self.once = self._source.once
+        self.stride = self._source.stride
+        self.samples = self._source.samples
+        self.first_state = self._source.first_state
+        self.describe = self._source.describe
 
     @property
     def length(self) -> int | None:
@@ -296,33 +314,6 @@ class Feed:
         """Whether it is known in advance that all ranks get the same number of batches (`EMPTY` counts)."""
         return self._source.even
 
-    def samples(self, index: int) -> int | None:
-        """Return the number of samples of global micro-batch ``index`` over all ranks.
-
-        None if it is unknown before reading. With a user's batch sampler it is known after the batch was read.
-        """
-        return self._source.samples(index)
-
-    @property
-    def indexed(self) -> bool:
-        """Whether a batch is found without reading the batches before it; then a `length` is exact."""
-        return self._source.indexed
-
-    @property
-    def stateful(self) -> bool:
-        """Whether the loader's own state is read after each batch (torchdata's ``state_dict`` protocol)."""
-        return self._source.stateful
-
-    @property
-    def once(self) -> bool:
-        """Whether the loader can be read only once, over all epochs."""
-        return self._source.once
-
-    @property
-    def stride(self) -> list[tuple[str, int]]:
-        """The part of a loader's order that a global micro-batch covers: (unit, number), one for each loader."""
-        return self._source.stride
-
     @property
     def draws(self) -> bool:
         """Whether reading may draw from this process's global generators: then batches must not be read early.
@@ -330,14 +321,6 @@ class Feed:
         A checkpoint holds the generators as they are after a step; a batch that was read early is read again.
         """
         return not self.reproducible and _draws(self.loader)
-
-    def first_state(self) -> Any:
-        """Return the loader's state before the first batch, to test before the first step whether it can be saved."""
-        return self._source.first_state()
-
-    def describe(self) -> str:
-        """Describe the data, their order and their division in one line."""
-        return self._source.describe()
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Any]:
         """Return this rank's batches of an epoch.

@@ -107,48 +107,23 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
         (2, 4)
     """
     path, found = next(iter(_tensors(batch, ())), ((), None))
-    if not isinstance(found, Tensor) or len(path) > 2 or any(how == "field" for how, _ in path):
+    if not isinstance(found, Tensor) or any(how == "field" for how, _ in path):
         return _pair
-    keys = [key for _, key in path]
-    if not keys:
-        return _direct
-    if len(keys) == 1:
-        return _one_deep(type(batch), keys[0])
-    return _two_deep(type(batch), keys[0], type(batch[keys[0]]), keys[1])
+    steps, node = list[tuple[Any, Any]](), batch
+    for _, key in path:
+        steps.append((type(node), key))
+        node = node[key]
 
-
-# Errors of `batch[key].size(0)` for a batch of another structure. Types are compared first: tensors have items too.
-_OTHER = (AttributeError, IndexError, KeyError, TypeError)
-
-
-def _direct(batch: Any) -> tuple[Any, int]:
-    try:
-        return batch, batch.size(0)
-    except _OTHER:
-        return _pair(batch)
-
-
-def _one_deep(kind: Any, key: Any) -> Callable[[Any], tuple[Any, int]]:
     def read(batch: Any) -> tuple[Any, int]:
-        if type(batch) is kind:
-            try:
-                return batch, batch[key].size(0)
-            except _OTHER:
-                pass
-        return _pair(batch)
-
-    return read
-
-
-def _two_deep(kind: Any, outer: Any, inner_kind: Any, inner: Any) -> Callable[[Any], tuple[Any, int]]:
-    def read(batch: Any) -> tuple[Any, int]:
-        if type(batch) is kind:
-            try:
-                if type(part := batch[outer]) is inner_kind:
-                    return batch, part[inner].size(0)
-            except _OTHER:
-                pass
-        return _pair(batch)
+        inner = batch
+        try:
+            for kind, key in steps:
+                if type(inner) is not kind:  # compared first: tensors have items too
+                    return _pair(batch)
+                inner = inner[key]
+            return batch, inner.size(0)
+        except (AttributeError, IndexError, KeyError, TypeError):  # a batch of another structure
+            return _pair(batch)
 
     return read
 
