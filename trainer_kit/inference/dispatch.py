@@ -6,6 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, TypeAlias, final
 
 import torch
@@ -79,17 +80,13 @@ class Dispatched:
         call.hooks.append(hooks)
 
 
-@final
-class _StateHook:
+def _read_state(
+    tensors: Mapping[str, OffloadedTensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+) -> None:
     """A ``state_dict`` hook that reads the weights of one module from disk."""
-
-    def __init__(self, tensors: Mapping[str, OffloadedTensor]) -> None:
-        self._tensors = dict(tensors)
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key, tensor in self._tensors.items():
-            if f"{prefix}{key}" in state and tensor.rests_in(module, key):
-                state[f"{prefix}{key}"] = tensor.content(torch.device("cpu"))
+    for key, tensor in tensors.items():
+        if f"{prefix}{key}" in state and tensor.rests_in(module, key):
+            state[f"{prefix}{key}"] = tensor.content(torch.device("cpu"))
 
 
 def parameter_like(old: Tensor, content: Tensor) -> Tensor:
@@ -328,7 +325,7 @@ def _guard_states(dispatched: Dispatched, offloaded: list[tuple[OffloadedTensor,
             on_disk.setdefault(id(slot.module), (slot.module, {}))[1][slot.key] = tensor
     for module, tensors in on_disk.values():
         hooked: Any = module  # torch does not type these two methods
-        dispatched.handles.append(hooked.register_state_dict_post_hook(_StateHook(tensors)))
+        dispatched.handles.append(hooked.register_state_dict_post_hook(partial(_read_state, tensors)))
         dispatched.handles.append(hooked.register_load_state_dict_pre_hook(dispatched.hooks.refuse_loading))
 
 

@@ -441,29 +441,16 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     thread = threading.get_ident()
     moved: Any = WeakIdKeyDictionary()  # a tensor that is registered twice stays shared
 
-    def move_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device == device or threading.get_ident() != thread or is_lazy(parameter):
+    def move(module: nn.Module, name: str, tensor: Any) -> Any:
+        if tensor is None or tensor.device == device or threading.get_ident() != thread or is_lazy(tensor):
             return None
-        if parameter not in moved:
-            made = type(parameter)(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__)
-            moved[parameter] = made
-        found: nn.Parameter = moved[parameter]
-        return found
-
-    def move_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:
-        if buffer is None or buffer.device == device or threading.get_ident() != thread:
-            return None
-        if buffer not in moved:
-            moved[buffer] = buffer.to(device)
-        found: Tensor = moved[buffer]
-        return found
+        if tensor not in moved:
+            moved[tensor] = parameter_like(tensor, tensor.detach().to(device))
+        return moved[tensor]
 
     with ExitStack() as stack:
-        hook = register_module_parameter_registration_hook(move_parameter)  # type: ignore[arg-type]
-        stack.callback(hook.remove)
+        stack.callback(register_module_parameter_registration_hook(move).remove)
         if include_buffers:
-            hook = register_module_buffer_registration_hook(move_buffer)  # type: ignore[arg-type]
-            stack.callback(hook.remove)
+            stack.callback(register_module_buffer_registration_hook(move).remove)
             stack.enter_context(device)
         yield
