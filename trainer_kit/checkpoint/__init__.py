@@ -44,23 +44,13 @@ __all__ = [
 ]
 
 _HOME = {
-    "CheckpointRecord": "store",
-    "Difference": "compare",
+    **dict.fromkeys(("CheckpointRecord", "Repair", "checkpoints", "repair"), "store"),
+    **dict.fromkeys(("Difference", "diff"), "compare"),
+    **dict.fromkeys(("ShardedSnapshot", "take_sharded_snapshot", "write_sharded_snapshot"), "sharded"),
+    **dict.fromkeys(("read_divided", "read_sharded", "write_sharded"), "sharded"),
+    **dict.fromkeys(("export", "read_weights"), "weights"),
+    **dict.fromkeys(("read_checkpoint", "verify_checkpoint"), "read"),
     "HostBuffers": "background",
-    "Repair": "store",
-    "ShardedSnapshot": "sharded",
-    "checkpoints": "store",
-    "diff": "compare",
-    "export": "weights",
-    "read_checkpoint": "read",
-    "read_divided": "sharded",
-    "read_sharded": "sharded",
-    "read_weights": "weights",
-    "repair": "store",
-    "take_sharded_snapshot": "sharded",
-    "verify_checkpoint": "read",
     "write_checkpoint": "commit",
-    "write_sharded": "sharded",
-    "write_sharded_snapshot": "sharded",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -26,40 +26,32 @@ _HOLDS: Final = (
     ("DEEPSPEED", "in shards, by DeepSpeed"),
     ("MEGATRON_LM", "in pieces, by Megatron-LM"),
 )
-_ENGINES: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
-    "FSDP": (
-        "fsdp_config",
-        {
-            "fsdp_version": "2",
-            "fsdp_reshard_after_forward": "true",
-            "fsdp_offload_params": "false",
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": "true",
-            "fsdp_activation_checkpointing": "false",
-        },
-    ),
-    "DEEPSPEED": (
-        "deepspeed_config",
-        {
-            "zero_stage": "2",
-            "offload_optimizer_device": "none",
-            "offload_param_device": "none",
-            "gradient_accumulation_steps": "1",
-            "gradient_clipping": "1.0",
-        },
-    ),
-    "MEGATRON_LM": (
-        "megatron_lm_config",
-        {
-            "megatron_lm_tp_degree": "1",
-            "megatron_lm_pp_degree": "1",
-            "megatron_lm_num_micro_batches": "1",
-            "megatron_lm_sequence_parallelism": "false",
-            "megatron_lm_use_distributed_optimizer": "false",
-        },
-    ),
+_ENGINES: Final[Mapping[str, Mapping[str, str]]] = {
+    "FSDP": {
+        "fsdp_version": "2",
+        "fsdp_reshard_after_forward": "true",
+        "fsdp_offload_params": "false",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": "true",
+        "fsdp_activation_checkpointing": "false",
+    },
+    "DEEPSPEED": {
+        "zero_stage": "2",
+        "offload_optimizer_device": "none",
+        "offload_param_device": "none",
+        "gradient_accumulation_steps": "1",
+        "gradient_clipping": "1.0",
+    },
+    "MEGATRON_LM": {
+        "megatron_lm_tp_degree": "1",
+        "megatron_lm_pp_degree": "1",
+        "megatron_lm_num_micro_batches": "1",
+        "megatron_lm_sequence_parallelism": "false",
+        "megatron_lm_use_distributed_optimizer": "false",
+    },
 }
+"""The options that the wizard asks for, with their defaults."""
 _FILE: Final = FilePath(path_type=Path, dir_okay=False)
 
 
@@ -71,10 +63,10 @@ def _accelerator() -> tuple[str | None, int]:
     return (None, 0) if found is None else (found.type, count_accelerators())
 
 
-def _ask_option(option: Option, question: str, default: str | None) -> Any:
+def _ask(option: Option, default: str) -> Any:
     if option.words:
-        return choose(question, [(word, word) for word in option.words], default or option.words[0])
-    return ask(question, default, option.value)
+        return choose(f"{option.name}?", [(word, word) for word in option.words], default)
+    return ask(f"{option.name}?", default, option.value)
 
 
 def _processes(answers: dict[str, Any], kind: str) -> None:
@@ -94,11 +86,10 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
     if kind.startswith("MULTI_") and kind != "MULTI_CPU":
         held = choose("How is the model held?", _HOLDS, "DDP")
         if held in _ENGINES:
-            section, asked = _ENGINES[held]
+            section = f"{held.lower()}_config"
             answers["distributed_type"] = held
-            options = SECTIONS[section]
             answers[section] = {
-                name: _ask_option(options[name], f"{name}?", default) for name, default in asked.items()
+                name: _ask(SECTIONS[section][name], default) for name, default in _ENGINES[held].items()
             }
         answers["gpu_ids"] = "all"
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
-__all__ = ["die_with_parent", "main", "qualified_name", "report_errors", "write_report"]
+__all__ = ["die_with_parent", "main", "qualified_name", "report_errors", "run_words", "write_report"]
 
 
 @final
@@ -158,7 +158,7 @@ def _watch_parent(agent: int) -> None:
     os._exit(1)
 
 
-def _run(words: list[str]) -> None:
+def run_words(words: list[str]) -> None:
     """Run ``[script, *arguments]`` or ``["-m", module, *arguments]`` as the interpreter would have.
 
     With ``["--exec", program, *arguments]`` this process becomes the program.
@@ -194,7 +194,7 @@ def main() -> None:
             # Whole lines, even under -u: several ranks share one pipe.
             reconfigure(line_buffering=True, write_through=False)
     try:
-        _run(sys.argv[1:])
+        run_words(sys.argv[1:])
     except SystemExit as exit_:
         if not exit_.code:
             _leave()

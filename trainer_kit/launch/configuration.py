@@ -91,6 +91,10 @@ class _Reading:
     values: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, int] = field(default_factory=dict)
 
+    def add(self, name: str, value: Any, line: int) -> None:
+        self.values.setdefault(name, value)
+        self.lines.setdefault(name, line)
+
     def wrong(self, line: int, reason: str) -> ConfigurationError:
         # One printable line: a file may contain control characters that harm a terminal.
         return ConfigurationError(f"{self.path}:{line}: {printable(reason, most=400)}")
@@ -118,8 +122,7 @@ def read_configuration(path: Path) -> ConfigurationFile:
     _take_tpu_file(reading)
     old, line = reading.values.pop("fp16", False), reading.lines.pop("fp16", 1)
     if old:  # from versions of Accelerate without mixed_precision
-        reading.values.setdefault("mixed_precision", "fp16")
-        reading.lines.setdefault("mixed_precision", line)
+        reading.add("mixed_precision", "fp16", line)
     return ConfigurationFile(path, reading.values, reading.lines)
 
 
@@ -132,10 +135,8 @@ def _take_tpu_file(reading: _Reading) -> None:
     for option, value in other.values.items():
         if not option.startswith("tpu_") and option not in _WITH_TPUS:
             raise reading.wrong(line, f"tpu_config_file: {other.where(option)}: {option} is no key of TPUs")
-        reading.values.setdefault(option, value)
-        reading.lines.setdefault(option, line)
-    reading.values.setdefault("tpu", True)
-    reading.lines.setdefault("tpu", line)
+        reading.add(option, value, line)
+    reading.add("tpu", True, line)
 
 
 def _text(reading: _Reading) -> str:
@@ -287,6 +288,10 @@ class Resolved:
     def describe(self, name: str) -> str:
         """``name=value (origin)``, for messages."""
         return f"{name}={self[name]} ({self.origin(name)})"
+
+    def wrong(self, problem: str, *names: str, fix: str | None = None) -> ConfigurationError:
+        """The error of options that cannot be launched; it shows their values and origins."""
+        return ConfigurationError(problem, found=", ".join(map(self.describe, names)), fix=fix)
 
 
 def resolve(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import runpy
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import LaunchError
+from trainer_kit.launch.bootstrap import run_words
 
 __all__ = ["main"]
 
@@ -46,14 +45,7 @@ def _run(index: int, words: list[str]) -> None:
         "MASTER_PORT": 29500,
     }
     os.environ.update({name: str(value) for name, value in place.items()})
-    module = words[0] == "-m"
-    sys.argv = words[1:] if module else list(words)
-    if module:
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.path.insert(0, str(Path(words[0]).resolve().parent))
-        runpy.run_path(words[0], run_name="__main__")
+    run_words(words)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,10 @@ _COMMUNICATION: Final = re.compile(
 )
 
 
+_REPORTED: Final = ("rank", "exit_code", "time_ns", "type", "text", "py_callstack", "host", "pid", "where")
+"""What a rank reports (see `trainer_kit.launch.bootstrap`), in the order of the fields of `RankFailure`."""
+
+
 @final
 @dataclass(frozen=True)
 class RankFailure:
@@ -133,17 +137,7 @@ def read_reports(directory: Path) -> dict[int, RankFailure]:
     for path in directory.rglob("error.json"):
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
-            failure = RankFailure(
-                fields["rank"],
-                fields["exit_code"],
-                fields["time_ns"],
-                fields["type"],
-                fields["text"],
-                fields["py_callstack"],
-                fields["host"],
-                fields["pid"],
-                fields["where"],
-            )
+            failure = RankFailure(*(fields[name] for name in _REPORTED))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # from another writer, e.g. a rank under torch's own @record
         reports[failure.rank] = failure

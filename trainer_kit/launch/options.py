@@ -316,7 +316,7 @@ SECTIONS: Final[Mapping[str, Mapping[str, Option]]] = {
     ),
     "ipex_config": _section("ipex_config", "", *_each(_boolean, "ipex", "use_xpu", ignored="IPEX is not used")),
 }  # fmt: skip
-"""The mappings of a file, and their options by their names on the command line."""
+"""The mappings of a file, and their options by their names on the command line; that of an engine has its name."""
 
 
 def all_options() -> dict[str, Option]:

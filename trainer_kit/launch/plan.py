@@ -90,10 +90,8 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     several = "multi_gpu" if options["multi_gpu"] else "distributed_type"
     on_devices = bool(options["multi_gpu"]) or (options["distributed_type"] or "").startswith("MULTI_")
     if on_devices and not cpu and not accelerated:
-        raise ConfigurationError(
-            "there is no accelerator on this machine",
-            found=options.describe(several),
-            fix="add --cpu, or choose another configuration",
+        raise options.wrong(
+            "there is no accelerator on this machine", several, fix="add --cpu, or choose another configuration"
         )
     ids = _gpu_ids(options) if accelerated else None
     devices = 1 if not accelerated else available_devices() if ids is None else len(ids)
@@ -162,9 +160,9 @@ def _on_xla(options: Resolved) -> Plan:
 
 
 def _pod(options: Resolved, name: str) -> ConfigurationError:
-    return ConfigurationError(
+    return options.wrong(
         "the machines of a TPU pod are not started from here, and do not train together yet",
-        found=options.describe(name),
+        name,
         fix="tpu_use_cluster: false and num_machines: 1, on one machine",
     )
 
@@ -177,11 +175,7 @@ def _machines(options: Resolved, here: Environment) -> Machines:
     count, rank, address = options["num_machines"], options["machine_rank"], options["main_process_ip"]
     port = options["main_process_port"]
     if not 0 <= rank < count:
-        raise ConfigurationError(
-            "this machine is none of them",
-            found=f"{options.describe('machine_rank')}, {options.describe('num_machines')}",
-            fix="machines count from 0",
-        )
+        raise options.wrong("this machine is none of them", "machine_rank", "num_machines", fix="machines count from 0")
     if count == 1:
         return Machines(port=port or 0)
     if not options.given("main_process_ip"):
@@ -196,9 +190,9 @@ def _patience(options: Resolved) -> float:
     pairs = dict(pair.partition("=")[::2] for pair in str(options["rdzv_conf"] or "").split(",") if pair.strip())
     for name, seconds in pairs.items():
         if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(r"\d{1,9}(\.\d+)?", seconds.strip()):
-            raise ConfigurationError(
+            raise options.wrong(
                 "machines rendezvous in a store of this launcher, not by torch's rendezvous",
-                found=options.describe("rdzv_conf"),
+                "rdzv_conf",
                 fix="timeout=SECONDS: how long a machine waits for the others",
             )
     return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
@@ -208,10 +202,8 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     """The number of processes of the whole run."""
     total = options["num_processes"]
     if total == -1 and options.file is not None:
-        raise ConfigurationError(
-            "this configuration leaves the number of processes open",
-            found=options.describe("num_processes"),
-            fix="add --num_processes",
+        raise options.wrong(
+            "this configuration leaves the number of processes open", "num_processes", fix="add --num_processes"
         )
     single = options["distributed_type"] == "NO"
     if total is None:
@@ -219,9 +211,10 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
         # If an outer launcher has started several tasks on a machine, they are the processes.
         total = each * num_machines if launched is None else max(launched, each * num_machines)
     elif single and total > 1 and not options.origin("num_processes").startswith("flag"):
-        raise ConfigurationError(
+        raise options.wrong(
             "one process is not several",
-            found=f"{options.describe('distributed_type')}, {options.describe('num_processes')}",
+            "distributed_type",
+            "num_processes",
             fix="set MULTI_CPU or MULTI_GPU, or num_processes: 1",
         )
     if total < 1 or total % num_machines:
@@ -248,21 +241,19 @@ def _gpu_ids(options: Resolved) -> list[str] | None:
         return None
     ids = [part.strip() for part in text.split(",") if part.strip()]
     if not ids or len(set(ids)) < len(ids):
-        raise ConfigurationError("gpu_ids are different devices, such as 0,1", found=options.describe("gpu_ids"))
+        raise options.wrong("gpu_ids are different devices, such as 0,1", "gpu_ids")
     return ids
 
 
 _SEQUENCES: Final = "parallelism_config_sp_size"
-_SECTIONS: Final = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
-"""The section of a file that the ranks receive, by the kind of run."""
 _XLA: Final = ("TPU", "XLA")
 
 
 def _environ(options: Resolved, gpu_ids: list[str] | None) -> dict[str, str]:
     passed = [*_PASSED, *SECTIONS["dynamo_config"], *SECTIONS["parallelism_config"]]
-    engine = _SECTIONS.get(options["distributed_type"] or "")
+    engine = SECTIONS.get(f"{options['distributed_type']}_config".lower())
     if engine is not None:
-        passed += ["distributed_type", *SECTIONS[engine]]
+        passed += ["distributed_type", *engine]
     elif options["distributed_type"] in _XLA:
         passed.append("distributed_type")
     if options["mixed_precision"] == "fp8":
@@ -299,9 +290,7 @@ def _variables(options: Resolved) -> dict[str, str]:
     """
     given, found = options["environment"] or {}, {}
     if not isinstance(given, Mapping):
-        raise ConfigurationError(
-            "environment: is a mapping of variables to texts", found=options.describe("environment")
-        )
+        raise options.wrong("environment: is a mapping of variables to texts", "environment")
     pairs = [("environment", name, value) for name, value in given.items()]
     for pair in options["tpu_env"] or ():
         name, equals, value = pair.partition("=")
@@ -334,15 +323,16 @@ def _refuse(options: Resolved) -> None:
     }
     for name, feature in wanted.items():
         if feature is not None:
-            raise ConfigurationError(
+            raise options.wrong(
                 f"{feature} is not here yet",
-                found=options.describe(name),
+                name,
                 fix="train data parallel (--multi_gpu, --cpu), or set it in the script: Trainer(strategy=...)",
             )
     if parallel and options["distributed_type"] in ("DEEPSPEED", "MEGATRON_LM"):
-        raise ConfigurationError(
+        raise options.wrong(
             "an engine of its own cannot divide a mesh",
-            found=f"{options.describe('distributed_type')}, {options.describe(parallel[0])}",
+            "distributed_type",
+            parallel[0],
             fix="leave parallelism_config out, or set FSDP, MULTI_GPU or MULTI_CPU",
         )
     on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith("flag")
@@ -350,13 +340,12 @@ def _refuse(options: Resolved) -> None:
         raise _pod(options, "tpu_use_cluster")
     divided = [name for name in parallel if name != "parallelism_config_dp_replicate_size"]
     if options["use_ddp"] and divided:
-        raise ConfigurationError(
-            "one kind of run at a time", found=f"{options.describe('use_ddp')}, {options.describe(divided[0])}"
-        )
+        raise options.wrong("one kind of run at a time", "use_ddp", divided[0])
     wants_mesh = options["use_parallelism_config"]
     if wants_mesh is not None and wants_mesh != bool(parallel):
-        raise ConfigurationError(
+        raise options.wrong(
             "a parallelism_config is one with an axis above 1",
-            found=", ".join(options.describe(name) for name in ["use_parallelism_config", *parallel]),
+            "use_parallelism_config",
+            *parallel,
             fix="--parallelism_config_tp_size 2, or another _size; or leave use_parallelism_config out",
         )
