@@ -60,6 +60,7 @@ __all__ = [
     "dump_document",
     "encode_info",
     "io_failure",
+    "io_failures",
     "name_parts",
     "remove_checkpoint",
     "stage",
@@ -211,12 +212,10 @@ def stage(target: Path) -> Path:
     """
     work = hidden_path(target, "tmp")
     check_target(target, overwrite=True)
-    try:
+    with io_failures(target):
         make_directories(missing_directories(target.parent))
         work.mkdir()
         write_file(work / _STAGED, [])
-    except OSError as error:
-        raise io_failure(target, error, 0) from error
     return work
 
 
@@ -239,11 +238,8 @@ def work_directory(
         CheckpointError: the space is too small, or I/O fails here or in the code inside.
     """
     if isinstance(target, RemotePath):
-        try:
-            with upload_directory(target) as there:
-                yield there
-        except OSError as error:
-            raise io_failure(target, error, needed) from error
+        with io_failures(target, needed), upload_directory(target) as there:
+            yield there
         return
     work = staged or hidden_path(target, "tmp")
     made = missing_directories(target.parent)
@@ -338,10 +334,8 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     target = absolute(path)
     if not target.name or target.name.startswith("."):
         raise CheckpointError(target, None, "a hidden name is not counted as a checkpoint", fix="use another name")
-    try:
+    with io_failures(target):
         taken = not is_vacant(target) if isinstance(target, RemotePath) else os.path.lexists(target)
-    except OSError as error:
-        raise io_failure(target, error, 0) from error
     if taken:
         if not overwrite:
             raise CheckpointError(target, None, "it exists already", fix="pass overwrite=True, or use another name")
@@ -397,6 +391,15 @@ def io_failure(target: Location, error: OSError, needed: int) -> CheckpointError
         f"{error.strerror or error} (need {in_units(needed)}, free {free})",
         fix="free some space, or keep fewer checkpoints (save_top_k)" if full else None,
     )
+
+
+@contextmanager
+def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
+    """Turn an ``OSError`` inside into its `io_failure`."""
+    try:
+        yield
+    except OSError as error:
+        raise io_failure(target, error, needed) from error
 
 
 def _replace(work: Path, target: Path) -> None:

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
-from urllib.parse import quote
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from trainer_kit.checkpoint.commit import (
     check_target,
     dump_document,
     encode_info,
-    io_failure,
+    io_failures,
     name_parts,
     staged_files,
     versions,
@@ -210,10 +209,8 @@ def write_sharded_snapshot(
             return str(stack.enter_context(work_directory(place, needed, overwrite=overwrite, staged=staged)))
 
         def commit(written: list[dict[str, Any]]) -> None:
-            try:
+            with io_failures(target, needed):
                 _describe(work, snapshot, written, staged)
-            except OSError as error:
-                raise io_failure(target, error, needed) from error
             stack.close()  # commits the work directory, or deletes it
 
         work = locate(ranks.reduce(lambda: None, begin))
@@ -225,10 +222,8 @@ def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping
     files = {}
     for name, tensors in shards.items():
         size, buffers = safetensors_bytes(tensors)
-        try:
+        with io_failures(target / name, size):
             files[name] = write_file(work / name, buffers)
-        except OSError as error:
-            raise io_failure(target / name, error, size) from error
     if shards and isinstance(work, Path):  # makes the names of the files visible to other machines
         sync_directory(work)
     return files
@@ -255,10 +250,6 @@ def _bytes(tensor: TensorLayout) -> int:
 def _file_names(parts: Iterable[str], rank: int, size: int) -> dict[str, str]:
     found = name_parts({part: (part,) for part in parts}, f"-{rank + 1:05d}-of-{size:05d}{SHARD}")
     return {part: str(name) for part, name in found.items()}
-
-
-def _flat(part: str, name: str) -> str:
-    return f"{quote(part, safe='')}/{name}"
 
 
 def _keys(items: Iterable[tuple[str, str]]) -> Iterator[str]:
@@ -289,8 +280,9 @@ class _Local:
             self.trees[part] = encode(value, tensors, at=part, sharded=True)
             for name, tensor in tensors.items():
                 _check_whole(f"{part}.{name}", tensor)
-                flat[_flat(part, name)] = tensor
-                self._places[_flat(part, name)] = (part, name)
+                key = str(len(flat))
+                flat[key] = tensor
+                self._places[key] = (part, name)
         self._planner = _planner(flat, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
         self._items = [item for item in self._planner.create_local_plan().items if math.prod(_box(item)[1])]
