@@ -256,12 +256,7 @@ def work_directory(
         if overwrite and target.exists():
             _replace(work, target)
         else:
-            os.rename(work, target)
-            try:
-                sync_directory(target.parent)
-            except BaseException:
-                os.rename(target, work)  # the name may not be durable, so the checkpoint must not exist
-                raise
+            _rename(work, target)
     except BaseException as error:
         shutil.rmtree(work, ignore_errors=True)
         for parent in made:
@@ -414,18 +409,22 @@ def _replace(work: Path, target: Path) -> None:
         aside = hidden_path(target, "old")
         os.rename(target, aside)  # after a kill from here on, `clean_incomplete` restores it
         try:
-            os.rename(work, target)
-            try:
-                sync_directory(target.parent)
-            except BaseException:
-                os.rename(target, work)
-                raise
+            _rename(work, target)
         except BaseException:
             os.rename(aside, target)
             raise
     with suppress(OSError):  # the new checkpoint is durable; `clean_incomplete` deletes leftovers
         _carry_over(aside, target)
         _delete_directory(aside)
+
+
+def _rename(work: Path, target: Path) -> None:
+    os.rename(work, target)
+    try:
+        sync_directory(target.parent)
+    except BaseException:
+        os.rename(target, work)  # the name may not be durable, so the checkpoint must not exist
+        raise
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -280,14 +280,19 @@ def make_directories(missing: list[Path]) -> None:
 def checksum(path: Location) -> str:
     """Return the xxh3-64 of a file's bytes, in hex."""
     digest = xxhash.xxh3_64()
-    if isinstance(path, RemotePath):
-        for part in path.read_chunks():
-            digest.update(part)
-        return digest.hexdigest()
-    with open(path, "rb", opener=_open_itself) as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    for chunk in _chunks(path, _CHUNK):
+        digest.update(chunk)
     return digest.hexdigest()
+
+
+def _chunks(path: Location, size: int) -> Iterator[bytes]:
+    """Yield the bytes of a file, ``size`` at a time; follow no link."""
+    if isinstance(path, RemotePath):
+        yield from path.read_chunks(size)
+        return
+    with open(path, "rb", opener=_open_itself) as file:
+        while chunk := file.read(size):
+            yield chunk
 
 
 def read_file(path: Location, most: int) -> bytes:
@@ -356,11 +361,8 @@ def read_start(path: Location, size: int) -> bytes:
     Raises:
         OSError: the file cannot be read.
     """
-    if not isinstance(path, RemotePath):
-        with open(path, "rb", opener=_open_itself) as file:
-            return file.read(size)
     start = b""
-    for chunk in path.read_chunks(min(size, _CHUNK)):
+    for chunk in _chunks(path, min(size, _CHUNK)):
         start += chunk
         if len(start) >= size:
             break

@@ -14,7 +14,7 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, safetensors_bytes, same_bits, write_file
+from trainer_kit.checkpoint.files import TENSOR_DTYPES, named_failure, safetensors_bytes, same_bits, write_file
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, TensorLayout
 from trainer_kit.checkpoint.manifest import MANIFEST
 from trainer_kit.checkpoint.weights import (
@@ -100,11 +100,8 @@ class OnDisk(Lazy):
         return found
 
     def _version(self, file: str) -> tuple[int, int, int]:
-        try:
+        with named_failure(self.root / file, "it cannot be read"):
             now = os.stat(self.root / file)
-        except OSError as error:
-            reason = f"it cannot be read: {error.strerror or error}"
-            raise CheckpointError(self.root / file, None, reason) from error
         return now.st_mtime_ns, now.st_size, now.st_ino
 
     def _check(self, files: Iterable[str]) -> None:
