@@ -222,7 +222,7 @@ def journal_record(line: bytes) -> dict[str, Any]:
         >>> journal_record(b'{"step": 3, "loss": "NaN"}')
         {'step': 3, 'loss': nan}
     """
-    record = json.loads(line)
+    record = json.loads(line.decode())  # of bytes, json looks for the encoding first
     if not isinstance(record, dict):
         raise ValueError("not an object")
     return {name: _SPECIAL.get(v, v) if isinstance(v, str) else v for name, v in record.items()}

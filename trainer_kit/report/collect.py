@@ -108,7 +108,8 @@ class RunDirectory:
             for number, line in enumerate(file, 1):
                 if not line.endswith(b"\n"):
                     break
-                self._take_events(events, self._offset)
+                if self._seen < len(events):
+                    self._take_events(events, self._offset)
                 self._offset += len(line)
                 self._take(line)
                 if number % _AT_ONCE == 0:

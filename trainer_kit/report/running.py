@@ -151,7 +151,7 @@ class RunReport:
         try:
             exception = None if error is None or interrupted else _described(error)
             self._append("end", stage=self._stage, status=status, exception=exception)
-            run.read()
+            run.read(pause=_limit(5.0 if interrupted else 60.0))
             write_report(run.directory / REPORT, [run])
         except Exception as problem:
             self._failed(problem)
@@ -173,6 +173,17 @@ class RunReport:
 
     def _failed(self, error: Exception) -> None:
         self._problem = self._problem or f"{type(error).__name__}: {error}"
+
+
+def _limit(seconds: float) -> Callable[[], None]:
+    """A process that was asked to leave does not stay for a long journal."""
+    deadline = time.monotonic() + seconds
+
+    def check() -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the journal is not read within {seconds:g} s: `trainer-kit report` reads all of it")
+
+    return check
 
 
 def _configuration(trainer: Session, module: Any) -> list[list[Any]]:
