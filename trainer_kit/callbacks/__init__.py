@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
     from trainer_kit.callbacks.lambda_callback import FunctionCallback, LambdaCallback
     from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
+    from trainer_kit.callbacks.leaving import OnExceptionCheckpoint, Preemption
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.monitors import DeviceStatsMonitor, ThroughputMonitor
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from trainer_kit.callbacks.pruning import ModelPruning
+    from trainer_kit.callbacks.replay_check import ReplayCheck
     from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
+    from trainer_kit.callbacks.spike_detection import SpikeDetection
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
@@ -47,12 +50,16 @@ __all__ = [
     "ModelPruning",
     "ModelSummary",
     "NaNGuard",
+    "OnExceptionCheckpoint",
     "PredictionWriter",
+    "Preemption",
     "ProgressBar",
     "PyTorchProfiler",
+    "ReplayCheck",
     "RichModelSummary",
     "RichProgressBar",
     "SimpleProfiler",
+    "SpikeDetection",
     "StochasticWeightAveraging",
     "TQDMProgressBar",
     "ThroughputMonitor",
@@ -79,12 +86,16 @@ _HOME = {
     "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
     "NaNGuard": "nan_guard",
+    "OnExceptionCheckpoint": "leaving",
     "PredictionWriter": "prediction_writer",
+    "Preemption": "leaving",
     "ProgressBar": "progress_bar",
     "PyTorchProfiler": "profilers",
+    "ReplayCheck": "replay_check",
     "RichModelSummary": "rich_displays",
     "RichProgressBar": "rich_displays",
     "SimpleProfiler": "profilers",
+    "SpikeDetection": "spike_detection",
     "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "monitors",
@@ -95,8 +106,6 @@ _ELSEWHERE = {
     "BatchSizeFinder": "tk.find_executable_batch_size finds a size that fits",
     "Checkpoint": "subclass Callback",
     "LearningRateFinder": "train a few steps with each of several rates",
-    "OnExceptionCheckpoint": "ModelCheckpoint(save_on_exception=True)",
-    "SpikeDetection": "compare the loss in on_train_batch_end, and ask trainer.stop(reason)",
 }
 """Lightning's callbacks that are not here, and what to use instead."""
 __getattr__, __dir__ = lazy_names(__name__, _HOME, _ELSEWHERE)

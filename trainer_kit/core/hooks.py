@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, device
     from torch.optim import Optimizer
 
+    from trainer_kit.core.location import Location
     from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 # lightning-utilities raises an error when a user's function runs under `rank_zero_only` before the rank is known; a
@@ -239,6 +240,13 @@ class Callback:
     def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
         """A state, or weights alone, is about to be restored: with all that ``on_save_checkpoint`` added."""
 
+    def on_checkpoint_committed(self, trainer: TrainerLike, module: ModuleLike, path: Location) -> None:
+        """A checkpoint of this run exists, durably. Called between two steps, soon after it does, on every rank (ours).
+
+        ``path`` is a ``Path``, or a location with the same methods where checkpoints go to a URL; the next save may
+        delete it. Nothing is called for a save that failed.
+        """
+
 
 class ModuleHooks:
     """The same moments as a module sees them: without the leading ``trainer, module``.
@@ -359,6 +367,13 @@ class ModuleHooks:
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """A state, or weights alone, is about to be restored: with all that ``on_save_checkpoint`` added."""
+
+    def on_checkpoint_committed(self, path: Location) -> None:
+        """A checkpoint of this run exists, durably. Called between two steps, soon after it does, on every rank (ours).
+
+        ``path`` is a ``Path``, or a location with the same methods where checkpoints go to a URL; the next save may
+        delete it. Nothing is called for a save that failed.
+        """
 
     def on_validation_model_zero_grad(self) -> None:
         """Before validation inside fit: gradients may be dropped here; by default they stay until the next step."""

@@ -85,6 +85,13 @@ def save_to(run: Fit, path: Location, weights_only: bool) -> None:
     failure = _outcome(run, save)[str(path)]
     if failure is not None:
         raise failure
+    _committed(run, path)
+
+
+def _committed(run: Fit, path: Location) -> None:
+    run.announce(path)
+    for hook in run.bus.on_checkpoint_committed:
+        hook(path)
 
 
 def settle_save(run: Fit) -> bool:
@@ -99,7 +106,7 @@ def settle_save(run: Fit) -> bool:
     outcome = _outcome(run, save)
     for path, failure in outcome.items():
         if failure is None:
-            run.announce(locate(path))
+            _committed(run, locate(path))
         else:
             _report(run, save, locate(path), failure)
     for line in save.messages:

@@ -100,6 +100,7 @@ class Bus:
     on_exception: Listeners
     on_save_checkpoint: Listeners
     on_load_checkpoint: Listeners
+    on_checkpoint_committed: Listeners
     on_train_epoch_end_late: Listeners
 
     def __init__(

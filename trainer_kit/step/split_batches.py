@@ -1,4 +1,4 @@
-"""Runs each micro-batch of a window in parts, and repeats a window that ran out of memory with parts half as large."""
+"""Runs windows twice: in smaller parts where memory ran out, or unchanged, to compare the gradients in bits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from trainer_kit.core.devices import ran_out_of_memory
-from trainer_kit.core.errors import RankError
+from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["SplitBatches", "split"]
+__all__ = ["ReplayedSteps", "SplitBatches", "split"]
 
 _COUNTS = ("batch", "epoch_batch", "samples", "tokens")
 _OF_MICRO = ("skipped", "padded", "contributed", "outputs", "loss", "earlier")
@@ -136,7 +136,7 @@ class SplitBatches:
         """Returns what puts everything back that a window changes."""
         device, progress, module = self._strategy.device, micro.progress, self._module
         noise, logged = rng_state(device), self._metrics.undo()
-        buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        buffers = _buffers(module)
         counts = [(name, getattr(progress, name)) for name in _COUNTS]
         kept = [(name, getattr(micro, name)) for name in _OF_MICRO]
         losses = len(micro.losses)
@@ -144,9 +144,7 @@ class SplitBatches:
         def undo() -> None:
             restore_rng(noise, device)
             logged()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            _put(buffers)
             for name, count in counts:
                 setattr(progress, name, count)
             for name, value in kept:
@@ -157,3 +155,91 @@ class SplitBatches:
                 parameter.grad = None
 
         return undo
+
+
+@final
+class ReplayedSteps:
+    """Takes the place of ``strategy.forward_backward``: see `callbacks.ReplayCheck`.
+
+    Args:
+        strategy: under which the window runs.
+        inside: the context in which nothing is exchanged; None: every run exchanges.
+        module: whose gradients are compared.
+        every: steps between two comparisons.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        inside: Callable[[], AbstractContextManager[Any]] | None,
+        module: nn.Module,
+        every: int,
+    ) -> None:
+        self._strategy, self._inside, self._module, self._every = strategy, inside, module, every
+
+    def __call__(self, micro: MicroBatches) -> None:
+        """Forward and backward of one window; every rank must call it."""
+        if (micro.started + 1) % self._every:
+            self._strategy.forward_backward(micro)
+            return
+        device, module = self._strategy.device, self._module
+        noise, buffers = rng_state(device), _buffers(module)
+        self._run(micro)
+        first, loss, noise_after, buffers_after = _gradients(module), micro.loss, rng_state(device), _buffers(module)
+        losses = len(micro.losses)
+        restore_rng(noise, device)
+        _put(buffers)
+        with micro.again():
+            self._run(micro)
+            loss_again = micro.loss
+        del micro.losses[losses:]
+        restore_rng(noise_after, device)
+        _put(buffers_after)
+        again = _gradients(module)
+        differ = [name for name in first if name not in again or not _same(first[name], again[name])]
+        self._compare(micro.started + 1, differ, (loss, loss_again))
+        if self._inside is not None:
+            self._strategy.exchange_gradients()
+
+    def _run(self, micro: MicroBatches) -> None:
+        if self._inside is None:
+            self._strategy.forward_backward(micro)
+            return
+        with self._inside():
+            Strategy.forward_backward(self._strategy, micro)
+
+    def _compare(self, step: int, differ: list[str], losses: tuple[Tensor | None, Tensor | None]) -> None:
+        world, (one, other) = self._strategy.world, losses
+        loss = one is not None and other is not None and not _same(one, other)
+        rows = world.agree([len(differ), loss])
+        ranks = [rank for rank, row in enumerate(rows) if any(row)]
+        if not ranks:
+            return
+        mine = f"{self._strategy.device}: {'the loss and ' if loss else ''}{len(differ)} gradients, first {differ[:1]}"
+        found = world.all_gather_object(mine)
+        raise TrainerKitError(
+            f"step {step} gave other results when it ran again on rank {', '.join(map(str, ranks))}",
+            found="; ".join(f"rank {rank} on {found[rank]}" for rank in ranks),
+            fix="test that device: it may be damaged. With kernels that are not deterministic results differ too: set"
+            " deterministic=True to tell",
+        )
+
+
+def _gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+
+
+def _put(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether all bits are equal, NaN included; of a divided tensor this rank's part."""
+    left, right = (part.to_local() if hasattr(part, "to_local") else part for part in (one, other))
+    return bool(torch.equal(left.nan_to_num(), right.nan_to_num()) and torch.equal(left.isnan(), right.isnan()))

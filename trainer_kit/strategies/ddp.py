@@ -250,7 +250,13 @@ class DDPStrategy(Strategy):
     def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
         """The wrapper's ``no_sync``; not where a hook, a static graph or local SGD decides about the exchange."""
         ddp = self._ddp
-        if ddp is None or self._backward != "one" or self._replicas or self._learns_graph or self.comm_hook is not None:
+        if (
+            ddp is None
+            or self._backward != "one"
+            or self.local_sgd is not None
+            or self._learns_graph
+            or self.comm_hook is not None
+        ):
             return None
 
         def inside() -> AbstractContextManager[Any]:

@@ -36,7 +36,7 @@ from trainer_kit.step.optimizers import Optimizers, check_parameters, configure_
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Schedule
-from trainer_kit.step.split_batches import SplitBatches
+from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
 from trainer_kit.training.loaders import (
     NAMES,
@@ -205,9 +205,18 @@ def _forward_backward(
     trainer: Session, module: Any, stepper: Any, micro: MicroBatches, windows: WindowLoader
 ) -> Callable[[MicroBatches], None]:
     asked, strategy = trainer.first_callback("splits_batches"), trainer.strategy
+    replays = trainer.first_callback("replays_every")
+    inside = strategy.without_exchange()
+    if replays is not None and (micro.manual or stepper.evaluates or asked is not None):
+        raise ConfigurationError(
+            "ReplayCheck cannot run a step again here",
+            found="manual optimization, an optimizer that evaluates the loss again, or AutoMicroBatch",
+            fix="leave one of them out",
+        )
+    if replays is not None:
+        return ReplayedSteps(strategy, inside, module, replays.replays_every)
     if asked is None:
         return strategy.forward_backward
-    inside = strategy.without_exchange()
     cannot = (
         "manual optimization"
         if micro.manual

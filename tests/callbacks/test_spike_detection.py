@@ -1,0 +1,128 @@
+"""A loss far above those of the steps before, and a step that gives another result when it runs again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trainer_kit as tk
+from tests.parity.plain import Batch, Classifier, assert_same, make_batches, make_net, sgd, train
+from trainer_kit.callbacks import ModelCheckpoint, ReplayCheck, SpikeDetection
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError
+
+QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+RUN = {**QUIET, "enable_checkpointing": False}
+
+
+class Spiking(Classifier):
+    def __init__(self, at: int, by: float = 20.0, rank: int | None = None) -> None:
+        super().__init__(make_net(), lambda net: torch.optim.SGD(net.parameters(), lr=1e-4))
+        self.at, self.by, self.rank = at, by, rank
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        here = self.rank is None or dist.get_rank() == self.rank
+        return loss * self.by if batch_idx == self.at and here else loss
+
+
+@pytest.mark.parametrize("every", [1, 4, 50])
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_step_of_a_spike_is_named(every: int, k: int) -> None:
+    options = {**RUN, "log_every_n_steps": every, "accumulate_grad_batches": k}
+    with pytest.raises(TrainerKitError, match=rf"the loss jumped to .* at step {9 // k + 1}\n.*mean of the"):
+        train(Spiking(9), make_batches(20), callbacks=[SpikeDetection()], **options)
+    train(Spiking(9, by=1.5), make_batches(20), callbacks=[SpikeDetection()], **options)
+
+
+def test_stop_saves_and_warn_continues(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_epochs=1)
+    stopping, warning = SpikeDetection(action="stop"), SpikeDetection(action="warn")
+    trainer = train(Spiking(9), make_batches(20), callbacks=[stopping, saving], log_every_n_steps=1, **QUIET)
+    assert trainer.global_step == 10
+    plain, module = Spiking(9), Spiking(9)
+    train(plain, make_batches(20))
+    trainer = train(module, make_batches(20), callbacks=[warning], **RUN)
+    assert trainer.global_step == 20
+    assert list(warning.spikes) == list(stopping.spikes) == [10]
+    assert_same(module, plain)
+
+
+def test_a_resumed_run_remembers_the_mean(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=8)
+    train(Spiking(9), make_batches(20), callbacks=[saving, SpikeDetection()], max_steps=8, **QUIET)
+    detection = SpikeDetection(warmup=9, action="warn")
+    trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[detection], **RUN)
+    trainer.fit(Spiking(9), make_batches(20), ckpt_path=tmp_path / "step-00000008")
+    assert list(detection.spikes) == [10], "nine steps were judged before"
+
+
+def test_wrong_arguments() -> None:
+    for wrong in ({"mode": "mni"}, {"action": "halt"}, {"window": 0}):
+        with pytest.raises(ConfigurationError):
+            SpikeDetection(**wrong)
+    for every in (0, "2ep"):
+        with pytest.raises(ConfigurationError):
+            ReplayCheck(every)
+
+
+class Corrupt(Classifier):
+    """Its ``at``-th call computes one value a little wrong."""
+
+    def __init__(self, at: int = 10**9, rank: int | None = None, **net: Any) -> None:
+        super().__init__(make_net(**net), sgd)
+        self.at, self.rank, self.calls = at, rank, 0
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.calls += 1
+        wrong = self.calls == self.at and (self.rank is None or dist.get_rank() == self.rank)
+        return super().training_step(batch, batch_idx) * (1 + 1e-6 * wrong)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_replayed_step_changes_nothing(k: int) -> None:
+    hooks: list[int] = []
+
+    class Count(tk.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            hooks.append(batch_idx)
+
+    plain, module = Corrupt(dropout=0.4, norm=True), Corrupt(dropout=0.4, norm=True)
+    options = {**RUN, "max_epochs": 2, "accumulate_grad_batches": k}
+    torch.manual_seed(2)
+    train(plain, make_batches(6), **options)
+    torch.manual_seed(2)
+    trainer = train(module, make_batches(6), callbacks=[ReplayCheck(every=3), Count()], **options)
+    assert_same(module, plain)
+    assert module.calls == 12 + 12 // 3
+    assert trainer.progress.batch == 12
+    assert hooks == [*range(6), *range(6)]
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_wrong_result_is_an_error_before_the_step(at: int) -> None:
+    module = Corrupt(at)
+    with pytest.raises(TrainerKitError, match=r"(?s)step 3 gave other results.*on rank 0\n.*cpu: the loss and 4 grad"):
+        train(module, make_batches(6), callbacks=[ReplayCheck(every=3)], **RUN)
+    plain = Corrupt()
+    train(plain, make_batches(2))
+    assert_same(module, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_rank_is_named() -> None:
+    options = {**RUN, "strategy": "ddp", "devices": 2}
+    plain, module = Corrupt(), Corrupt()
+    train(plain, make_batches(8), **options)
+    train(module, make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
+    torch.testing.assert_close(module.state_dict(), plain.state_dict())
+    with pytest.raises(TrainerKitError, match=r"step 2 gave other results when it ran again on rank 1\n"):
+        train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
+    with pytest.raises(TrainerKitError, match=r"step 2 gave other results"):
+        train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **{**options, "strategy": "fsdp"})
+    with pytest.raises(TrainerKitError, match=r"at step 3\n"):
+        train(Spiking(2, rank=1), make_batches(16), callbacks=[SpikeDetection()], **options)

@@ -1,0 +1,144 @@
+"""`SpikeDetection`: a training loss far above those of the steps before."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, Final, Literal, final
+
+import torch
+from torch import Tensor
+
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError, did_you_mean
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+__all__ = ["SpikeDetection"]
+
+_ACTIONS: Final = ("raise", "stop", "warn")
+
+
+@final
+class SpikeDetection(Callback):
+    """Compare the loss of each step, over all ranks, with the mean of the steps before.
+
+    A spike is a loss that is worse than the running mean by ``rtol`` times it, and by ``atol`` where that is given.
+    Losses are kept on the device and read together with logged values, so a step waits for nothing and a spike is
+    reported at the next logging step, with its own step. A spike does not enter the mean.
+
+    Args:
+        mode: ``"min"`` when a lower loss is better, else ``"max"``.
+        window: steps in the running mean.
+        warmup: steps of the run that are not judged.
+        atol: a spike is also worse by at least this; None: ``rtol`` alone decides.
+        rtol: a spike is worse by this multiple of the mean's size.
+        action: ``"raise"`` an error; ``"stop"``: request a stop, with a checkpoint where the run keeps any; ``"warn"``:
+            print a line.
+
+    Attributes:
+        spikes: the steps with a spike, and their losses.
+
+    Raises:
+        ConfigurationError: for another mode or action, and for a window below 1.
+        TrainerKitError: in a step with a spike, for ``action="raise"``.
+
+    Example:
+        >>> SpikeDetection(window=20, warmup=100, action="warn").spikes
+        {}
+    """
+
+    def __init__(
+        self,
+        mode: Literal["min", "max"] = "min",
+        window: int = 10,
+        warmup: int = 1,
+        atol: float | None = None,
+        rtol: float = 2.0,
+        action: Literal["raise", "stop", "warn"] = "raise",
+    ) -> None:
+        for name, value, known in (("mode", mode, ("min", "max")), ("action", action, _ACTIONS)):
+            if value not in known:
+                raise ConfigurationError(
+                    f"SpikeDetection(mode=, action=) has no such {name}",
+                    found=repr(value),
+                    fix=did_you_mean(value, known),
+                )
+        if window < 1:
+            raise ConfigurationError("a running mean has at least one step", found=f"window={window}")
+        self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
+        self.action = action
+        self.spikes: dict[int, float] = {}
+        self._kept: list[tuple[int, Tensor]] = []
+        self._window: list[Tensor] = []
+        self._recent: deque[float] = deque(maxlen=window)
+        self._judged = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Losses that are not judged yet are read here: a sync point of a checkpoint."""
+        kept = [[step, float(loss)] for step, loss in self._kept]  # sync point: a checkpoint
+        return {"recent": list(self._recent), "judged": self._judged, "spikes": dict(self.spikes), "kept": kept}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._recent = deque(state_dict["recent"], maxlen=self.window)
+        self._judged, self.spikes = state_dict["judged"], dict(state_dict["spikes"])
+        self._kept = [(step, torch.tensor(loss)) for step, loss in state_dict["kept"]]
+
+    def on_train_batch_end(
+        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
+            self._window.append(outputs["loss"])
+
+    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._kept += [(trainer.global_step, loss) for loss in self._window]
+        self._window.clear()
+        if trainer.global_step % (trainer.log_every_n_steps or 50) == 0:
+            self._judge(trainer)
+
+    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self._judge(trainer)
+
+    def _judge(self, trainer: TrainerLike) -> None:
+        for step, loss in self._losses(trainer):
+            self._judged += 1
+            mean = sum(self._recent) / len(self._recent) if self._recent else loss
+            worse = loss - mean if self.mode == "min" else mean - loss
+            spike = worse > self.rtol * abs(mean) and (self.atol is None or worse > self.atol)
+            if (spike and self._judged > self.warmup) or not math.isfinite(loss):
+                self._act(trainer, step, loss, mean)
+            else:
+                self._recent.append(loss)
+
+    def _losses(self, trainer: TrainerLike) -> list[tuple[int, float]]:
+        """The mean loss of each step over its micro-batches and all ranks, equal on every rank."""
+        kept, self._kept = self._kept, []
+        last = trainer.global_step
+        values = torch.stack([loss.reshape(()).float() for _, loss in kept]).tolist() if kept else []  # sync point
+        own = [(step, value) for (step, _), value in zip(kept, values, strict=True)]
+        first = min((step for step, _ in own), default=last)
+        world = trainer.strategy.world
+        first = int(min(row[0] for row in world.agree([first])))
+        sums = [0.0] * (2 * (last - first + 1))
+        for step, value in own:
+            sums[2 * (step - first)] += value
+            sums[2 * (step - first) + 1] += 1
+        totals = [sum(column) for column in zip(*world.agree(sums), strict=True)]
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        return [(first + i, total / count) for i, (total, count) in enumerate(pairs) if count]
+
+    def _act(self, trainer: TrainerLike, step: int, loss: float, mean: float) -> None:
+        self.spikes[step] = loss
+        problem = f"the loss jumped to {loss:.6g} at step {step}"
+        found = f"the mean of the {len(self._recent)} steps before is {mean:.6g}"
+        if self.action == "raise":
+            raise TrainerKitError(
+                problem,
+                found=found,
+                fix="lower the learning rate, clip gradients, or look at the batches of this step",
+            )
+        if self.action == "stop":
+            trainer.request_checkpoint(problem)
+            trainer.stop(f"{problem}; {found}")
+        else:
+            trainer.print(f"{problem}; {found}")
