@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainer_kit.accelerator.processes import Processes
 from trainer_kit.compat.options import ProjectConfiguration
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import LOGGERS
@@ -152,7 +153,7 @@ class _LoggerTracker(GeneralTracker):
         if hasattr(self.tracker, "add_text"):
             for name, value in others.items():
                 if isinstance(value, str):
-                    self.tracker.add_text(name, value, self._step)
+                    self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Pictures: arrays ``(n, height, width, 3)`` for TensorBoard, lists of pictures for W&B."""

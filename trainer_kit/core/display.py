@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, final
 
-__all__ = ["MASK", "Text", "bar_class", "holds_secret", "in_units", "mask_secrets"]
+__all__ = ["MASK", "Text", "bar_class", "holds_secret", "in_units", "mask_secrets", "mask_text"]
 
 
 @final
@@ -46,33 +46,74 @@ def bar_class() -> Any:
 
 
 MASK: Final = "***"
-# Only strings are masked, so that max_tokens=128 stays; pad_token and the like are vocabulary, not secrets.
-_KEY: Final = re.compile(
-    r"(?:^|[_\-./])(?:password|passwd|secret|credentials?|(?:api|access|private|secret)[_\-]?key"
-    r"|(?:api|access|auth|bearer|refresh|run|session|hf|github|wandb)[_\-]?token)(?:$|[_\-./])|^token$",
-    re.IGNORECASE,
+_WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+# In names of lower-case words joined by "_"; a dot or a slash begins a new name. pad_token, sort_key and forward_pass
+# are vocabulary, not secrets, so `token`, `key` and `pass` count only behind a word of a secret.
+_KEY: Final = (
+    r"(?:^|_)(?:password|passwd|pwd|passphrase|secrets?|credentials?|cookies?|webhooks?|authorization|api_?key"
+    r"|(?:access|private|secret|auth|encryption|signing|ssh|account|storage|shared|client|license|openai|anthropic"
+    r"|azure|aws|google|gcp|cohere|mistral|groq|hf|huggingface|wandb|comet|neptune|clearml|swanlab)_?key"
+    r"|(?:api|access|auth|bearer|refresh|run|session|hf|hub|huggingface|github|gitlab|wandb|openai|slack|bot|jwt|csrf"
+    r"|oauth|deploy|personal|security|secret|comet|neptune|swanlab)_?tokens?)(?:_|$)"
+    r"|(?:^|(?:^|_)(?:db|database|user|admin|root|smtp|mail|ftp|sql|mysql|postgres|pg|redis|mongo|http|proxy|login)_)"
+    r"pass$|^token$|(?:^|_)auth$"
 )
-_USERINFO: Final = re.compile(r"(?P<scheme>[a-zA-Z][\w+.\-]*://)(?P<user>[^/\s:@]*):[^/\s@]+@")
+_NUMBERS: Final = re.compile(r"pass|pwd|secret")  # a number under such a name is a secret, too
+_TEXT: Final = (  # compiled at its first use: `import trainer_kit` does not need it
+    r"(?-i:\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,})"
+    r"|\bsk-[A-Za-z0-9_\-]{16,}"
+    r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_\w{16,}"
+    r"|\bxox[a-z]-[A-Za-z0-9\-]{8,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"
+    r"|\beyJ[\w\-]{8,}\.[\w\-]{4,}(?:\.[\w\-]*)?"
+    r"|(?P<bearer>\bBearer\s+)[\w.~+/=\-]{8,}"
+    r"|(?P<setting>\b(?:password|passwd|pwd|AccountKey|SharedAccessKey)\s*=\s*)[^\s;&'\"]+"
+    r"|(?P<query>[?&](?:[\w\-]*(?:token|api_?key|secret|signature|credential|password)|sig|key|auth)=)[^\s&#'\"]+"
+    r"|(?P<user>\b[a-zA-Z][\w+.\-]*://[^/\s:@]*:)[^/\s@]+(?=@)"
+    r"|(?P<only>\bhttps?://)[^/\s:@]+(?=@)"
+)
+_PLAIN: Final = re.compile(r"[_\-=@]|eyJ|AKIA|ASIA|Bearer", re.IGNORECASE)
+"""What every text that `_TEXT` matches has."""
+
+
+@lru_cache(maxsize=4096)
+def _is_secret(key: str) -> bool:
+    last = re.split(r"[./]", key)[-1] or key
+    name = "_".join(word.lower() for word in _WORDS.findall(last))
+    return re.search(_KEY, name) is not None
+
+
+def mask_text(text: str) -> str:
+    """A text without tokens, passwords and credentials of URLs.
+
+    Example:
+        >>> mask_text("clone https://me:pw@host/x?sig=abc with Authorization: Bearer 0123456789")
+        'clone https://me:***@host/x?sig=*** with Authorization: Bearer ***'
+        >>> mask_text("Server=db;Password=hunter2;")
+        'Server=db;Password=***;'
+    """
+    return re.sub(_TEXT, _masked_match, text, flags=re.IGNORECASE) if _PLAIN.search(text) else text
+
+
+def _masked_match(match: re.Match[str]) -> str:
+    kept = next((part for part in match.groups() if part is not None), "")
+    return f"{kept}{MASK}"
 
 
 def mask_secrets(value: Any, key: str = "") -> Any:
     """A copy of ``value`` without what looks like a secret; mappings, lists and tuples are looked into.
 
     Args:
-        value: any value; only strings are ever masked.
-        key: the name it goes by.
+        value: any value; strings are masked, and numbers under the name of a password.
+        key: the name it goes by, in any spelling: ``apiKey``, ``db.api_key``, ``API-KEY``.
 
     Example:
-        >>> mask_secrets({"lr": 0.1, "api_key": "abc", "store": "s3://me:pw@host/bucket", "pad_token": "<pad>"})
-        {'lr': 0.1, 'api_key': '***', 'store': 's3://me:***@host/bucket', 'pad_token': '<pad>'}
+        >>> mask_secrets({"lr": 0.1, "apiKey": "abc", "store": "s3://me:pw@host/bucket", "pad_token": "<pad>"})
+        {'lr': 0.1, 'apiKey': '***', 'store': 's3://me:***@host/bucket', 'pad_token': '<pad>'}
+        >>> mask_secrets({"credentials": {"user": ["a", "b"]}, "db_pass": 1234})
+        {'credentials': {'user': ['***', '***']}, 'db_pass': '***'}
     """
-    if isinstance(value, str):
-        return MASK if value and _KEY.search(key) else _USERINFO.sub(rf"\g<scheme>\g<user>:{MASK}@", value)
-    if isinstance(value, Mapping):
-        return {name: mask_secrets(item, str(name)) for name, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(mask_secrets(item, key) for item in value)
-    return value
+    return _mask(value, key if _is_secret(key) else "", [])
 
 
 def holds_secret(value: Any, key: str = "") -> bool:
@@ -82,11 +123,28 @@ def holds_secret(value: Any, key: str = "") -> bool:
         >>> holds_secret({"store": {"password": "x"}}), holds_secret({"max_tokens": 3})
         (True, False)
     """
+    found: list[bool] = []
+    _mask(value, key if _is_secret(key) else "", found)
+    return bool(found)
+
+
+def _mask(value: Any, secret: str, found: list[bool]) -> Any:
+    """``secret``: the name that makes every text in ``value`` a secret, or ""."""
     if isinstance(value, str):
-        return bool(mask_secrets(value, key) != value)
+        masked = mask_text(value) if not secret or not value else MASK
+        if masked != value:
+            found.append(True)
+            return masked
+        return value
     if isinstance(value, Mapping):
-        return any(holds_secret(item, str(name)) for name, item in value.items())
-    return type(value) in (list, tuple) and any(holds_secret(item, key) for item in value)
+        names = {name: secret or (str(name) if _is_secret(str(name)) else "") for name in value}
+        return {name: _mask(item, names[name], found) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mask(item, secret, found) for item in value)
+    if secret and type(value) in (int, bytes) and _NUMBERS.search(secret.lower()):
+        found.append(True)
+        return MASK
+    return value
 
 
 def in_units(size: float | None) -> str:

@@ -22,6 +22,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from trainer_kit.core.display import mask_text
+
 __all__ = [
     "CheckpointError",
     "ConfigurationError",
@@ -58,6 +60,9 @@ class TrainerKitError(Exception):
     """
 
     def __init__(self, problem: str, *, found: str | None = None, fix: str | None = None) -> None:
+        # What was found may be an address with a password.
+        problem = mask_text(problem)
+        found, fix = (None if text is None else mask_text(text) for text in (found, fix))
         self.problem, self.found, self.fix = problem, found, fix
         lines = [problem]
         if found is not None:

@@ -136,7 +136,7 @@ def read_reports(directory: Path) -> dict[int, RankFailure]:
     reports: dict[int, RankFailure] = {}
     for path in directory.rglob("error.json"):
         try:
-            fields = json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+            fields = mask_secrets(json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"])
             failure = RankFailure(*(fields[name] for name in _REPORTED))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # from another writer, e.g. a rank under torch's own @record
