@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
+from trainer_kit.core.display import mask_secrets
+
 __all__ = ["RankFailure", "describe", "read_reports", "root_first"]
 
 _COMMUNICATION: Final = re.compile(
