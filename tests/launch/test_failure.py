@@ -56,6 +56,7 @@ def test_words() -> None:
         (RankFailure(0, 1, 0, "ValueError", ""), "ValueError", 1),
         (RankFailure(0, -11, 0), "killed by SIGSEGV", 139),
         (RankFailure(0, 75, 0), "exited with code 75", 75),
+        (RankFailure(0, 143, 0, "SystemExit", "143"), "ended by SIGTERM (exit code 143)", 143),
         (RankFailure(0, 3, 0, "SystemExit", "3"), "exited with code 3", 3),
         (RankFailure(0, 1, 0, "SystemExit", "no data"), "exited with code 1 (no data)", 1),
         (RankFailure(0, None, 0, "ValueError", "x"), "ValueError: x", 1),

@@ -25,7 +25,7 @@ from torch import distributed as dist
 from trainer_kit.hang.flight import issued_calls
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
 from trainer_kit.hang.loader_workers import waiting_for
-from trainer_kit.hang.position import find_position
+from trainer_kit.hang.position import OUTSIDE, find_position
 from trainer_kit.hang.stacks import (
     answering_file,
     boot_id,
@@ -168,7 +168,7 @@ class HangWatchdog:
             return
         if self._store is not None:
             self._exchange(now)
-        elif (code := self._overdue(now)) is not None:
+        elif (code := self._overdue(now)) is not None and (position.call or position.phase != OUTSIDE):
             problem = f"rank 0, which serves the store of the ranks, does not answer; this is rank {self.rank}"
             self._end(Finding((0,), problem, tuple(self._report(full=True).stack), certain=True), code)
 
@@ -259,6 +259,9 @@ class HangWatchdog:
         if not finding.culprits:
             left.append((self._clock.timeout or PATIENT) - self.seconds)  # a slow exchange, or a dead connection
         code = self._overdue(now)
+        everyone = [*answers.values(), *last_words.values()]
+        if code == EXIT_CODE and all(one.phase == OUTSIDE and not one.call for one in everyone):
+            left.append(PATIENT)  # a script that does something else, in one call
         if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
             self._not_before = now + min(10.0, max(left, default=1.0))
             return
@@ -362,13 +365,15 @@ def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
         pause = 0.1
         while True:
             began = time.monotonic()
-            came = os.read(reads, 64) if select.select([reads], [], [], pause)[0] else b""
+            ready = bool(select.select([reads], [], [], pause)[0])
+            came = os.read(reads, 64) if ready else b""
             watchdog = of()
-            if watchdog is None:
+            if watchdog is None or (ready and not came):  # the other end is closed
                 return
             try:
                 if b"\0" in came:
-                    watchdog.leave()
+                    with suppress(RuntimeError):  # the store may have gone with its process
+                        watchdog.leave()
                     return
                 watchdog.note_signals(came)
                 watchdog.slept(min(time.monotonic() - began, pause))

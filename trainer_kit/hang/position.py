@@ -14,7 +14,7 @@ from typing import Final, final
 
 import torch
 
-__all__ = ["Position", "find_position", "user_line"]
+__all__ = ["OUTSIDE", "Position", "find_position", "user_line"]
 
 _HERE: Final = str(Path(__file__).resolve().parents[1])
 _TORCH: Final = str(Path(torch.__file__).resolve().parent)  # not always in this environment's own directories
@@ -22,6 +22,8 @@ _LIBRARIES: Final = (
     *(_HERE, _TORCH, "<frozen"),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
 )
+OUTSIDE: Final = "your code"
+"""The phase outside of everything that this library or torch's training does."""
 _BACKWARD: Final = "_engine_run_backward"
 _GRADIENTS: Final = "backward's exchange of gradients"
 _EXCHANGES: Final = (
@@ -110,7 +112,7 @@ def _phase(frames: list[FrameType]) -> tuple[str, bool]:
         if found is not None and found[1]:
             return found  # a forward in a validation may take long, too
         inner = inner or found
-    return inner or ("your code", True)
+    return inner or (OUTSIDE, True)
 
 
 def _hook(frame: FrameType) -> tuple[str, bool] | None:

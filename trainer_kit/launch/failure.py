@@ -26,6 +26,8 @@ _COMMUNICATION: Final = re.compile(
 
 _REPORTED: Final = ("rank", "exit_code", "time_ns", "type", "text", "py_callstack", "host", "pid", "where")
 """What a rank reports (see `trainer_kit.launch.bootstrap`), in the order of the fields of `RankFailure`."""
+_GRACEFUL: Final = (signal.SIGTERM, signal.SIGINT)
+"""After these a rank tears down, and leaves with 128 + n."""
 
 
 @final
@@ -66,10 +68,14 @@ class RankFailure:
             'killed by SIGKILL (the kernel does this when memory runs out)'
             >>> RankFailure(1, 1, 0, "ValueError", "bad label").cause
             'ValueError: bad label'
+            >>> RankFailure(1, 143, 0).cause
+            'ended by SIGTERM (exit code 143)'
         """
         if self.type and self.type != "SystemExit":
             text = self.message.strip().split("\n", 1)[0]
             return f"{self.type}: {text}" if text else self.type
+        if self.exit_code is not None and self.exit_code - 128 in _GRACEFUL:  # after its own teardown
+            return f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
         if self.exit_code is not None and self.exit_code < 0:
             try:
                 name = signal.Signals(-self.exit_code).name
