@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.protocols import Group, Logger, MicroSteps, ModuleLike, TrainerLike
     from trainer_kit.loggers import CSVLogger, DummyLogger, JSONLLogger, TensorBoardLogger, WandbLogger
+    from trainer_kit.loggers.run_logger import RunLogger
     from trainer_kit.precision import (
         BitsandbytesPrecision,
         Float8Precision,
@@ -76,9 +77,14 @@ if TYPE_CHECKING:
         return [alone, processes, xla]
 
     def loggers(
-        csv: CSVLogger, dummy: DummyLogger, jsonl: JSONLLogger, tensorboard: TensorBoardLogger, wandb: WandbLogger
+        csv: CSVLogger,
+        dummy: DummyLogger,
+        jsonl: JSONLLogger,
+        tensorboard: TensorBoardLogger,
+        wandb: WandbLogger,
+        run: RunLogger,
     ) -> list[Logger]:
-        return [csv, dummy, jsonl, tensorboard, wandb]
+        return [csv, dummy, jsonl, tensorboard, wandb, run]
 
     def one_window(micro: MicroBatches) -> MicroSteps:
         return micro

@@ -65,10 +65,22 @@ for _word in _XLA:
 STRATEGIES.supply("mesh", _MESH)
 STRATEGIES.supply("megatron", "trainer_kit.strategies.megatron.strategy:MegatronStrategy")
 STRATEGIES.supply("single_device", "trainer_kit.strategies.single:SingleDeviceStrategy")
-for _word, _name in (("tensorboard", "TensorBoardLogger"), ("csv", "CSVLogger"), ("wandb", "WandbLogger")):
+for _word, _name in {
+    "aim": "AimLogger",
+    "clearml": "ClearMLLogger",
+    "comet": "CometLogger",
+    "comet_ml": "CometLogger",
+    "csv": "CSVLogger",
+    "dummy": "DummyLogger",
+    "dvclive": "DVCLiveLogger",
+    "jsonl": "JSONLLogger",
+    "mlflow": "MLFlowLogger",
+    "swanlab": "SwanLabLogger",
+    "tensorboard": "TensorBoardLogger",
+    "trackio": "TrackioLogger",
+    "wandb": "WandbLogger",
+}.items():
     LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
-LOGGERS.supply("jsonl", "trainer_kit.loggers:JSONLLogger")
-LOGGERS.supply("dummy", "trainer_kit.loggers:DummyLogger")
 _FORKED = ("ddp_notebook", "ddp_fork")
 
 
@@ -297,7 +309,7 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
         )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
-    made = [LOGGERS.get(one)(root) if isinstance(one, str) else one for one in as_list(logger, Logger)]
+    made = [_logger(one, root) if isinstance(one, str) else one for one in as_list(logger, Logger)]
     for one in made:
         if isinstance(one, type) or not isinstance(one, Logger):
             fix = (
@@ -307,6 +319,16 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
             )
             raise ConfigurationError("this is no logger", found=getattr(one, "__name__", type(one).__name__), fix=fix)
     return made
+
+
+def _logger(word: str, root: str) -> Any:
+    from trainer_kit.loggers.run_logger import RunLogger
+    from trainer_kit.loggers.wandb import WandbLogger
+
+    kind = LOGGERS.get(word)
+    # The first argument of these is the name of a run or of an experiment, as in Lightning.
+    named = isinstance(kind, type) and issubclass(kind, (RunLogger, WandbLogger))
+    return kind(save_dir=root) if named else kind(root)
 
 
 def added_callbacks(

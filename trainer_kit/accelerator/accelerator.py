@@ -97,7 +97,7 @@ class Accelerator:
         cpu: compute on the CPU also where there is an accelerator.
         dataloader_config: how loaders are divided.
         rng_types: accepted; the order of the data is a function of seed and epoch on every process.
-        log_with: trackers, by name (``"tensorboard"``, ``"wandb"``, ``"csv"``, ``"jsonl"``) or as objects.
+        log_with: trackers, by name (`LoggerType` has them) or as objects.
         project_dir: where the project writes.
         project_config: more about that.
         gradient_accumulation_plugin: more about accumulation.

@@ -69,7 +69,7 @@ _PLUGINS: Final[dict[str, type]] = {
 }
 
 _EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # trackers that log_with="all" means
-_IF_INSTALLED: Final = ("wandb",)
+_IF_INSTALLED: Final = ("wandb", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 
 # By the launcher's word; DeepSpeed's is among its plugins already.
 _LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}

@@ -18,10 +18,23 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.loggers.delivery import Deliveries
+from trainer_kit.loggers.run_logger import RunLogger
 
 __all__ = ["GeneralTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
 
 _IN_DIRECTORY: Final = ("tensorboard", "csv", "jsonl")
+_PROJECT: Final = {
+    "aim": "experiment",
+    "clearml": "project_name",
+    "comet": "project",
+    "comet_ml": "project",
+    "dvclive": "run_name",
+    "mlflow": "experiment_name",
+    "swanlab": "project",
+    "trackio": "project",
+    "wandb": "project",
+}
+"""The argument of a tracker's logger that takes the name of the project."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C", bound=type)
@@ -38,6 +51,13 @@ class LoggerType(str, Enum):
     ALL = "all"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
+    MLFLOW = "mlflow"
+    COMETML = "comet_ml"
+    CLEARML = "clearml"
+    AIM = "aim"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+    TRACKIO = "trackio"
     CSV = "csv"
     JSONL = "jsonl"
 
@@ -124,7 +144,7 @@ class _LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The object that it writes with: W&B's run, TensorBoard's writer; else the logger itself."""
+        """The object that it writes with: the tracker's own run, TensorBoard's writer; else the logger itself."""
         return getattr(self.logger, "experiment", self.logger)
 
     writer = run = tracker
@@ -138,8 +158,8 @@ class _LoggerTracker(GeneralTracker):
         """Values of a step; by default one more than the last. Numbers in dicts are named ``outer/inner``.
 
         Args:
-            values: by name. A tensor of one element is read here, which waits for the device. Text goes to TensorBoard
-                and W&B, other values to W&B alone.
+            values: by name. A tensor of one element is read here, which waits for the device. Text goes to every
+                tracker but those that write tables of numbers, other values to W&B alone.
             step: of the values.
             options: accepted.
         """
@@ -150,14 +170,17 @@ class _LoggerTracker(GeneralTracker):
             return
         if numbers:
             self.logger.log_metrics(numbers, self._step)
-        if hasattr(self.tracker, "add_text"):
+        if isinstance(self.logger, RunLogger):
+            for name, value in others.items():
+                self.logger.log_text(name, str(value), self._step)
+        elif hasattr(self.tracker, "add_text"):
             for name, value in others.items():
                 if isinstance(value, str):
                     self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Pictures: arrays ``(n, height, width, 3)`` for TensorBoard, lists of pictures for W&B."""
-        if self.name == "wandb":
+        """Pictures: arrays ``(n, height, width, 3)`` for TensorBoard, lists of pictures for the others."""
+        if self.name == "wandb" or isinstance(self.logger, RunLogger):
             for name, pictures in values.items():
                 self.logger.log_image(name, list(pictures), step)
         elif hasattr(self.tracker, "add_images"):
@@ -260,7 +283,8 @@ class Trackers:
         """Start the trackers of ``log_with``; every process calls it, the main process logs.
 
         Args:
-            project_name: W&B's project; for trackers that write files, a directory below ``logging_dir``.
+            project_name: the tracker's project or experiment; for trackers that write files, a directory below
+                ``logging_dir``.
             config: hyperparameters.
             init_kwargs: constructor arguments, by the tracker's name.
         """
@@ -297,9 +321,9 @@ class Trackers:
             made = kind(project, *directory, **options)
             assert isinstance(made, GeneralTracker)
             return made
-        if one == "wandb":
+        if one in _PROJECT:
             save_dir = self._project.logging_path or "."
-            return _LoggerTracker(one, kind(**{"project": project, "save_dir": save_dir, **options}))
+            return _LoggerTracker(one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options}))
         if one in _IN_DIRECTORY:
             return _LoggerTracker(one, kind(self._directory(one), **{"name": project, "version": "", **options}))
         return _LoggerTracker(one, kind(**options))

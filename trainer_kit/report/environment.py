@@ -16,7 +16,8 @@ __all__ = ["backends", "describe_environment", "usable_cores"]
 
 _PACKAGES: Final = (
     "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
-    "deepspeed", "torchao", "bitsandbytes", "wandb", "tensorboard",
+    "deepspeed", "torchao", "bitsandbytes", "tensorboard",
+    "wandb", "mlflow", "comet-ml", "clearml", "aim", "dvclive", "swanlab", "trackio",
 )  # fmt: skip
 _VARIABLES: Final = (
     "TRAINER_KIT_", "ACCELERATE_", "CUDA_", "NCCL_", "GLOO_", "TORCH", "OMP_NUM_THREADS", "MASTER_", "RANK",

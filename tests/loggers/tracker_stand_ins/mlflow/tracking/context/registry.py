@@ -1,0 +1,2 @@
+def resolve_tags(tags=None, ignore=None):
+    return dict(tags or {})

@@ -1,0 +1,21 @@
+"""What the stand-ins of trackers have in common: every call becomes a line of ``events.jsonl``."""
+
+import json
+from pathlib import Path
+
+
+def record(kind, **fields):
+    """Append one event."""
+    with open("events.jsonl", "a") as file:
+        file.write(json.dumps({"kind": kind, **fields}) + "\n")
+
+
+def content(path):
+    """A file's text, or those of a directory by name; None for what is not text."""
+    path = Path(path)
+    if path.is_dir():
+        return {file.relative_to(path).as_posix(): content(file) for file in sorted(path.rglob("*")) if file.is_file()}
+    try:
+        return path.read_text()
+    except UnicodeDecodeError:
+        return None
