@@ -81,7 +81,7 @@ class Found:
 
 def from_events(root: Path) -> Found:
     found = Found()
-    for event in map(json.loads, (root / "events.jsonl").read_text().splitlines()):
+    for event in map(json.loads, (root / "tracker_calls.jsonl").read_text().splitlines()):
         kind = event["kind"]
         if kind == "begin":
             found.runs.append(event["run"])
@@ -391,7 +391,7 @@ def test_only_rank_zero_writes(programs, tmp_path, monkeypatch):
     script.write_text(RANKS)
     for done in programs.run_ranks(2, script):
         assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()]
     assert [event["run"] for event in events if event["kind"] == "begin"] == [events[0]["run"]]
     assert [(event["step"], event["value"]) for event in events if event.get("name") == "at"] == [(1, 0.0), (2, 1.0)]
     assert {event["text"] for event in events if event["kind"] == "text"} == {"rank 0"}
@@ -425,7 +425,7 @@ def test_when_runs_end(programs, tmp_path, monkeypatch):
     monkeypatch.setenv("STAND_INS", str(STAND_INS))
     done = programs.run_code(ENDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()]
     first, second = dict.fromkeys(event["run"] for event in events[:-1])
     short = {first: "first", second: "second", "mine": "mine"}
     seen = [(short[event["run"]], event["kind"], event.get("value")) for event in events]

@@ -1,4 +1,4 @@
-"""What the stand-ins of trackers have in common: every call becomes a line of ``events.jsonl``."""
+"""What the stand-ins of trackers have in common: every call becomes a line of ``tracker_calls.jsonl``."""
 
 import json
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 def record(kind, **fields):
     """Append one event, in one call: a run writes from two threads."""
-    file = os.open("events.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    file = os.open("tracker_calls.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     os.write(file, (json.dumps({"kind": kind, **fields}) + "\n").encode())
     os.close(file)
 
