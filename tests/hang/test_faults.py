@@ -85,7 +85,7 @@ def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeyp
     ],
 )
 def test_under_launchers(tmp_path, script, torchrun, fault):
-    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"] if torchrun else []
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
     environment = {**os.environ, **TIMES, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words, str(HERE / script), fault, "3", "several"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
