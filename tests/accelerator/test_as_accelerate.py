@@ -202,6 +202,19 @@ def test_an_accelerator_pickles_with_all_that_is_prepared(precision: str) -> Non
     assert not torch.equal(copy._models[0].weight, model.weight)
 
 
+def test_the_copy_of_an_accelerator_logs_to_its_trackers(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=1)
+    copy = pickle.loads(pickle.dumps(accelerator))
+    copy.log({"loss": 2.0}, step=2)
+    copy.end_training()
+    accelerator.end_training()
+    written = "".join(file.read_text() for file in tmp_path.rglob("metrics.csv"))
+    assert "1.0" in written
+    assert "2.0" in written
+
+
 def test_no_batch_size_that_fits_is_a_runtime_error() -> None:
     @tk.find_executable_batch_size(starting_batch_size=4)
     def train(batch_size: int) -> None:

@@ -208,6 +208,10 @@ class _NoTracker(GeneralTracker):
         return lambda *arguments, **options: None
 
 
+def _label(queued: _Queued) -> str:
+    return f"tracker {queued.tracker.name!r}"
+
+
 @final
 class _Queued:
     """A tracker as `Deliveries` calls a logger."""
@@ -275,7 +279,7 @@ class Trackers:
         self.started: list[Any] = []
         self._processes = processes
         self._project = project
-        self._deliveries = Deliveries(self._processes.print, lambda one: f"tracker {one.tracker.name!r}")
+        self._deliveries = Deliveries(self._processes.print, _label)
 
     def start(
         self, project_name: str, config: dict[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None

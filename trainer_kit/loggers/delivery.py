@@ -372,6 +372,10 @@ class Deliveries:
         self._each: dict[int, Delivery] = {}  # by the logger's identity
         self._index: JournalIndex | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process has the loggers, and threads of its own."""
+        return {**self.__dict__, "_each": {}, "_index": None}
+
     def open(self, loggers: Iterable[Any], journal: JSONLLogger | None) -> None:
         """Choose the loggers of the next calls.
 
