@@ -340,6 +340,7 @@ class HangWatchdog:
         if directory is not None:
             with suppress(OSError):
                 (directory / f"rank-{rank}.txt").write_text(read_stacks(one.pid, one.stacks))
+        one.at = f"step {self._clock.step}"  # its own last sign of life may be older
         self._write_report(one, verdict["problem"], details, verdict["code"], 0)
         end_process(one.pid, one.started)
 
