@@ -167,6 +167,7 @@ COMMANDS = {
         "explain",
         "launch",
         "merge-weights",
+        "report",
         "test",
     ],
     ("checkpoint",): ["diff", "export", "ls", "repair", "verify"],

@@ -218,10 +218,7 @@ class MicroBatches:
         seen, self.losses = self.losses, []
         if not seen:
             return None
-        losses = [loss for loss, _, _ in seen]
-        if any(loss.shape for loss in losses):
-            losses = [loss.reshape(()) for loss in losses]
-        values = torch.stack(losses)
+        values = torch.cat([loss.reshape(1) for loss, _, _ in seen])
         finite = values.isfinite()
         if bool(finite.any() if self._scale is not None else finite.all()):  # sync point: where values are read anyway
             return None
