@@ -217,6 +217,7 @@ class Watcher(tk.Callback):
         self.state: dict[str, Any] = {}
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        trainer.files.deliveries.wait()  # the journal is written by a thread
         lines = list(read_journal(trainer.files.journal.path)) if trainer.is_global_zero else []
         self.taken[trainer.global_step] = len(lines), len(module.seen)
         self.values[trainer.global_step] = known(trainer)
