@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 import re
 from collections.abc import Iterator
@@ -254,4 +255,6 @@ def test_a_notebook_starts_its_processes_again(tmp_path: Path) -> None:
 def test_all_trackers_are_those_that_are_installed(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     accelerator = Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
-    assert sorted(accelerator.log_with) == ["csv", "jsonl", "tensorboard", "wandb"]
+    services = ["mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio"]
+    there = [name for name in services if importlib.util.find_spec(name) is not None]
+    assert sorted(accelerator.log_with) == sorted(["csv", "jsonl", "tensorboard", "wandb", *there])
