@@ -502,17 +502,19 @@ def test_the_stand_ins_have_the_signatures(word):
 import importlib, inspect, json
 module = importlib.import_module({word!r})
 answer = {{}}
-for name in dir(module):
-    one = getattr(module, name)
+def note(name, function):
     try:
-        if inspect.isclass(one):
-            answer[name] = list(inspect.signature(one.__init__).parameters)
-            for method, function in inspect.getmembers(one, callable):
-                answer[f"{{name}}.{{method}}"] = list(inspect.signature(function).parameters)
-        elif callable(one):
-            answer[name] = list(inspect.signature(one).parameters)
+        answer[name] = list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         pass
+for name in dir(module):
+    one = getattr(module, name)
+    if inspect.isclass(one):
+        note(name, one.__init__)
+        for method, function in inspect.getmembers(one, callable):
+            note(f"{{name}}.{{method}}", function)
+    elif callable(one):
+        note(name, one)
 print("ANSWER" + json.dumps(answer))
 """
     answers = []

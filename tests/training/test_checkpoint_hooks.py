@@ -124,7 +124,12 @@ def test_modules_without_the_hook_read_weights_and_hyperparameters_alone(
 
     read: list[Any] = []
     real = weights.read_checkpoint
-    monkeypatch.setattr(weights, "read_checkpoint", lambda path, parts: (read.append(set(parts)), real(path, parts))[1])
+
+    def note(path: Any, parts: Any, **options: Any) -> Any:
+        read.append(set(parts))
+        return real(path, parts, **options)
+
+    monkeypatch.setattr(weights, "read_checkpoint", note)
     assert TinyModule.load_from_checkpoint("plain").lr == 0.3
     assert read == [{"model", "hyper_parameters"}]
 

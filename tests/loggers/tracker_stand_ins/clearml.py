@@ -34,8 +34,8 @@ class Task:
         self.update_parameters({name: value})
 
     def upload_artifact(self, name, artifact_object, metadata=None, delete_after_upload=False, auto_pickle=None,
-                        preview=None, wait_on_upload=False, extension_name=None, sort_keys=True,
-                        retries=0):  # fmt: skip
+                        preview=None, wait_on_upload=False, extension_name=None,
+                        retries=0, sort_keys=True):  # fmt: skip
         record("file", run=self.id, name=name, content=content(artifact_object))
 
     def flush(self, wait_for_uploads=False):
