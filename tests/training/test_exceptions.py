@@ -77,7 +77,7 @@ def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(make_c
     trainer = Trainer(
         max_epochs=2,
         logger=logger,
-        callbacks=[*cast.callbacks, *([Asks()] if hook == "on_save_checkpoint" else [])],
+        callbacks=[*cast.callbacks, *([Asks()] if hook in ("on_save_checkpoint", "on_checkpoint_committed") else [])],
         deterministic=True,
         precision="bf16-mixed",
         **QUIET,

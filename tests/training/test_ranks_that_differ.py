@@ -227,4 +227,4 @@ def test_a_logger_writes_on_rank_0_alone_and_is_known_on_all(tmp_path):
     logger = module.logger
     assert (logger.log_dir, logger.version, logger.name) == (str(written), 0, "trainer_kit_logs")
     assert [path.name for path in written.parent.iterdir()] == ["version_0"]
-    assert len(list(written.glob("events.*"))) == 1
+    assert len(list(written.glob("events.out.*"))) == 1

@@ -185,7 +185,7 @@ def test_an_abandoned_rank_does_its_part_of_what_ranks_do_together(tmp_path: Pat
     save.abandoned = True
     began: Any = saving.Future()
     began.set_result(True)
-    outcome = saving._write(Saver(), save, {False: None}, Together(), began)  # type: ignore[arg-type]
+    outcome = saving._write(Saver(), save, {False: None}, Together(), began, lambda: did.append("logs"))  # type: ignore[arg-type]
     assert outcome == {str(path): None for path in paths}
-    assert did == [f"write {paths[0]}", "finite", f"write {paths[1]}", "finite"]
+    assert did == ["logs", f"write {paths[0]}", "finite", f"write {paths[1]}", "finite"]
     assert told == []

@@ -190,6 +190,14 @@ class Delivery:
         self._watch()
         return not self._late
 
+    def catch_up(self, deadline: float) -> None:
+        """Wait for every call so far, until ``deadline`` or until the logger fails; a slow one is not noted as such."""
+        with self._changed:
+            ticket = self._put
+            self._changed.wait_for(
+                lambda: self._done >= ticket or self._failing is not None, max(0.0, deadline - time.monotonic())
+            )
+
     def close(self, status: str | None) -> None:
         """Queue ``finalize``, and end the thread once it is done; a call that fails is repeated for 2 seconds more."""
         if status is not None:
@@ -371,6 +379,7 @@ class Deliveries:
         self._loggers: list[Any] = []
         self._each: dict[int, Delivery] = {}  # by the logger's identity
         self._index: JournalIndex | None = None
+        self._logged = self._waited = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has the loggers, and threads of its own."""
@@ -402,6 +411,7 @@ class Deliveries:
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Queue values of a step for every logger."""
         with _PUBLISHING:  # the same order in every queue
+            self._logged = True
             number = -1
             if self._index is not None:
                 number, self._index.count = self._index.count, self._index.count + 1
@@ -439,6 +449,14 @@ class Deliveries:
                 one.wait(ticket, begun + (_PATIENCE if one.journals else _SHORT))
 
         return wait
+
+    def wait_for_runs(self) -> None:
+        """Wait for the first values once, 1 second at most: some loggers choose their run when they get them."""
+        if self._logged and not self._waited:
+            self._waited = True
+            deadline = time.monotonic() + _SHORT
+            for one in self._each.values():
+                one.catch_up(deadline)
 
     def wait(self) -> None:
         """Wait until every logger that answers has what was queued, 10 seconds at most."""

@@ -342,6 +342,8 @@ class RunFiles:
 
     def logging_state(self, first: bool) -> dict[str, Any]:
         """What a checkpoint keeps of the loggers, and of the directory in which they write; ``first`` on rank 0."""
+        if first:
+            self.deliveries.wait_for_runs()
         states = zip(self.loggers, _logger_states(self.loggers), strict=True) if first else ()
         each = [{"logger": type(logger).__name__, "state": state} for logger, state in states]
         return {"run_dir": self._masked_directory(), "each": each}
