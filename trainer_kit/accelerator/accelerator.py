@@ -226,6 +226,10 @@ class Accelerator:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process is watched by no thread of this one."""
+        return {**self.__dict__, "_watchdog": None}
+
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order, for this number of processes.
 
