@@ -26,14 +26,14 @@ _BYTES: Final = {
 }
 
 
-def issued_calls() -> dict[str, Any]:
+def issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
     """The last collectives of the threads that train, by process group.
 
     Formatting the recorder's stacks takes seconds, so they stay out: the main thread's own stack shows its call.
 
     Returns:
-        ``"groups"``: by name, ``"ranks"`` (a list) and ``"calls"``, a list of ``[number, name with size, gradients]``;
-        ``"last"``: the group and the number of the last one, or None. Both are empty without a recorder.
+        By the name of a group, ``"ranks"`` (a list) and ``"calls"``, a list of ``[number, name with size, amount]``;
+        and the group and the number of the last one, or None. Nothing without a recorder.
     """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's: not in every torch
@@ -43,7 +43,7 @@ def issued_calls() -> dict[str, Any]:
     others = {str(thread.ident) for thread in threading.enumerate() if thread is not threading.main_thread()}
     ranks = {group.group_name: sorted(found) for group, found in dist.distributed_c10d._world.pg_group_ranks.items()}
     groups: dict[str, Any] = {}
-    last = None
+    last: list[Any] | None = None
     for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
         group = entry["process_group"][0]
         # Threads of ours exchange in groups of their own: for checkpoints.
@@ -55,7 +55,7 @@ def issued_calls() -> dict[str, Any]:
             calls.append([number, *_named(entry)])
             del calls[:-_KEPT]
         last = [group, number]
-    return {"groups": groups, "last": last}
+    return groups, last
 
 
 def _named(entry: dict[str, Any]) -> tuple[str, str]:

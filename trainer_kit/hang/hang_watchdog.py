@@ -16,27 +16,26 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, final
 
 from torch import distributed as dist
 
+from trainer_kit.hang.ending import Verdict, end_rank, print_line
 from trainer_kit.hang.flight import issued_calls
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
 from trainer_kit.hang.loader_workers import waiting_for
-from trainer_kit.hang.position import OUTSIDE, find_position
+from trainer_kit.hang.position import COMPILERS, OUTSIDE, find_position
 from trainer_kit.hang.stacks import (
     answering_file,
     boot_id,
-    end_process,
     is_stopped,
     read_stacks,
     start_time,
-    write_stacks,
 )
-from trainer_kit.hang.verdict import Finding, Report, find_culprits, ranks_named
-from trainer_kit.launch.bootstrap import write_report
+from trainer_kit.hang.verdict import Finding, Report, find_culprits
 from trainer_kit.launch.startup_timeout import patience
 
 __all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
@@ -44,8 +43,6 @@ __all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
 EXIT_CODE: Final = 75
 """Of a run that hangs: EX_TEMPFAIL, by which batch systems start a job again."""
 _FAST: Final = 0.25  # seconds between two looks, once a hang is near
-_BEFORE_WAITING_RANKS: Final = 0.7  # seconds that the rank that hangs ends ahead of those that wait
-_KIND: Final = "trainer_kit.core.errors.RankError"
 _NUMBER = [0]  # of watchdogs in this process
 
 
@@ -93,6 +90,8 @@ class HangWatchdog:
         self._question: tuple[int, float, bool] | None = None  # its number, when, and whether it is about the end
         self._not_before = 0.0
         self._answered = 0
+        self._ends = False
+        self._stopped: dict[int, float] = {}  # ranks that were found stopped, and when first
         self._me = Report(
             rank=rank,
             host=socket.gethostname(),
@@ -139,6 +138,8 @@ class HangWatchdog:
                 os.write(self._writes, b"\0")
             if threading.current_thread() is not self._thread:
                 self._thread.join(2.0)
+                if self._ends:  # the exception that brought the main thread here may come from the end of another rank
+                    self._thread.join()
         self._close()
 
     def note_signals(self, numbers: bytes) -> None:
@@ -194,16 +195,16 @@ class HangWatchdog:
         if full:
             frame = sys._current_frames().get(self._main)
             me.stack = traceback.format_stack(frame)
-            me.loader = waiting_for(frame)
+            me.reason = waiting_for(frame)
             if self.size > 1:
-                vars(me).update(issued_calls())
+                me.groups, me.last = issued_calls()
         return me
 
     def _exchange(self, now: float) -> None:
         store, rank = self._store, self.rank
         store.set(f"beat/{rank}", self._report(full=False).dumped())
         if store.check(["verdict"]):
-            self._obey(json.loads(store.get("verdict")))
+            self._obey(Verdict(**json.loads(store.get("verdict"))))
             return
         number = store.add("asked", 0)
         if number > self._answered:
@@ -252,101 +253,66 @@ class HangWatchdog:
         last_words = {}
         for rank in set(range(self.size)) - set(answers):
             if self._store.check([f"beat/{rank}"]):
-                last_words[rank] = self._examined(Report(**json.loads(self._store.get(f"beat/{rank}"))))
+                last_words[rank] = self._examined(Report(**json.loads(self._store.get(f"beat/{rank}"))), now)
         finding = find_culprits(answers, last_words, self.size)
-        left = [answers[rank].left for rank in finding.culprits if rank in answers]
-        left += [self._time_of(last_words[rank]) - self.seconds for rank in finding.culprits if rank in last_words]
+        known = {**last_words, **answers}
+        left = [known[rank].left for rank in finding.culprits if rank in known]
         if not finding.culprits:
             left.append((self._clock.timeout or PATIENT) - self.seconds)  # a slow exchange, or a dead connection
         code = self._overdue(now)
-        everyone = [*answers.values(), *last_words.values()]
-        if code == EXIT_CODE and all(one.phase == OUTSIDE and not one.call for one in everyone):
+        if code == EXIT_CODE and all(one.phase == OUTSIDE and not one.call for one in known.values()):
             left.append(PATIENT)  # a script that does something else, in one call
+        self._stopped = {rank: since for rank, since in self._stopped.items() if rank in last_words}
         if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
-            self._not_before = now + min(10.0, max(left, default=1.0))
+            self._not_before = now + min(10.0, self._clock.limit, max(left, default=1.0))
             return
-        self._end(finding, code, set(range(self.size)) - set(answers))
+        ended = [rank for rank, one in answers.items() if one.ended]
+        self._end(finding, code, set(range(self.size)) - set(answers), ended)
 
-    def _time_of(self, silent: Report) -> float:
-        """Seconds that a rank without an answer has; it has passed its first steps where this rank has."""
-        long = silent.phase == "compilation" or (silent.patient and self._clock.timeout is None)
-        return PATIENT if long else 0.0
-
-    def _examined(self, one: Report) -> Report:
-        """What this rank can see of another one that does not answer."""
-        if (one.host, one.boot) == (self._me.host, self._me.boot) and one.started:
-            if start_time(one.pid) != one.started:
-                one.loader = "its process has ended"
-            elif is_stopped(one.pid):
-                one.loader = "its process is stopped (SIGSTOP, or a debugger)"
-            else:
-                one.stack = read_stacks(one.pid, one.stacks).splitlines()
-                one.loader = "its interpreter is locked by C code" if one.stack else ""
+    def _examined(self, one: Report, now: float) -> Report:
+        """What this rank can see of another one that does not answer; it passed its first steps where this one has."""
+        compiles = one.phase == "compilation"
+        long = compiles or (one.patient and self._clock.timeout is None)
+        one.left = (PATIENT if long else 0.0) - self.seconds
+        if (one.host, one.boot) != (self._me.host, self._me.boot) or not one.started:
+            return one
+        if start_time(one.pid) != one.started:
+            one.reason, one.left = "its process has ended", 0.0
+        elif is_stopped(one.pid):
+            one.reason = "its process is stopped (SIGSTOP, or a debugger)"
+            since = self._stopped.setdefault(one.rank, now)
+            one.left = self._clock.limit - (now - since) if long else 0.0  # it may have been stopped just now
+        else:
+            one.stack = read_stacks(one.pid, one.stacks).splitlines()
+            one.reason = "its interpreter is locked by C code" if one.stack else ""
+            if one.stack and compiles and not any(part in line for line in one.stack for part in COMPILERS):
+                one.left = -self.seconds  # it has left the phase in which it was last seen
         return one
 
-    def _end(self, finding: Finding, code: int, silent: Collection[int] = ()) -> None:
+    def _end(self, finding: Finding, code: int, silent: Collection[int] = (), ended: Collection[int] = ()) -> None:
         """Decide; the first rank that does is the one that counts."""
         root = self._directory()
         place = "" if root is None else str(root / f"hang-{self._clock.step}")
         reason = f"{signal.Signals(code - 128).name} came, and the step does not end: " if code > 128 else ""
-        mine: dict[str, Any] = {
-            "problem": reason + finding.problem,
-            "details": [*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
-            "culprits": finding.culprits,
-            "silent": sorted(silent),
-            "code": code,
-            "directory": place,
-            "by": self.rank,
-        }
-        verdict = mine
+        verdict = Verdict(
+            problem=reason + finding.problem,
+            details=[*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
+            culprits=list(finding.culprits),
+            silent=sorted(silent),
+            ended=sorted(ended),
+            code=code,
+            directory=place,
+            by=self.rank,
+        )
         if self._store is not None:
-            verdict = json.loads(self._store.compare_set("verdict", "", json.dumps(mine)))
-        if verdict["by"] == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
-            lines = "\n  ".join([verdict["problem"], *verdict["details"]])
-            _print(f"{lines}\n  fix: {_FIX}\nexiting {code}")
+            verdict = Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
+        if verdict.by == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
+            print_line(verdict.text)
         self._obey(verdict)
 
-    def _obey(self, verdict: dict[str, Any]) -> None:
-        """Write this rank's stack, report the failure to the launcher, and end this process."""
-        directory = Path(verdict["directory"]) if verdict["directory"] else None
-        if directory is not None:
-            with suppress(OSError):
-                directory.mkdir(parents=True, exist_ok=True)
-            write_stacks(directory / f"rank-{self.rank}.txt")
-        # torchrun prints the stack alone, our agent the message before it.
-        end = [] if "TRAINER_KIT_AGENT_PID" in os.environ else [verdict["problem"]]
-        details = "\n".join([*verdict["details"], f"fix: {_FIX}", *end])
-        hangs = self.rank in verdict["culprits"]
-        if not hangs and verdict["by"] == self.rank and self._store is not None:
-            for rank in verdict["silent"]:
-                self._end_silent(rank, verdict, details, directory)
-        if not hangs and self.size > 1:
-            time.sleep(_BEFORE_WAITING_RANKS)
-        waited = not hangs and verdict["culprits"]
-        text = f"waited for {ranks_named(verdict['culprits'])}" if waited else verdict["problem"]
-        self._write_report(self._me, text, details, verdict["code"], 0 if hangs else 2)
-        flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold a stream's lock
-        flushing.start()
-        flushing.join(0.5)
-        os._exit(verdict["code"])
-
-    def _end_silent(self, rank: int, verdict: dict[str, Any], details: str, directory: Path | None) -> None:
-        """Report a rank of this machine that cannot do it itself, and kill it."""
-        if not self._store.check([f"beat/{rank}"]):
-            return
-        one = Report(**json.loads(self._store.get(f"beat/{rank}")))
-        if (one.host, one.boot) != (self._me.host, self._me.boot) or start_time(one.pid) != one.started:
-            return
-        if directory is not None:
-            with suppress(OSError):
-                (directory / f"rank-{rank}.txt").write_text(read_stacks(one.pid, one.stacks))
-        one.at = f"step {self._clock.step}"  # its own last sign of life may be older
-        self._write_report(one, verdict["problem"], details, verdict["code"], 0)
-        end_process(one.pid, one.started)
-
-    def _write_report(self, one: Report, text: str, details: str, code: int, delay: int) -> None:
-        if one.error_file:
-            write_report(one.error_file, one.rank, _KIND, text, details, one.at, code, one.pid, delay)
+    def _obey(self, verdict: Verdict) -> None:
+        self._ends = True
+        end_rank(self._me, self.size, self._clock.step, verdict, self._store)
 
     def leave(self) -> None:
         """Tell the other ranks that this one is past its loop; the thread calls it last."""
@@ -354,11 +320,6 @@ class HangWatchdog:
             me = self._report(full=False)
             me.ended = True
             self._store.set(f"ended/{self.rank}", me.dumped())
-
-
-_FIX: Final = (
-    "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
-)
 
 
 def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
@@ -387,17 +348,6 @@ def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
         os.close(reads)
 
 
-def _flush() -> None:
-    with suppress(Exception):
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def _print(text: str) -> None:
-    with suppress(OSError):
-        os.write(2, f"{text}\n".encode())
-
-
 def _wake_by_signals(file: int) -> Callable[[], None] | None:
     """Have Python's C code write the number of each signal to ``file``, also while the main thread is stuck.
 
@@ -410,7 +360,11 @@ def _wake_by_signals(file: int) -> Callable[[], None] | None:
     if other != -1:
         signal.set_wakeup_fd(other)
         return None
-    return lambda: (signal.set_wakeup_fd(-1), None)[1]
+
+    def end() -> None:
+        signal.set_wakeup_fd(-1)
+
+    return end
 
 
 @contextmanager
@@ -426,7 +380,7 @@ def hang_watchdog(
         yield
         return
     watchdog = HangWatchdog(
-        rank, size, timeout, progress, directory, lambda text: _print(f"[rank {rank}] {text}"), signals=True
+        rank, size, timeout, progress, directory, lambda text: print_line(f"[rank {rank}] {text}"), signals=True
     )
     try:
         yield

@@ -14,7 +14,7 @@ from typing import Final, final
 
 import torch
 
-__all__ = ["OUTSIDE", "Position", "find_position", "user_line"]
+__all__ = ["COMPILERS", "OUTSIDE", "Position", "find_position", "user_line"]
 
 _HERE: Final = str(Path(__file__).resolve().parents[1])
 _TORCH: Final = str(Path(torch.__file__).resolve().parent)  # not always in this environment's own directories
@@ -30,10 +30,11 @@ _EXCHANGES: Final = (
     os.path.join(_TORCH, "distributed", ""),
     os.path.join(_TORCH, "nn", "parallel", "distributed.py"),
 )
+COMPILERS: Final = (os.path.join(_TORCH, "_dynamo", ""), os.path.join(_TORCH, "_inductor", ""))
+"""Directories of the code that compiles."""
 _FILES: Final = (
     # (part of the file's path, phase, whether it may take long)
-    (os.path.join(_TORCH, "_dynamo", ""), "compilation", True),
-    (os.path.join(_TORCH, "_inductor", ""), "compilation", True),
+    *((part, "compilation", True) for part in COMPILERS),
     (os.path.join(_HERE, "checkpoint", ""), "checkpoint", True),
     (os.path.join(_HERE, "state", "saving.py"), "checkpoint", True),
     (os.path.join(_HERE, "accelerator", "checkpoints.py"), "checkpoint", True),

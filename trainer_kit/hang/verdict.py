@@ -36,7 +36,7 @@ class Report:
         stack: of the main thread, formatted.
         groups: see `trainer_kit.hang.flight.issued_calls`.
         last: likewise.
-        loader: what its data loader waits for.
+        reason: what its data loader waits for, or why it does not answer; "" where that is not known.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Report:
     stack: list[str] = field(default_factory=list)
     groups: dict[str, Any] = field(default_factory=dict)
     last: list[Any] | None = None
-    loader: str = ""
+    reason: str = ""
 
     def dumped(self) -> str:
         """As text for the other ranks."""
@@ -159,7 +159,7 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
 def _silent(silent: list[int], answers: Mapping[int, Report], last_words: Mapping[int, Report]) -> Finding:
     first = last_words.get(silent[0], Report(rank=silent[0]))
     host = f" ({first.host}, pid {first.pid})" if first.pid else ""
-    known = f": {first.loader}" if first.loader else ""
+    known = f": {first.reason}" if first.reason else ""
     last = f"; last seen at {first.at} in {first.phase}, {first.place}" if first.phase else ""
     waiting = [one for one in answers.values() if one.call]
     entered = f" and has not entered {waiting[0].call_named}; " if waiting else "; "
@@ -170,8 +170,8 @@ def _silent(silent: list[int], answers: Mapping[int, Report], last_words: Mappin
 
 
 def _doing(one: Report) -> str:
-    loader = f": {one.loader}" if one.loader else ""
-    return f"at {one.at} in {one.phase}, {one.place}{loader}"
+    reason = f": {one.reason}" if one.reason else ""
+    return f"at {one.at} in {one.phase}, {one.place}{reason}"
 
 
 def _wait(waiting: list[Report]) -> str:

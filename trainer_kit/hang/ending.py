@@ -1,0 +1,133 @@
+"""How the ranks of a run that hangs end: all write their stacks and reports first, then the rank that hangs ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NoReturn, final
+
+from trainer_kit.hang.stacks import end_process, read_stacks, start_time, write_stacks
+from trainer_kit.hang.verdict import Report, ranks_named
+from trainer_kit.launch.bootstrap import write_report
+
+__all__ = ["Verdict", "end_rank", "print_line"]
+
+_KIND: Final = "trainer_kit.core.errors.RankError"
+_MEETING: Final = 10.0  # seconds in which all ranks write, before the first of them ends
+_BEFORE_WAITING_RANKS: Final = 0.7  # seconds that the rank that hangs ends ahead of those that wait: launchers poll
+_FIX: Final = (
+    "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What one rank has decided for all.
+
+    Attributes:
+        problem: the headline.
+        details: lines below it.
+        culprits: the ranks that hang.
+        silent: ranks that do not answer.
+        ended: ranks that are past the loop.
+        code: the exit code of all.
+        directory: for the stacks, "" for none.
+        by: the rank that decided.
+    """
+
+    problem: str
+    details: list[str]
+    culprits: list[int]
+    silent: list[int]
+    ended: list[int]
+    code: int
+    directory: str
+    by: int
+
+    @property
+    def text(self) -> str:
+        """The message to the user."""
+        lines = "\n  ".join([self.problem, *self.details])
+        return f"{lines}\n  fix: {_FIX}\nexiting {self.code}"
+
+
+def end_rank(me: Report, size: int, step: int, verdict: Verdict, store: Any) -> NoReturn:
+    """Write this rank's stacks, report the failure to the launcher, and end this process when all ranks have done so.
+
+    Args:
+        me: this rank.
+        size: number of ranks.
+        step: of this rank.
+        verdict: decided by one of the ranks.
+        store: through which they meet; None where it does not answer.
+    """
+    directory = Path(verdict.directory) if verdict.directory else None
+    if directory is not None:
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        write_stacks(directory / f"rank-{me.rank}.txt")
+    hangs = me.rank in verdict.culprits
+    waited = not hangs and verdict.culprits
+    _write_report(me, f"waited for {ranks_named(verdict.culprits)}" if waited else verdict.problem, verdict, not hangs)
+    with suppress(RuntimeError):  # the store may go with its process
+        if store is not None:
+            silent = [] if hangs or verdict.by != me.rank else _silent_here(me, verdict, store)
+            for one in silent:
+                if directory is not None:
+                    with suppress(OSError):
+                        (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
+                one.at = f"step {step}"  # its own last sign of life may be older
+                _write_report(one, verdict.problem, verdict, False)
+            _meet(store, size - len({*verdict.silent, *verdict.ended}))
+            for one in silent:
+                end_process(one.pid, one.started)
+    if not hangs and size > 1:
+        time.sleep(_BEFORE_WAITING_RANKS)
+    flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold a stream's lock
+    flushing.start()
+    flushing.join(0.5)
+    os._exit(verdict.code)
+
+
+def _meet(store: Any, count: int) -> None:
+    """Wait for the others: a collective raises on the ranks that wait, as soon as one rank ends."""
+    until = time.monotonic() + _MEETING
+    arrived = store.add("arrived", 1)
+    while arrived < count and time.monotonic() < until:
+        time.sleep(0.05)
+        arrived = store.add("arrived", 0)
+
+
+def _silent_here(me: Report, verdict: Verdict, store: Any) -> list[Report]:
+    """The ranks of this machine that can neither write nor end by themselves."""
+    known = [f"beat/{rank}" for rank in verdict.silent if store.check([f"beat/{rank}"])]
+    reports = [Report(**json.loads(store.get(key))) for key in known]
+    return [one for one in reports if (one.host, one.boot) == (me.host, me.boot) and start_time(one.pid) == one.started]
+
+
+def _write_report(one: Report, text: str, verdict: Verdict, waited: bool) -> None:
+    if one.error_file:
+        # torchrun prints the stack alone, our agent the message before it.
+        end = [] if "TRAINER_KIT_AGENT_PID" in os.environ else [verdict.problem]
+        stack = "\n".join([*verdict.details, f"fix: {_FIX}", *end])
+        delay = 2 if waited else 0
+        write_report(one.error_file, one.rank, _KIND, text, stack, one.at, verdict.code, one.pid, delay)
+
+
+def _flush() -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def print_line(text: str) -> None:
+    """Write to standard error, also while the main thread holds its lock."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())
