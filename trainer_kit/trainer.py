@@ -36,7 +36,7 @@ from trainer_kit.training.explain import explain, show_results
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
-from trainer_kit.training.watched_fit import watched_fit
+from trainer_kit.training.watched import watched_evaluation, watched_fit
 
 __all__ = ["Trainer"]
 
@@ -340,7 +340,9 @@ class Trainer(Session):
         if self.start is not None:
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
-            outputs = predict(entry.compose_evaluation(ckpt_path), return_predictions)
+            run = entry.compose_evaluation(ckpt_path)
+            with watched_evaluation(self, run, self.hang_timeout):
+                outputs = predict(run, return_predictions)
         return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
 
     def _evaluate(
@@ -356,7 +358,8 @@ class Trainer(Session):
         ):
             run = entry.compose_evaluation(ckpt_path)
             report.begin(entry.module)
-            reduced = evaluate(run)
+            with watched_evaluation(self, run, self.hang_timeout):
+                reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
             shared = reduced.by_loader.get(None, {})
             results = [{**reduced.by_loader.get(index, {}), **shared} for index in range(len(run.feeds))]

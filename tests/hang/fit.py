@@ -1,4 +1,7 @@
-"""A fit in which one rank does what the first argument says, at step 5: for the tests of hangs."""
+"""One rank does at step or batch 5 what the first argument says.
+
+Further arguments: the limit; the rank, where there are two; fit, validate, test or predict.
+"""
 
 import ctypes
 import os
@@ -13,7 +16,8 @@ import trainer_kit as tk
 from trainer_kit.testing import TinyModule
 
 FAULT, LIMIT = sys.argv[1], float(sys.argv[2])
-VICTIM = 1 if "RANK" in os.environ or len(sys.argv) > 3 else 0
+VICTIM, STAGE = int([*sys.argv, "0", "0"][3]), [*sys.argv[4:], "fit"][0]
+RANKS = 2 if len(sys.argv) > 3 else 1
 
 
 class Data(Dataset):
@@ -28,16 +32,27 @@ class Data(Dataset):
 
 class Faulty(TinyModule):
     def training_step(self, batch, batch_idx):
-        if self.global_step == 5 and self.trainer.global_rank == VICTIM:
+        self.fault_at(self.global_step)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.fault_at(batch_idx)
+        if STAGE != "predict":
+            self.log("value", batch.mean())
+
+    test_step = predict_step = validation_step
+
+    def fault_at(self, index):
+        if index == 5 and self.trainer.global_rank == VICTIM:
             print("fault at", time.time(), flush=True)
             fault()
-        return super().training_step(batch, batch_idx)
 
 
 def fault():
     if FAULT == "sleep":
         time.sleep(300)
     elif FAULT == "stop":
+        time.sleep(0.5)  # until the others know it
         os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "locked":
         lock_interpreter()
@@ -58,14 +73,14 @@ def lock_interpreter():
 if __name__ == "__main__":
     trainer = tk.Trainer(
         max_steps=20,
-        devices=2 if VICTIM else 1,
+        devices=RANKS,
         accelerator="cpu",
-        strategy="ddp" if VICTIM else "auto",
+        strategy="ddp" if RANKS > 1 else "auto",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir="runs",
         hang_timeout=LIMIT,
     )
-    trainer.fit(Faulty(), DataLoader(Data(), batch_size=4, num_workers=2 if FAULT == "worker" else 0))
+    getattr(trainer, STAGE)(Faulty(), DataLoader(Data(), batch_size=4, num_workers=2 if FAULT == "worker" else 0))
     print("trained", flush=True)

@@ -1,4 +1,4 @@
-"""A loop of an Accelerator in which one process does what the first argument says, at step 5."""
+"""A loop of an Accelerator in which the process of the third argument does what the first says, at step 5."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ accelerator = tk.Accelerator(cpu=True, hang_timeout=LIMIT, project_dir="project"
 model = nn.Linear(4, 1)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
 for step in range(20):
-    if step == 5 and accelerator.process_index == 1:
+    if step == 5 and accelerator.process_index == int(sys.argv[3]):
         if FAULT != "compiling":
             print("fault at", time.time(), flush=True)
         if FAULT == "sleep":

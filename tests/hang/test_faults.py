@@ -61,7 +61,7 @@ def check_stacks(directory: Path, script: str, fault: str) -> None:
 def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeypatch):
     """Without an agent: the ranks themselves say it and end."""
     monkeypatch.setenv("TRAINER_KIT_PATIENCE", "60")
-    waits, hangs = programs.run_ranks(2, HERE / script, fault, str(LIMIT))
+    waits, hangs = programs.run_ranks(2, HERE / script, fault, str(LIMIT), "1")
     ended = time.time()
     check_text(waits.stderr + hangs.stderr, script, fault)
     assert waits.returncode == 75
@@ -70,6 +70,28 @@ def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeyp
     began = float(re.search(r"fault at (\S+)", hangs.stdout)[1])
     assert ended - began < LIMIT + 2 + 4, "at most 2 s on a free machine"
     assert ended - began > LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_evaluations_are_watched(programs, tmp_path, stage):
+    waits, hangs = programs.run_ranks(2, HERE / "fit.py", "sleep", str(LIMIT), "1", stage)
+    assert (waits.returncode, hangs.returncode) == (75, 75)
+    assert re.search(r"rank 1 \(.* hangs at batch 6 in validation, at fit.py:\d+", waits.stderr + hangs.stderr)
+    (found,) = tmp_path.rglob("hang-6")
+    assert {path.name for path in found.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sleep", "stop"])
+def test_rank_0_hangs(programs, tmp_path, fault):
+    """It serves the store of the ranks here, which does not answer either where the process is stopped."""
+    hangs, waits = programs.run_ranks(2, HERE / "fit.py", fault, str(LIMIT), "0")
+    assert (hangs.returncode, waits.returncode) == (75 if fault == "sleep" else -9, 75)
+    does = {"sleep": "hangs at step 5 in forward", "stop": "does not answer: its process is stopped"}[fault]
+    assert re.search(rf"rank 0 \([^)]*\) {does}.* has not entered .*; rank 1 waits \d+ s", hangs.stderr + waits.stderr)
+    (found,) = tmp_path.rglob("hang-5")
+    assert "_engine_run_backward" in (found / "rank-1.txt").read_text()
 
 
 @pytest.mark.long
@@ -89,7 +111,7 @@ def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeyp
 def test_under_launchers(tmp_path, script, torchrun, fault):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
     environment = {**os.environ, **TIMES, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *words, str(HERE / script), fault, "3", "several"]
+    command = [sys.executable, *words, str(HERE / script), fault, "3", "1"]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     check_text(ran.stderr, script, fault)
     check_stacks(tmp_path, script, fault)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,14 +58,14 @@ class Verdict:
         return f"{lines}\n  fix: {_FIX}\nexiting {self.code}"
 
 
-def end_rank(me: Report, size: int, step: int, verdict: Verdict, store: Any) -> NoReturn:
+def end_rank(me: Report, size: int, verdict: Verdict, silent: Collection[Report], store: Any) -> NoReturn:
     """Write this rank's stacks, report the failure to the launcher, and end this process when all ranks have done so.
 
     Args:
         me: this rank.
         size: number of ranks.
-        step: of this rank.
         verdict: decided by one of the ranks.
+        silent: what is known of the ranks that do not answer; only for the rank that decided.
         store: through which they meet; None where it does not answer.
     """
     directory = Path(verdict.directory) if verdict.directory else None
@@ -76,18 +76,18 @@ def end_rank(me: Report, size: int, step: int, verdict: Verdict, store: Any) -> 
     hangs = me.rank in verdict.culprits
     waited = not hangs and verdict.culprits
     _write_report(me, f"waited for {ranks_named(verdict.culprits)}" if waited else verdict.problem, verdict, not hangs)
-    with suppress(RuntimeError):  # the store may go with its process
-        if store is not None:
-            silent = [] if hangs or verdict.by != me.rank else _silent_here(me, verdict, store)
-            for one in silent:
-                if directory is not None:
-                    with suppress(OSError):
-                        (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
-                one.at = f"step {step}"  # its own last sign of life may be older
-                _write_report(one, verdict.problem, verdict, False)
+    here = [one for one in silent if _is_here(one, me)]  # they can neither write nor end by themselves
+    for one in here:
+        if directory is not None:
+            with suppress(OSError):
+                (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
+        one.at = me.at  # its own last sign of life may be older
+        _write_report(one, verdict.problem, verdict, False)
+    if store is not None:
+        with suppress(RuntimeError):  # it may go with its process
             _meet(store, size - len({*verdict.silent, *verdict.ended}))
-            for one in silent:
-                end_process(one.pid, one.started)
+    for one in here:
+        end_process(one.pid, one.started)
     if not hangs and size > 1:
         time.sleep(_BEFORE_WAITING_RANKS)
     flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold a stream's lock
@@ -105,11 +105,8 @@ def _meet(store: Any, count: int) -> None:
         arrived = store.add("arrived", 0)
 
 
-def _silent_here(me: Report, verdict: Verdict, store: Any) -> list[Report]:
-    """The ranks of this machine that can neither write nor end by themselves."""
-    known = [f"beat/{rank}" for rank in verdict.silent if store.check([f"beat/{rank}"])]
-    reports = [Report(**json.loads(store.get(key))) for key in known]
-    return [one for one in reports if (one.host, one.boot) == (me.host, me.boot) and start_time(one.pid) == one.started]
+def _is_here(one: Report, me: Report) -> bool:
+    return (one.host, one.boot) == (me.host, me.boot) and start_time(one.pid) == one.started
 
 
 def _write_report(one: Report, text: str, verdict: Verdict, waited: bool) -> None:

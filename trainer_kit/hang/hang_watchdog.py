@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -35,7 +35,7 @@ from trainer_kit.hang.stacks import (
     read_stacks,
     start_time,
 )
-from trainer_kit.hang.verdict import Finding, Report, find_culprits
+from trainer_kit.hang.verdict import Finding, Report, find_culprits, name_silent
 from trainer_kit.launch.startup_timeout import patience
 
 __all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
@@ -43,6 +43,8 @@ __all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
 EXIT_CODE: Final = 75
 """Of a run that hangs: EX_TEMPFAIL, by which batch systems start a job again."""
 _FAST: Final = 0.25  # seconds between two looks, once a hang is near
+_GUARDED: Final = 2.0  # seconds between two looks at the thread that asks the store
+_DEAD: Final = 5  # such looks after which a store that does not answer counts as dead
 _NUMBER = [0]  # of watchdogs in this process
 
 
@@ -63,6 +65,7 @@ class HangWatchdog:
         directory: called at a hang; returns the directory for the stacks, or None.
         say: prints a line; called when this process has waited for others for ``TRAINER_KIT_PATIENCE`` seconds.
         advice: the end of that line.
+        unit: what ``progress`` counts.
         signals: notice SIGTERM and Ctrl-C: from then on a step that hangs has 15 s. Main thread only.
     """
 
@@ -76,8 +79,10 @@ class HangWatchdog:
         say: Callable[[str], None],
         *,
         advice: str = "",
+        unit: str = "step",
         signals: bool = False,
     ) -> None:
+        self._unit = unit
         self.rank, self.size = rank, size
         self._progress, self._directory, self._say, self._advice = progress, directory, say, advice
         self._main = threading.get_ident()
@@ -90,7 +95,7 @@ class HangWatchdog:
         self._question: tuple[int, float, bool] | None = None  # its number, when, and whether it is about the end
         self._not_before = 0.0
         self._answered = 0
-        self._ends = False
+        self._ending: threading.Thread | None = None  # the thread that is about to end this process
         self._stopped: dict[int, float] = {}  # ranks that were found stopped, and when first
         self._me = Report(
             rank=rank,
@@ -102,6 +107,10 @@ class HangWatchdog:
             stacks=answering_file() if size > 1 else "",
         )
         self._store: Any = None
+        self._server: Report | None = None  # rank 0, which may serve the store
+        self.asking: float | None = None
+        """When the question that the store has not answered yet began."""
+        self._done = threading.Event()
         if size > 1:
             _NUMBER[0] += 1
             # Another connection: the main thread's may be blocked.
@@ -115,6 +124,10 @@ class HangWatchdog:
         self._wakeup = _wake_by_signals(self._writes) if signals else None
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self), reads), name="hang watchdog", daemon=True)
         self._thread.start()
+        if size > 1:
+            threading.Thread(
+                target=_guard, args=(weakref.ref(self), self._done), name="hang watchdog's guard", daemon=True
+            ).start()
 
     @property
     def every(self) -> float:
@@ -129,7 +142,8 @@ class HangWatchdog:
         return time.monotonic() - self._clock.since
 
     def stop(self) -> None:
-        """End the thread; this rank answers no more, and says so."""
+        """End the threads; this rank answers no more, and says so."""
+        self._done.set()
         if self._wakeup is not None:
             self._wakeup()
             self._wakeup = None
@@ -138,8 +152,8 @@ class HangWatchdog:
                 os.write(self._writes, b"\0")
             if threading.current_thread() is not self._thread:
                 self._thread.join(2.0)
-                if self._ends:  # the exception that brought the main thread here may come from the end of another rank
-                    self._thread.join()
+                if self._ending is not None:  # what brought the main thread here may be the end of another rank
+                    self._ending.join()
         self._close()
 
     def note_signals(self, numbers: bytes) -> None:
@@ -157,25 +171,52 @@ class HangWatchdog:
         now = time.monotonic()
         gap = now - self._looked - self._slept  # this process was stopped, or its interpreter was locked
         self._looked = now
-        step, token = self._progress()
-        position = find_position(sys._current_frames().get(self._main))
-        before = self._clock.since
-        self._clock.look(position, step, token, now, gap if gap > 2.0 else 0.0)
-        if self._clock.since > before and gap <= 2.0:
+        if self._measure(now, gap if gap > 2.0 else 0.0) and gap <= 2.0:
             self._warned, self._question = False, None
         if self.size == 1:
             if (code := self._overdue(now)) is not None:
-                self._end(find_culprits({0: self._report(full=True)}, {}, 1), code)
+                answers = {0: self._report(full=True)}
+                self._end(find_culprits(answers, {}, 1), code, answers, {})
             return
-        if self._store is not None:
+        if self._store is None:
+            self.look_alone(0.0)
+            return
+        self.asking = now
+        try:
             self._exchange(now)
-        elif (code := self._overdue(now)) is not None and (position.call or position.phase != OUTSIDE):
-            problem = f"rank 0, which serves the store of the ranks, does not answer; this is rank {self.rank}"
-            self._end(Finding((0,), problem, tuple(self._report(full=True).stack), certain=True), code)
+        except RuntimeError:
+            self._store = None  # its process has ended, or its machine
+        finally:
+            self.asking = None
 
-    def lose_store(self) -> None:
-        """The store no longer answers: its process is stopped, or gone."""
+    def look_alone(self, gap: float) -> None:
+        """Look once, without the store: its process is stopped, or gone.
+
+        Args:
+            gap: seconds in which this process did not run.
+        """
+        now = time.monotonic()
+        self._measure(now, gap)
+        position = self._clock.position
+        code = self._overdue(now)
+        if code is None or position is None or (not position.call and position.phase == OUTSIDE):
+            return
         self._store = None
+        server = Report(rank=0) if self._server is None else self._examined(self._server, now)
+        answers = {self.rank: self._report(full=True)}
+        if server.reason:
+            finding = name_silent([0], answers, {0: server})
+        else:
+            problem = f"the store of the ranks does not answer (rank 0 or the launcher serves it); rank {self.rank} "
+            finding = Finding((), problem + f"waits {self.seconds:.0f} s", tuple(answers[self.rank].stack), True)
+        self._end(finding, code, answers, {0: server})
+
+    def _measure(self, now: float, paused: float) -> bool:
+        """Whether there was progress since the last look."""
+        before = self._clock.since
+        step, token = self._progress()
+        self._clock.look(find_position(sys._current_frames().get(self._main)), step, token, now, paused)
+        return self._clock.since > before
 
     def _overdue(self, now: float) -> int | None:
         """The exit code if this rank has made no progress for too long."""
@@ -187,7 +228,8 @@ class HangWatchdog:
         clock, me = self._clock, self._me
         position = clock.position
         assert position is not None
-        me.at, me.phase, me.place = f"step {clock.step}", position.phase, position.place
+        me.step, me.at = clock.step, f"{self._unit} {clock.step}"
+        me.phase, me.place = position.phase, position.place
         me.call, me.patient = position.call, position.patient
         me.seconds, me.left = self.seconds, min(clock.limit - self.seconds, 1e9)
         if self._signal is not None:
@@ -202,6 +244,8 @@ class HangWatchdog:
 
     def _exchange(self, now: float) -> None:
         store, rank = self._store, self.rank
+        if self._server is None and rank and store.check(["beat/0"]):
+            self._server = Report(**json.loads(store.get("beat/0")))
         store.set(f"beat/{rank}", self._report(full=False).dumped())
         if store.check(["verdict"]):
             self._obey(Verdict(**json.loads(store.get("verdict"))))
@@ -266,8 +310,7 @@ class HangWatchdog:
         if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
             self._not_before = now + min(10.0, self._clock.limit, max(left, default=1.0))
             return
-        ended = [rank for rank, one in answers.items() if one.ended]
-        self._end(finding, code, set(range(self.size)) - set(answers), ended)
+        self._end(finding, code, answers, last_words)
 
     def _examined(self, one: Report, now: float) -> Report:
         """What this rank can see of another one that does not answer; it passed its first steps where this one has."""
@@ -289,17 +332,21 @@ class HangWatchdog:
                 one.left = -self.seconds  # it has left the phase in which it was last seen
         return one
 
-    def _end(self, finding: Finding, code: int, silent: Collection[int] = (), ended: Collection[int] = ()) -> None:
+    def _end(
+        self, finding: Finding, code: int, answers: Mapping[int, Report], last_words: Mapping[int, Report]
+    ) -> None:
         """Decide; the first rank that does is the one that counts."""
         root = self._directory()
-        place = "" if root is None else str(root / f"hang-{self._clock.step}")
+        # The last sign of life of a silent rank may be older than its hang.
+        step = min([answers[rank].step for rank in finding.culprits if rank in answers], default=self._clock.step)
+        place = "" if root is None else str(root / f"hang-{step}")
         reason = f"{signal.Signals(code - 128).name} came, and the step does not end: " if code > 128 else ""
         verdict = Verdict(
             problem=reason + finding.problem,
             details=[*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
             culprits=list(finding.culprits),
-            silent=sorted(silent),
-            ended=sorted(ended),
+            silent=sorted(set(range(self.size)) - set(answers)),
+            ended=[rank for rank, one in answers.items() if one.ended],
             code=code,
             directory=place,
             by=self.rank,
@@ -308,11 +355,11 @@ class HangWatchdog:
             verdict = Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
         if verdict.by == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
             print_line(verdict.text)
-        self._obey(verdict)
+        self._obey(verdict, last_words.values() if verdict.by == self.rank else ())
 
-    def _obey(self, verdict: Verdict) -> None:
-        self._ends = True
-        end_rank(self._me, self.size, self._clock.step, verdict, self._store)
+    def _obey(self, verdict: Verdict, silent: Collection[Report] = ()) -> None:
+        self._ending = threading.current_thread()
+        end_rank(self._me, self.size, verdict, silent, self._store)
 
     def leave(self) -> None:
         """Tell the other ranks that this one is past its loop; the thread calls it last."""
@@ -332,20 +379,32 @@ def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
             watchdog = of()
             if watchdog is None or (ready and not came):  # the other end is closed
                 return
-            try:
-                if b"\0" in came:
-                    with suppress(RuntimeError):  # the store may have gone with its process
-                        watchdog.leave()
-                    return
-                watchdog.note_signals(came)
-                watchdog.slept(min(time.monotonic() - began, pause))
-                watchdog.look()
-            except RuntimeError:
-                watchdog.lose_store()
+            if b"\0" in came:
+                with suppress(RuntimeError):  # the store may have gone with its process
+                    watchdog.leave()
+                return
+            watchdog.note_signals(came)
+            watchdog.slept(min(time.monotonic() - began, pause))
+            watchdog.look()
             pause = watchdog.every
             del watchdog
     finally:
         os.close(reads)
+
+
+def _guard(of: weakref.ref[HangWatchdog], done: threading.Event) -> None:
+    """Look where the other thread cannot: the store of a stopped process leaves a question unanswered for ever."""
+    question, looks = None, 0
+    while True:
+        began = time.monotonic()
+        if done.wait(_GUARDED) or (watchdog := of()) is None:
+            return
+        asking = watchdog.asking
+        looks = looks + 1 if asking is not None and asking == question else 0
+        question = asking
+        if looks >= _DEAD:
+            watchdog.look_alone(time.monotonic() - began - _GUARDED)
+        del watchdog
 
 
 def _wake_by_signals(file: int) -> Callable[[], None] | None:
@@ -374,13 +433,17 @@ def hang_watchdog(
     timeout: float | None,
     progress: Callable[[], tuple[int, Any]],
     directory: Callable[[], Path | None],
+    *,
+    unit: str = "step",
 ) -> Iterator[None]:
     """Inside, a `HangWatchdog` watches this process; its arguments."""
     if timeout is not None and math.isinf(timeout):
         yield
         return
     watchdog = HangWatchdog(
-        rank, size, timeout, progress, directory, lambda text: print_line(f"[rank {rank}] {text}"), signals=True
+        *(rank, size, timeout, progress, directory, lambda text: print_line(f"[rank {rank}] {text}")),
+        unit=unit,
+        signals=True,
     )
     try:
         yield

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
-__all__ = ["Finding", "Report", "find_culprits", "ranks_named"]
+__all__ = ["Finding", "Report", "find_culprits", "name_silent", "ranks_named"]
 
 _SHOWN: Final = 12  # lines of a stack in a message
 
@@ -25,7 +25,8 @@ class Report:
         boot: the kernel that it runs on.
         error_file: where its launcher looks for its error.
         stacks: the file of the machine into which a signal makes it write its stacks; "" for none.
-        at: its progress in words: ``"step 25"``.
+        step: its progress.
+        at: the same in words: ``"step 25"``.
         phase: what it does.
         place: the line of user code.
         call: the exchange that it is in, "" for none.
@@ -46,6 +47,7 @@ class Report:
     boot: str = ""
     error_file: str = ""
     stacks: str = ""
+    step: int = 0
     at: str = "its start"
     phase: str = ""
     place: str = ""
@@ -125,7 +127,7 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
     """
     silent = [rank for rank in range(size) if rank not in answers]
     if silent:
-        return _silent(silent, answers, last_words)
+        return name_silent(silent, answers, last_words)
     ended = [rank for rank, one in answers.items() if one.ended]
     if ended and len(ended) < size:
         inside = [one for one in answers.values() if not one.ended]
@@ -156,7 +158,8 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
     return Finding(tuple(busy), problem, _stack(first), False)
 
 
-def _silent(silent: list[int], answers: Mapping[int, Report], last_words: Mapping[int, Report]) -> Finding:
+def name_silent(silent: list[int], answers: Mapping[int, Report], last_words: Mapping[int, Report]) -> Finding:
+    """Ranks that do not answer; arguments as in `find_culprits`."""
     first = last_words.get(silent[0], Report(rank=silent[0]))
     host = f" ({first.host}, pid {first.pid})" if first.pid else ""
     known = f": {first.reason}" if first.reason else ""

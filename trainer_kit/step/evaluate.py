@@ -48,6 +48,7 @@ class Evaluation:
         inference_mode: torch's, instead of ``no_grad``.
         publish: is handed the values of single batches that were asked for, and how many of that loader's came before.
         seen: batches of each loader so far, over all rounds.
+        batches: that were begun, over all loaders and rounds.
         indices: in prediction, the dataset's indices of the batch that runs; None if they are unknown.
     """
 
@@ -64,6 +65,7 @@ class Evaluation:
     inference_mode: bool
     publish: Callable[[Reduced, int], None]
     seen: dict[int, int] = field(default_factory=dict)
+    batches: int = 0
     indices: list[Any] | None = None
 
     def listeners(self, moment: str) -> Listeners:
@@ -130,6 +132,7 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     metrics.feed = feed if weigh is None else None
     mine = padded_to_longest(feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy)
     for index, (batch, size) in enumerate(mine):
+        run.batches += 1
         if lockstep and index == 0 and not _all_have(run, loader):
             earlier = shared_batch(None if batch is EMPTY else batch, run.strategy.data)
             earlier = earlier if move is None else move(earlier, loader)

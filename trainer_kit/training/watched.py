@@ -1,4 +1,4 @@
-"""The hang watchdog of a fit."""
+"""The hang watchdog of a fit, and of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from trainer_kit.hang.hang_watchdog import hang_watchdog
+from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.run import Fit
 from trainer_kit.training.session import Session
 
-__all__ = ["watched_fit"]
+__all__ = ["watched_evaluation", "watched_fit"]
 
 
 def watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractContextManager[None]:
@@ -26,7 +27,18 @@ def watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractCo
     def position() -> tuple[int, Any]:
         return progress.step, (progress.batch, progress.epoch)
 
-    def directory() -> Path | None:
-        return None if trainer.settings.fast else trainer.run_dir
+    return hang_watchdog(world.rank, world.size, timeout, position, lambda: _directory(trainer))
 
-    return hang_watchdog(world.rank, world.size, timeout, position, directory)
+
+def watched_evaluation(trainer: Session, run: Evaluation, timeout: float | None) -> AbstractContextManager[None]:
+    """The same of ``validate``, ``test`` and ``predict``."""
+    world = run.strategy.world
+
+    def position() -> tuple[int, Any]:
+        return run.batches, None
+
+    return hang_watchdog(world.rank, world.size, timeout, position, lambda: _directory(trainer), unit="batch")
+
+
+def _directory(trainer: Session) -> Path | None:
+    return None if trainer.settings.fast else trainer.run_dir
