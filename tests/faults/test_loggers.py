@@ -15,6 +15,7 @@ from tests.mounts import mounted
 from trainer_kit import Accelerator, Trainer
 from trainer_kit.accelerator.trackers import GeneralTracker
 from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.core.errors import LogError
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger, delivery, read_journal
 from trainer_kit.testing import TinyModule
 
@@ -222,6 +223,43 @@ def test_values_that_a_logger_refuses_are_left_out(tmp_path, capsys):
     fit(tmp_path, logger)
     assert logger.values == [(step, loss) for step, loss in journal(tmp_path) if step not in (3, 20)]
     assert "KeyError: 'accuracy'" in lines_about(capsys, "Faulty")[0]
+
+
+@pytest.mark.parametrize("method", ["log_metrics", "save", "after_save_checkpoint", "finalize"])
+def test_what_a_logger_refuses_during_a_run_does_not_end_the_next_entry_point(tmp_path, capsys, method):
+    def fault(name, count):
+        if name == method and count == 1:
+            raise LogError("this tracker does not take that")
+
+    trainer, _ = fit(tmp_path, logger := Faulty(fault))
+    [line] = lines_about(capsys, "Faulty")
+    assert f"it refused {method}" in line
+    assert "LogError: this tracker does not take that; training continues" in line
+    trainer.fit(Logs(), [torch.ones(2, 32)])
+    assert len(logger.values) == 40 - (method == "log_metrics")
+
+
+def test_hyperparameters_that_a_logger_refuses_end_the_entry_point_at_its_start(tmp_path, capsys):
+    def fault(name, count):
+        if name == "log_hyperparams":
+            raise LogError("this tracker does not take that")
+
+    with pytest.raises(LogError, match="does not take that"):
+        fit(tmp_path, logger := Faulty(fault))
+    assert not logger.values
+    assert not lines_about(capsys, "Faulty")  # training does not continue
+
+
+def test_hyperparameters_that_are_refused_too_late_are_a_line(tmp_path, capsys, hurried, released):
+    def fault(name, count):
+        if name == "log_hyperparams" and count == 1:
+            released.wait()
+            raise LogError("this tracker does not take that")
+
+    trainer, _ = fit(tmp_path, logger := Faulty(fault), steps=2)
+    released.set()
+    trainer.fit(Logs(), [torch.ones(2, 32)])
+    assert len(logger.values) == 4
 
 
 @pytest.mark.parametrize("kind", ["csv", "tensorboard"])

@@ -300,7 +300,7 @@ class Trackers:
             tracker = self._made(one, project_name, options.get(str(getattr(one, "name", one)), {}))
             self.started.append(tracker)
         self._deliveries.open([_Queued(tracker) for tracker in self.started if self._writes(tracker)], None)
-        self._deliveries.start(self._deliveries.call("start", config))
+        self._deliveries.start("start", config)
         atexit.register(self._deliveries.close, None)  # for a script without end_training
 
     def _writes(self, tracker: GeneralTracker) -> bool:

@@ -117,7 +117,8 @@ class Delivery:
         self, logger: Any, say: Callable[[str], None], index: JournalIndex | None, journals: bool, name: str
     ) -> None:
         self.logger, self.say, self.index, self.journals, self.name = logger, say, index, journals, name
-        self.refusal: TrainerKitError | None = None
+        self._first = -1  # the ticket of a call whose refusal `started` raises
+        self._refusal: TrainerKitError | None = None
         self._kept = 10 * _KEPT if journals or index is None else _KEPT
         self._queue: deque[_Call | _Gap] = deque()
         self._changed = threading.Condition()
@@ -140,11 +141,20 @@ class Delivery:
     def _pending(self) -> int:
         return sum(item.end - item.first if isinstance(item, _Gap) else item.number >= 0 for item in self._queue)
 
-    def put(self, method: str, *arguments: Any, number: int = -1) -> int:
-        """Queue a call; returns the ticket for `wait`. Never waits for the logger."""
+    def put(self, method: str, *arguments: Any, number: int = -1, first: bool = False) -> int:
+        """Queue a call; returns the ticket for `wait`. Never waits for the logger.
+
+        Args:
+            method: its name; nothing is called where the logger does not have it.
+            arguments: of the call.
+            number: of a logged value.
+            first: whether `started` is called next.
+        """
         with self._changed:
             self._closing = None
             self._put += 1
+            if first:
+                self._first, self._refusal = self._put, None
             if len(self._queue) < self._kept:
                 self._queue.append(_Call(method, arguments, number, self._put))
             elif number >= 0 and self.index is not None and not self.journals:
@@ -189,6 +199,19 @@ class Delivery:
             self._late = self._done < ticket
         self._watch()
         return not self._late
+
+    def started(self, deadline: float) -> bool:
+        """Wait for the call that was put as ``first``, like `wait`, also for a logger that was too slow before.
+
+        Raises:
+            TrainerKitError: the logger refuses the call.
+        """
+        done = self.wait(self._first, deadline, stalled=True)
+        with self._changed:
+            refusal, self._refusal, self._first = self._refusal, None, -1
+        if refusal is not None:
+            raise refusal
+        return done
 
     def catch_up(self, deadline: float) -> None:
         """Wait for every call so far, until ``deadline`` or until the logger fails; a slow one is not noted as such."""
@@ -286,15 +309,15 @@ class Delivery:
 
     def _handle(self, item: _Call | _Gap, error: BaseException) -> bool:
         """Leave the call out, or wait until it is to be repeated; returns whether the thread continues."""
+        if isinstance(item, _Call) and isinstance(error, TrainerKitError):
+            self._leave_out(item, error)
+            return True
         with self._changed:
             now = time.monotonic()
             self._failing = now if self._failing is None else self._failing
             self._attempts += 1
         if isinstance(item, _Call) and self._is_refusal(error, now - self._failing):
-            self._failing = None
-            self._leave()
-            at = f" of step {item.arguments[1]}" if item.number >= 0 else ""
-            self._warn(f"it refused {item.method}{at}: {_text(error)}; training continues")
+            self._leave_out(item, error)
             return True
         self._warn(f"{_text(error)}; training continues, {_counted(self.pending)} not logged there")
         with self._changed:
@@ -309,11 +332,19 @@ class Delivery:
         self._give_up()
         return False
 
+    def _leave_out(self, call: _Call, error: BaseException) -> None:
+        """The logger does not want this call: the start of an entry point raises the error, else a line reports it."""
+        with self._changed:
+            self._failing = None
+            if raised := call.ticket == self._first and isinstance(error, TrainerKitError):
+                self._refusal = error
+        self._leave()
+        if not raised:
+            at = f" of step {call.arguments[1]}" if call.number >= 0 else ""
+            self._warn(f"it refused {call.method}{at}: {_text(error)}; training continues")
+
     def _is_refusal(self, error: BaseException, failing: float) -> bool:
         """Whether the logger answers, and does not want this call; then it may already have taken the next one."""
-        if isinstance(error, TrainerKitError):
-            self.refusal = self.refusal or error
-            return True
         if type(error) in self._refused:
             return True
         mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
@@ -422,22 +453,22 @@ class Deliveries:
         """Queue another call for every logger that has this method; returns what `wait` takes."""
         return [(one, one.put(method, *arguments)) for one in self.each()]
 
-    def start(self, waiting: Iterable[tuple[Delivery, int]]) -> list[Any]:
-        """Wait for first calls, 10 seconds at most, and raise what a logger refuses.
+    def start(self, method: str, *arguments: Any) -> list[Any]:
+        """Call every logger for the first time in an entry point, and wait for it, 10 seconds at most.
+
+        A refusal that comes later than that is a line like any other failure of a logger.
 
         Returns:
             The loggers that have not answered.
 
         Raises:
-            TrainerKitError: a logger's own, about its arguments.
+            TrainerKitError: a logger's own, about the arguments.
         """
         deadline = time.monotonic() + _PATIENCE
-        silent = [one.logger for one, ticket in waiting if not one.wait(ticket, deadline, stalled=True)]
-        for one in self._each.values():
-            refusal, one.refusal = one.refusal, None
-            if refusal is not None:
-                raise refusal
-        return silent
+        starting = self.each()
+        for one in starting:
+            one.put(method, *arguments, first=True)
+        return [one.logger for one in starting if not one.started(deadline)]
 
     def save(self) -> Callable[[], None]:
         """Queue ``save`` for every logger; returns what waits until the journal, and each that answers, has saved."""

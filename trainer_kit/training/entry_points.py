@@ -340,7 +340,7 @@ class EntryPoint:
             if owner is not None and vars(owner).get("_log_hparams"):
                 values.update(owner.hparams)
         deliveries = trainer.files.deliveries
-        silent = deliveries.start(deliveries.call("log_hyperparams", values) if values else [])
+        silent = deliveries.start("log_hyperparams", values) if values else []
         for logger in trainer.files.loggers:
             if logger in silent:
                 continue
