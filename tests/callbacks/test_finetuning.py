@@ -160,6 +160,27 @@ def test_mistakes_are_refused_before_the_first_step():
         LayerWiseUnfreezing(["backbone.0"], every_n_epochs=0)
 
 
+def test_parameters_that_the_optimizer_has_already_are_no_silent_matter():
+    class Whole(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    notes = Notes()
+    with pytest.warns(UserWarning, match="4 frozen parameters are in the optimizer already"):
+        fitted(BackboneFinetuning(1), notes, module=Whole(), epochs=2)
+    assert notes.rates[-1] == [0.01]
+    assert notes.trained[-1] == {"backbone.0", "backbone.1", "backbone.4", "head"}
+
+    class Two(Net):
+        def configure_optimizers(self):
+            parts = {"head": self.head, "norm": self.backbone[1]}
+            return {name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in parts.items()}
+
+    for callback in (BackboneFinetuning(1), LayerWiseUnfreezing(["backbone.0"])):
+        with pytest.raises(ConfigurationError, match="adds parameters to one optimizer"):
+            fitted(callback, module=Two())
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

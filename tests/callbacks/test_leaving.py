@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import trainer_kit as tk
+from tests.callbacks import fits
 from tests.parity.plain import Classifier, assert_same, make_batches, make_net, sgd, train
 from trainer_kit.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Preemption
 from trainer_kit.checkpoint import verify_checkpoint
@@ -110,6 +111,18 @@ def test_a_signal(tmp_path: Path, source: Any) -> None:
     assert preemption.reason == "SIGUSR2"
 
 
+def test_a_signal_that_every_run_listens_to(tmp_path: Path) -> None:
+    """A source of its own for SIGTERM called itself without end, where no step was running."""
+
+    class Early(tk.Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as ended:
+        train(Classifier(make_net(), sgd), make_batches(4), callbacks=[Preemption(["SIGTERM"]), Early()], **QUIET)
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
 def test_the_time_limit_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time() + 60)))
     preemption = Preemption(["slurm"], every=0.05, margin=90)
@@ -159,3 +172,13 @@ def test_sources_that_cannot_be() -> None:
     for wrong in ([], ["SIGNOPE"]):
         with pytest.raises(ConfigurationError):
             Preemption(wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_several_ranks_say_that_nothing_is_saved(tmp_path: Path) -> None:
+    trainer = fits.trainer(OnExceptionCheckpoint(tmp_path), At(2, fail), devices=2, max_epochs=1)
+    with pytest.raises(KeyError, match="wrong"):
+        trainer.fit(Classifier(make_net(), sgd), make_batches(8))
+    assert any("no checkpoint of this exception" in line for line in trainer.printed) == trainer.is_global_zero
+    assert list(tmp_path.glob("on_exception*")) == []

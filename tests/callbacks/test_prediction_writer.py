@@ -102,6 +102,8 @@ def test_mistakes(monkeypatch):
         BasePredictionWriter("batches")
     with pytest.raises(ConfigurationError, match="did you mean 'npy'"):
         PredictionWriter(".", format="npyy")
+    with pytest.raises(ConfigurationError, match="s3://bucket/out"):  # it became a directory called s3:
+        PredictionWriter("s3://bucket/out", format="npy")
     with pytest.raises(NotImplementedError, match="write_on_epoch_end"):
         predicted(BasePredictionWriter("epoch"), DataLoader(DATA))
     monkeypatch.setattr("lightning_utilities.core.imports.RequirementCache.__bool__", lambda self: False)

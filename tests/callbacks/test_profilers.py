@@ -86,6 +86,10 @@ def test_a_run_that_ends_or_fails_while_it_is_recorded(tmp_path):
     fit(batches=3, profiler=PyTorchProfiler(tmp_path, row_limit=0))
     assert (tmp_path / "profile-rank0.json").stat().st_size > 0
 
+    made = fit(batches=2, profiler=PyTorchProfiler(tmp_path / "none", wait=1, warmup=1))
+    assert "training ended before step 3" in made.printed[-1]
+    assert not (tmp_path / "none").exists()
+
     class Fails(Callback):
         def on_train_step_end(self, trainer, module):
             if trainer.global_step == 3:
@@ -101,6 +105,12 @@ def test_a_run_that_ends_or_fails_while_it_is_recorded(tmp_path):
 def test_mistakes():
     with pytest.raises(ConfigurationError, match="active=0"):
         PyTorchProfiler(active=0)
+    with pytest.raises(ConfigurationError, match="use wait=, warmup= and active="):
+        PyTorchProfiler(schedule=None)
+    with pytest.raises(
+        ConfigurationError, match=r"export_to_chrome[\s\S]+did you mean|export_to_chrome[\s\S]+use one of"
+    ):
+        PyTorchProfiler(export_to_chrome=True)
     with pytest.raises(ConfigurationError, match="did you mean 'pytorch'"):
         trainer(profiler="pytorsh")
     with pytest.raises(ConfigurationError, match="a word or a callback"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, final
 
@@ -39,6 +40,7 @@ class BaseFinetuning(Callback):
     """
 
     never_called: ClassVar[Mapping[str, str]] = {"_store": "parameter groups are in every checkpoint"}
+    _adds_groups: ClassVar[bool] = False  # by itself, so that a second optimizer would step the same parameters
 
     def __init__(self) -> None:
         self._begun = -1  # the epoch for which finetune_function ran last
@@ -111,6 +113,8 @@ class BaseFinetuning(Callback):
     ) -> None:
         """Train these modules, and add those of their parameters that the optimizer lacks, as a new group.
 
+        Frozen parameters that the optimizer has already keep the learning rate of their group, with a warning.
+
         Args:
             modules: to unfreeze.
             optimizer: that is to step them.
@@ -118,6 +122,14 @@ class BaseFinetuning(Callback):
             initial_denom_lr: see ``lr``.
             train_bn: False leaves out batch norms.
         """
+        frozen = [*BaseFinetuning.filter_params(modules, train_bn, requires_grad=False)]
+        known = len(frozen) - len(BaseFinetuning.filter_on_optimizer(optimizer, frozen))
+        if known:
+            warnings.warn(
+                f"{known} frozen parameters are in the optimizer already, and keep the learning rate of their group:"
+                " give the optimizer filter(lambda p: p.requires_grad, self.parameters())",
+                stacklevel=2,
+            )
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
         added = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(modules, train_bn))
@@ -137,6 +149,12 @@ class BaseFinetuning(Callback):
             self.freeze_before_training(module)
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self._adds_groups and len(trainer.optimizers) > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} adds parameters to one optimizer",
+                found=f"{len(trainer.optimizers)} optimizers, each of which would step them",
+                fix="subclass BaseFinetuning: its finetune_function is called for each optimizer",
+            )
         for name, norm in _batch_norms(module):
             norm.track_running_stats = self._tracking.get(name, norm.track_running_stats)
         for optimizer in trainer.optimizers:
@@ -209,12 +227,14 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: digits of what is printed.
 
     Raises:
-        ConfigurationError: before the first step, for a module without ``backbone``.
+        ConfigurationError: before the first step, for a module without ``backbone``, and with several optimizers.
 
     Example:
         >>> BackboneFinetuning(5, lambda_func=lambda epoch: 1.5).unfreeze_backbone_at_epoch
         5
     """
+
+    _adds_groups = True
 
     def __init__(
         self,
@@ -294,12 +314,15 @@ class LayerWiseUnfreezing(BaseFinetuning):
         train_bn: whether batch norms are trained from the start.
 
     Raises:
-        ConfigurationError: before the first step, for a name that the module does not have, and for numbers below 1.
+        ConfigurationError: before the first step, for a name that the module does not have, with several optimizers,
+            and for numbers below 1.
 
     Example:
         >>> LayerWiseUnfreezing(["encoder.1", "encoder.0"], lr_factor=1 / 2.6).layers
         ('encoder.1', 'encoder.0')
     """
+
+    _adds_groups = True
 
     def __init__(
         self,

@@ -80,7 +80,8 @@ class Preemption(Callback):
     the job to run again): all ranks agree on the step, save, and leave with exit code 128 + the signal's number.
 
     Args:
-        sources: any of a signal (``signal.SIGUSR2``, ``"SIGUSR2"``); ``"slurm"``: the time limit of the job, from
+        sources: any of a signal (``signal.SIGUSR2``, ``"SIGUSR2"``; SIGTERM, SIGINT and SIGUSR1 keep their meaning of
+            every run); ``"slurm"``: the time limit of the job, from
             ``SLURM_JOB_END_TIME``; a URL that starts with ``http``: it answers with something else than an error,
             nothing, ``FALSE``, ``NONE``, ``null`` or an empty list; anything else is the path of a file that appears.
         every: seconds between two looks.
@@ -113,7 +114,8 @@ class Preemption(Callback):
                 fix='Preemption("slurm"), Preemption("/run/preempted"), Preemption("http://…")',
             )
         self.every, self.margin, self.headers = every, margin, dict(headers or {})
-        self._signals = [found for found in map(_signal, self.sources) if found is not None]
+        known = (signal.SIGTERM, signal.SIGINT, _USR1)  # every run listens to them
+        self._signals = [found for found in map(_signal, self.sources) if found is not None and found not in known]
         self._looks = [look for look in map(self._look, self.sources) if look is not None]
         self._before: dict[signal.Signals, Any] = {}
         self._over = threading.Event()
@@ -126,7 +128,8 @@ class Preemption(Callback):
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         for number in self._signals if threading.current_thread() is threading.main_thread() else ():
-            self._before[number] = signal.signal(number, self._on_signal)
+            if signal.getsignal(number) is not None:  # it could not be put back
+                self._before[number] = signal.signal(number, self._on_signal)
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._looks and trainer.is_global_zero:  # from here on a signal saves first

@@ -16,6 +16,7 @@ from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import ConfigurationError, DataError, did_you_mean
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["BasePredictionWriter", "PredictionWriter"]
@@ -136,13 +137,13 @@ class PredictionWriter(BasePredictionWriter):
     the order of the data in ``"epoch"`` files, and those of the rank in ``"batch"`` files.
 
     Args:
-        output_dir: the directory, made if it is not there.
+        output_dir: the directory on this machine, made if it is not there.
         write_interval: ``"epoch"`` or ``"batch"``.
         format: ``"parquet"`` (needs pyarrow; tensors of more dims become lists), ``"npy"`` (a file for each column) or
             ``"safetensors"`` (numbers only).
 
     Raises:
-        ConfigurationError: for another word, and without pyarrow.
+        ConfigurationError: for another word, a URL, and without pyarrow.
         DataError: while predicting, where a value has no entry for each sample, or no place in the format.
 
     Example:
@@ -160,6 +161,12 @@ class PredictionWriter(BasePredictionWriter):
         if format not in _WRITERS:
             raise ConfigurationError(
                 "PredictionWriter knows no such format", found=repr(format), fix=did_you_mean(str(format), _WRITERS)
+            )
+        if is_url(output_dir):
+            raise ConfigurationError(
+                "PredictionWriter writes to a local directory",
+                found=f"output_dir={output_dir}",
+                fix="mount the storage, or copy the files in a BasePredictionWriter of your own",
             )
         if format == "parquet":
             _require_pyarrow()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import cProfile
+import inspect
 import io
 import pstats
 from collections.abc import Callable, Mapping
@@ -177,7 +178,8 @@ class PyTorchProfiler(SectionTimes):
         profiler_kwargs: other arguments of ``torch.profiler.profile``, such as ``record_shapes=True``.
 
     Raises:
-        ConfigurationError: for a number of steps below zero, or none to record.
+        ConfigurationError: for a number of steps below zero, or none to record; for an argument that
+            ``torch.profiler.profile`` does not have, and for ``schedule``.
 
     Example:
         >>> PyTorchProfiler(wait=10, active=5, record_shapes=True).active
@@ -201,6 +203,7 @@ class PyTorchProfiler(SectionTimes):
             raise ConfigurationError(
                 "a profile needs steps to record", found=f"wait={wait}, warmup={warmup}, active={active}"
             )
+        _check_options(profiler_kwargs)
         super().__init__()
         self.wait, self.warmup, self.active = wait, warmup, active
         self.row_limit, self.sort_by_key, self.memory_snapshot = row_limit, sort_by_key, memory_snapshot
@@ -209,6 +212,7 @@ class PyTorchProfiler(SectionTimes):
         self._profile: Any = None
         self._range: Any = None
         self._left = 0
+        self._records_memory = False
 
     def enter(self, section: str) -> None:
         if self._range is not None:
@@ -224,6 +228,7 @@ class PyTorchProfiler(SectionTimes):
         schedule = torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
         self._profile = torch.profiler.profile(schedule=schedule, **self._kwargs)
         self._profile.__enter__()
+        self._begin_snapshot(trainer)
         super().on_train_start(trainer, module)
 
     def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
@@ -231,8 +236,7 @@ class PyTorchProfiler(SectionTimes):
         if self._profile is None:
             return
         self._left -= 1
-        if self._left == self.active and self.memory_snapshot and trainer.strategy.device.type == "cuda":
-            torch.cuda.memory._record_memory_history()  # torch documents no other name
+        self._begin_snapshot(trainer)
         if self._left:
             self._profile.step()
         else:
@@ -242,12 +246,27 @@ class PyTorchProfiler(SectionTimes):
         super().on_train_end(trainer, module)
         if self._left < self.active:  # training ended while steps were recorded
             self._finish(trainer)
+        elif self._profile is not None:
+            trainer.print(
+                f"PyTorchProfiler recorded nothing: training ended before step {self.wait + self.warmup + 1}, at which"
+                " recording begins; lower wait= and warmup="
+            )
 
     def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._stop()
 
-    def _stop(self) -> Any:
+    def _begin_snapshot(self, trainer: TrainerLike) -> None:
+        if self._left == self.active and self.memory_snapshot and trainer.strategy.device.type == "cuda":
+            torch.cuda.memory._record_memory_history()  # torch documents no other name
+            self._records_memory = True
+
+    def _stop(self, snapshot: Path | None = None) -> Any:
         profile, self._profile = self._profile, None
+        if self._records_memory:
+            if snapshot is not None:
+                torch.cuda.memory._dump_snapshot(str(snapshot))  # type: ignore[no-untyped-call]
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self._records_memory = False
         if self._range is not None:
             self._range.__exit__(None, None, None)
             self._range = None
@@ -256,19 +275,28 @@ class PyTorchProfiler(SectionTimes):
         return profile
 
     def _finish(self, trainer: TrainerLike) -> None:
-        profile = self._stop()
+        path = self._report.path(trainer, ".json")
+        profile = self._stop(path.with_suffix(".pickle"))
         if profile is None:
             return
-        path = self._report.path(trainer, ".json")
         profile.export_chrome_trace(str(path))
-        if self.memory_snapshot and trainer.strategy.device.type == "cuda":
-            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))  # type: ignore[no-untyped-call]
-            torch.cuda.memory._record_memory_history(enabled=None)
         if self.row_limit:
             device = trainer.strategy.device.type
             key = self.sort_by_key or ("self_cpu_time_total" if device == "cpu" else f"self_{device}_time_total")
             trainer.print(profile.key_averages().table(sort_by=key, row_limit=self.row_limit))
         trainer.print(f"trace written to {path}: open it at https://ui.perfetto.dev")
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what ``torch.profiler.profile`` does not take, before the first step."""
+    known = inspect.signature(torch.profiler.profile).parameters.keys() - {"schedule"}
+    for name in options:
+        if name not in known:
+            raise ConfigurationError(
+                "torch.profiler.profile has no such argument",
+                found=name,
+                fix="use wait=, warmup= and active=" if name == "schedule" else did_you_mean(name, known),
+            )
 
 
 _WORDS: Final[Mapping[str, Callable[[], Callback]]] = {

@@ -67,6 +67,7 @@ class ModelPruning(Callback):
         use_global_unstructured: bool = True,
         amount: int | float | Callable[[int], int | float] = 0.5,
         apply_pruning: bool | Callable[[int], bool] = True,
+        *,
         use_lottery_ticket_hypothesis: bool | Callable[[int], bool] = True,
         pruning_dim: int | None = None,
         pruning_norm: int | None = None,

@@ -25,7 +25,8 @@ class SpikeDetection(Callback):
 
     A spike is a loss that is worse than the running mean by ``rtol`` times it, and by ``atol`` where that is given.
     Losses are kept on the device and read together with logged values, so a step waits for nothing and a spike is
-    reported at the next logging step, with its own step. A spike does not enter the mean.
+    reported at the next logging step, with its own step. A spike does not enter the mean. With several ranks a
+    checkpoint holds rank 0's losses of the steps that are not judged yet.
 
     Args:
         mode: ``"min"`` when a lower loss is better, else ``"max"``.

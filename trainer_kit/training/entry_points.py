@@ -293,6 +293,10 @@ class EntryPoint:
             return
         if isinstance(error, NonFiniteError) or self.trainer.world_size > 1 or run.requests.at_once:
             run.requests.checkpoints.clear()
+            if self.trainer.world_size > 1:
+                self.trainer.say(
+                    "no checkpoint of this exception: other ranks may have ended; the last one on disk stays"
+                )
             return
         save_requested(run, last=True)
 
