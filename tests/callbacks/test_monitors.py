@@ -10,7 +10,7 @@ import torch
 from tests.callbacks.fits import BATCH, Scripted, fit, trainer
 from trainer_kit import TrainModule
 from trainer_kit.callbacks import Callback, DeviceStatsMonitor, ModelCheckpoint, ThroughputMonitor
-from trainer_kit.callbacks.monitors import SECTIONS, device_peak
+from trainer_kit.callbacks.monitors import SECTIONS, device_peak, find_straggler
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
 
@@ -97,6 +97,30 @@ def test_it_changes_no_bit_and_counts_flops(accumulate):
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
+def test_flops_of_several_backward_passes():
+    """Manual optimization: only the first of the two was counted."""
+
+    class Two(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization, self.other = False, torch.nn.Linear(32, 2)
+
+        def training_step(self, batch, batch_idx):
+            for layer, optimizer in zip((self.layer, self.other), self.optimizers(), strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(layer(batch).pow(2).sum())
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+
+    made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=2)
+    made.fit(Two(), [BATCH] * 4)
+    values = made.logged[-1][1]
+    one = 2 * (2 * len(BATCH) * 32 * 2)
+    assert values["train/device/flops_per_sec"] == pytest.approx(2 * one * values["train/device/batches_per_sec"])
+
+
 def test_tokens_and_the_users_own_counts():
     own = ThroughputMonitor(lambda batch: len(batch) // 2, lambda batch: 5, flops_per_batch=1e6)
     values = fit(own, batches=4, tokens=3, log_every_n_steps=2).logged[-1][1]
@@ -151,6 +175,19 @@ def test_peaks_of_devices():
     assert device_peak("NVIDIA GeForce RTX 4090", "32-true") == 82.6e12
     assert device_peak("Tesla T4", "64-true") is None
     assert device_peak("NVIDIA L4", "bf16-mixed") == 121e12
+    assert device_peak("Tesla V100-PCIE-32GB", "16-mixed") == 112e12
+    assert device_peak("Tesla V100-SXM2-16GB", "bf16-mixed") is None, "it has no bf16"
+    assert device_peak("NVIDIA H200 NVL", "bf16-mixed") == 835e12
+    assert device_peak("NVIDIA GB200", "bf16-mixed") == 2500e12
+    assert device_peak("AMD Instinct MI250X", "bf16-mixed") == 191.5e12, "a device is half of a card"
+    for other in (
+        "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+    ):
+        assert device_peak(other, "16-mixed") is None
+    assert device_peak("NVIDIA GeForce RTX 3090 Ti", "16-mixed") == 80e12
+    assert device_peak("NVIDIA H100 80GB HBM3", "transformer-engine") is None
     with pytest.raises(ConfigurationError, match="peak_flops=0"):
         ThroughputMonitor(peak_flops=0)
 
@@ -167,3 +204,36 @@ def test_rates_are_of_all_ranks(strategy):
     assert logged["train/device/batches_per_sec"] == pytest.approx(logged["train/global/batches_per_sec"] / 2)
     assert logged["train/device/flops_per_sec"] > 0
     assert logged["cpu/memory"] > 50e6
+
+
+def test_who_waits_is_no_straggler():
+    fast, slow = [0.1, 1, 5, 0, 0, 0, 0, 0], [4.1, 1, 1, 0, 0, 0, 0, 0]  # the fast ones wait in backward
+    assert find_straggler([fast, slow])[:2] == (1, "data")
+    assert find_straggler([fast, fast, slow, fast])[:2] == (2, "data")
+    late = [0.1, 5, 1, 0, 0, 3, 0, 0]  # callbacks come after the exchange, so that the others wait in the next forward
+    assert find_straggler([[0.1, 8, 1, 0, 0, 0, 0, 0], late])[:2] == (1, "callbacks")
+    assert find_straggler([[1.0] * 8] * 4) is None
+    assert find_straggler([[1.0] * 8]) is None
+    assert find_straggler([[0.001, 1, 1, 0, 0, 0, 0, 0], [0.01, 1, 1, 0, 0, 0, 0, 0]]) is None, "too small to matter"
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_rank_that_is_slow_to_read_data_is_named(strategy):
+    class SlowData(torch.utils.data.Dataset):
+        def __len__(self):
+            return 16
+
+        def __getitem__(self, index):
+            time.sleep(0.02 if index % 4 >= 2 else 0)  # the second half of a global batch: rank 1
+            return torch.ones(32)
+
+    made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=4, devices=2, strategy=strategy)
+    made.fit(TinyModule(), torch.utils.data.DataLoader(SlowData(), batch_size=2))
+    lines = [line for line in made.printed if line.startswith("straggler")]
+    if made.global_rank == 0:
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("straggler: rank 1, data: 0.1"), lines
+    else:
+        assert lines == []

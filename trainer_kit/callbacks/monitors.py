@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from statistics import median_low
 from time import perf_counter, process_time
 from typing import Any, ClassVar, Final, Literal, final
 
@@ -16,7 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["SECTIONS", "DeviceStatsMonitor", "SectionTimes", "ThroughputMonitor", "device_peak"]
+__all__ = ["SECTIONS", "DeviceStatsMonitor", "SectionTimes", "ThroughputMonitor", "device_peak", "find_straggler"]
 
 
 @final
@@ -83,49 +84,74 @@ def _memory_of(device: torch.device) -> dict[str, float]:
 
 
 _PEAKS: Final[Mapping[str, tuple[float, float, float]]] = {
-    "H200": (989, 494, 67),
-    "GH200": (989, 494, 67),
-    "H100 PCIe": (756, 378, 51),
-    "H100 NVL": (835, 418, 60),
-    "H100": (989, 494, 67),
-    "H800": (989, 494, 67),
+    # Blackwell: NVIDIA Blackwell and Blackwell Ultra data sheets; "GB" boards have more power for each GPU.
+    "GB300": (2500, 1250, 80),
+    "GB200": (2500, 1250, 80),
+    "B300": (2250, 1100, 75),
     "B200": (2250, 1100, 75),
-    "A100": (312, 156, 19.5),
-    "A800": (312, 156, 19.5),
-    "A10G": (70, 35, 35),
-    "A10": (125, 62.5, 31.2),
-    "A30": (165, 82, 10.3),
-    "A40": (149.7, 74.8, 37.4),
-    "A6000": (154.8, 77.4, 38.7),
+    # Hopper: NVIDIA H100, H200 and GH200 data sheets. The 800 series has the same cores and slower links.
+    "GH200": (989, 494, 67),
+    "H200 NVL": (835, 417, 60),
+    "H200": (989, 494, 67),
+    "H100 NVL": (835, 417, 60),
+    "H100 PCIe": (756, 378, 51),
+    "H100": (989, 494, 67),
+    "H800 PCIe": (756, 378, 51),
+    "H800": (989, 494, 67),
+    # Ada: NVIDIA L4, L40 and L40S data sheets; Ada GPU Architecture white paper (products are summed in float32).
     "L40S": (362, 183, 91.6),
     "L40": (181, 90.5, 90.5),
     "L4": (121, 60, 30.3),
     "RTX 4090": (165.2, 82.6, 82.6),
+    # Ampere: NVIDIA A100, A800, A10, A30, A40 and RTX A6000 data sheets; of the A10G, AWS's; GA102 white paper.
+    "A100": (312, 156, 19.5),
+    "A800": (312, 156, 19.5),
+    "A10": (125, 62.5, 31.2),
+    "A10G": (70, 35, 35),
+    "A30": (165, 82, 10.3),
+    "A40": (149.7, 74.8, 37.4),
+    "A6000": (154.8, 77.4, 38.7),
+    "RTX 3090 Ti": (80, 40, 40),
     "RTX 3090": (71, 35.6, 35.6),
+    # Volta and Turing: NVIDIA V100 and T4 data sheets. Neither has TF32.
+    "V100 PCIE": (112, 14, 14),
+    "V100S PCIE": (130, 16.4, 16.4),
     "V100": (125, 15.7, 15.7),
     "T4": (65, 8.1, 8.1),
+    # AMD Instinct data sheets. An MI250X is two devices, each with half of what its sheet gives; it has no TF32.
+    "MI325X": (1307.4, 653.7, 163.4),
     "MI300X": (1307.4, 653.7, 163.4),
-    "MI250X": (383, 95.7, 47.9),
+    "MI250X": (191.5, 47.9, 47.9),
 }
-"""TFLOP/s of dense products by part of the device's name: 16-bit floats, TF32, float32; by the vendors' data sheets."""
+"""TFLOP/s of dense products by words of the device's name: 16-bit floats, TF32, float32.
+
+NVIDIA's sheets give products of tensor cores with sparsity, which is twice the dense figure.
+"""
+_WITHOUT_BF16: Final = ("V100 PCIE", "V100S PCIE", "V100", "T4")
+_OTHER_CHIPS: Final = frozenset(("Ti", "SUPER", "D", "Laptop", "Mobile", "Max", "MIG", "GRID"))
+"""Words of a name that make it another chip than the one without them, or a part of one."""
 
 
 def device_peak(name: str, precision: str) -> float | None:
-    """The largest FLOP/s that a device reaches by its data sheet, without sparsity; None for an unknown device.
+    """The largest FLOP/s that a device reaches by its data sheet, without sparsity; None where it is not known.
 
     Args:
         name: as the driver gives it.
-        precision: of the Trainer; ``32-true`` counts TF32 where torch's float32 products use it.
+        precision: of the Trainer. ``32-true`` counts TF32 where torch's float32 products use it. None is known for
+            64-bit floats, for 8-bit products, and for bf16 on devices that only emulate it.
 
     Example:
         >>> device_peak("NVIDIA H100 80GB HBM3", "bf16-mixed"), device_peak("an unknown one", "32-true")
         (989000000000000.0, None)
     """
-    words = name.replace("-", " ").split()
-    known = [key for key in _PEAKS if all(word in words for word in key.split())]
-    if not known or "64" in precision:
+    words = set(name.replace("-", " ").replace("/", " ").split())
+    known = [key for key in _PEAKS if words.issuperset(key.split())]
+    if not known or any(word in precision for word in ("64", "8", "transformer-engine")):
         return None
-    half, tf32, single = _PEAKS[max(known, key=len)]
+    chip = max(known, key=len)
+    if (words & _OTHER_CHIPS) - set(chip.split()) or (chip in _WITHOUT_BF16 and "bf16" in precision):
+        return None
+    half, tf32, single = _PEAKS[chip]
     if "32" in precision:
         return 1e12 * (single if torch.get_float32_matmul_precision() == "highest" else tf32)
     return 1e12 * half
@@ -134,6 +160,34 @@ def device_peak(name: str, precision: str) -> float | None:
 SECTIONS: Final = ("data", "forward", "backward", "communication", "step", "callbacks", "validation", "checkpoint")
 """Where the time of a fit goes, in the order of a step."""
 _TRAINING: Final = ("forward", "backward", "communication", "step")
+_AFTER_AN_EXCHANGE: Final = (*SECTIONS[SECTIONS.index("step") :], *SECTIONS[: SECTIONS.index("step")])
+"""The parts from one exchange of gradients to the next."""
+
+
+def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | None:
+    """The rank that the others wait for: rank, part of the time, and how many times the median of the ranks it takes.
+
+    A part counts from 1.5 times the median and a tenth of the whole time on. Who waits is slow, too, later in the step:
+    of large differences the first one after an exchange of gradients is the cause.
+
+    Args:
+        rows: for each rank, the seconds of each part of `SECTIONS`.
+
+    Example:
+        >>> find_straggler([[0.1, 1, 5, 0, 0, 0, 0, 0], [4.1, 1, 1, 0, 0, 0, 0, 0]])
+        (1, 'data', 41.0)
+        >>> find_straggler([[0.1, 1, 1, 0, 0, 0, 0, 0], [0.2, 1, 1, 0, 0, 0, 0, 0]])
+    """
+    whole, found = max(map(sum, rows)), dict[str, tuple[float, int, float]]()
+    for section, seconds in zip(SECTIONS, zip(*rows, strict=True), strict=True):
+        slowest, usual = max(seconds), median_low(seconds)
+        if slowest > 1.5 * usual and slowest - usual > 0.1 * whole:
+            found[section] = slowest - usual, seconds.index(slowest), slowest / max(usual, 1e-9)
+    largest = max((excess for excess, _, _ in found.values()), default=0.0)
+    for section in _AFTER_AN_EXCHANGE:
+        if section in found and found[section][0] >= 0.5 * largest:
+            return found[section][1], section, found[section][2]
+    return None
 
 
 class SectionTimes(Callback):
@@ -223,7 +277,8 @@ class ThroughputMonitor(SectionTimes):
     Every ``log_every_n_steps`` steps it logs, for the steps since the last time, without validations:
     ``train/global/samples_per_sec``, ``…/batches_per_sec`` and, where ``loss_weight`` counts tokens,
     ``…/tokens_per_sec``, over all ranks; the same under ``train/device`` for one device, with ``flops_per_sec`` and
-    ``mfu``. FLOPs are counted once, in the second step, by torch's ``FlopCounterMode``; ``torch.compile`` hides them.
+    ``mfu``. FLOPs are counted once, in the second step, by torch's ``FlopCounterMode``. ``torch.compile`` hides them,
+    and what activation checkpointing computes again counts twice: pass ``flops_per_batch`` there.
 
     ``train/time/…`` are the parts of all time since training began, restarts included; they add up to 1. They are times
     of rank 0. *data* is the wait for the next batch, with its move and ``on_train_batch_start``. *communication* is
@@ -232,6 +287,9 @@ class ThroughputMonitor(SectionTimes):
     *checkpoint* is the wait for a save, until the next batch begins. ``train/goodput`` is the sum of forward, backward,
     communication and step. On an accelerator work runs on after a call returns, and its time appears where the host
     waits; ``synchronize`` measures exactly, and slows training down.
+
+    Where one rank takes much longer for a part than the others since the last time, a line names it: ``straggler: rank
+    3, data: 4.1 s, 8.2 times the median of the ranks``; once an epoch for each rank and part. See `find_straggler`.
 
     Args:
         batch_size_fn: the number of samples of a batch on this rank; None: what the loader says.
@@ -268,8 +326,11 @@ class ThroughputMonitor(SectionTimes):
         self._first_step = 0
         self._own = [0.0, 0.0]  # samples and items of this rank, by the user's functions
         self._before: dict[str, float] = {}
+        self._split_before = self.time_split()
+        self._named: set[tuple[int, int, str]] = set()  # epoch, rank and part of stragglers that were printed
         self._flops = flops_per_batch
         self._counter: AbstractContextManager[Any] | None = None
+        self._counted = 0  # micro-batches: those of a pipeline begin together
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"seconds": self.time_split()}
@@ -280,7 +341,7 @@ class ThroughputMonitor(SectionTimes):
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         super().setup(trainer, module, stage)
         if stage == "fit":
-            self._flops = self.flops_per_batch
+            self._flops, self._named = self.flops_per_batch, set()
 
     def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._end_count()
@@ -289,7 +350,7 @@ class ThroughputMonitor(SectionTimes):
         super().on_train_start(trainer, module)
         every, self._first_step = trainer.log_every_n_steps, trainer.progress.step
         self._next = following(self._first_step, every) if every else math.inf
-        self._before = self._counts(trainer)
+        self._before, self._split_before = self._counts(trainer), self.time_split()
 
     def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> None:
         if self.batch_size_fn is not None:
@@ -301,12 +362,15 @@ class ThroughputMonitor(SectionTimes):
 
             counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
             counter.__enter__()
-            self._counter = counter
+            self._counter, self._counted = counter, 0
+        self._counted += 1
         super().on_train_batch_start(trainer, module, batch, batch_idx)
 
     def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
         super().on_after_backward(trainer, module)
-        self._end_count()
+        if self._counter is not None:  # a step may have several backward passes
+            total = self._counter.get_total_flops()  # type: ignore[attr-defined]  # 0: compiled
+            self._flops = total / self._counted
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
@@ -325,7 +389,7 @@ class ThroughputMonitor(SectionTimes):
         counter, self._counter = self._counter, None
         if counter is not None:
             counter.__exit__(None, None, None)
-            self._flops = float(counter.get_total_flops())  # type: ignore[attr-defined]  # 0: compiled
+            self._flops = self._flops or 0.0
 
     def _counts(self, trainer: TrainerLike) -> dict[str, float]:
         """What is counted, up to this step; over all ranks, but for ``own``."""
@@ -341,16 +405,19 @@ class ThroughputMonitor(SectionTimes):
 
     def _log(self, trainer: TrainerLike) -> None:
         self.enter(self._section)
-        group, now = trainer.strategy.data, self._counts(trainer)
+        strategy, now, split = trainer.strategy, self._counts(trainer), self.time_split()
         made = {name: value - self._before[name] for name, value in now.items()}
-        self._before = now
-        rows = group.agree([made["samples"], made["items"]])
+        spent = [split[name] - self._split_before[name] for name in SECTIONS]
+        self._before, self._split_before = now, split
+        rows = strategy.world.agree([strategy.data.rank, made["samples"], made["items"], *spent])
+        counts = {row[0]: row for row in rows}.values()  # ranks that compute parts of one batch count it once
         if self.batch_size_fn is not None:
-            made["samples"] = sum(row[0] for row in rows)
-        made["items"] = sum(row[1] for row in rows)
+            made["samples"] = sum(row[1] for row in counts)
+        made["items"] = sum(row[2] for row in counts)
+        self._report_straggler(trainer, [row[3:] for row in rows])
         seconds, values = max(made.pop("seconds"), 1e-9), dict[str, float]()
         batches = made["batches"]
-        made["batches"] = batches * group.size
+        made["batches"] = batches * strategy.data.size
         for name, count in made.items():
             if count or name in ("batches", "samples"):
                 values[f"train/global/{name}_per_sec"] = count / seconds
@@ -364,6 +431,18 @@ class ThroughputMonitor(SectionTimes):
         values.update({f"train/time/{name}": spent / whole for name, spent in self._seconds.items()})
         values["train/goodput"] = sum(self._seconds[name] for name in _TRAINING) / whole
         trainer.log_metrics(values, trainer.progress.step)
+
+    def _report_straggler(self, trainer: TrainerLike, rows: Sequence[Sequence[float]]) -> None:
+        found = find_straggler(rows)
+        if found is None:
+            return
+        rank, section, ratio = found
+        seconds = rows[rank][SECTIONS.index(section)]
+        if (trainer.current_epoch, rank, section) not in self._named:
+            self._named.add((trainer.current_epoch, rank, section))
+            trainer.print(
+                f"straggler: rank {rank}, {section}: {seconds:.3g} s, {ratio:.1f} times the median of the ranks"
+            )
 
 
 def _peak_of(trainer: TrainerLike) -> float | None:
