@@ -104,6 +104,7 @@ NAMES = [
     "skip_first_batches",
     "strategies",
     "synchronize_rng_states",
+    "tuner",
     "verify_checkpoint",
 ]
 HEAVY = [

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_kit.core.registry import READERS as _READERS
 
 if TYPE_CHECKING:
-    from trainer_kit import callbacks, checkpoint, loggers, precision, strategies
+    from trainer_kit import callbacks, checkpoint, loggers, precision, strategies, tuner
     from trainer_kit.accelerator import (
         Accelerator,
         PartialState,
@@ -192,6 +192,7 @@ __all__ = [
     "skip_first_batches",
     "strategies",
     "synchronize_rng_states",
+    "tuner",
     "verify_checkpoint",
 ]
 
@@ -290,7 +291,7 @@ _HOME = {
 # `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
 # module of the package, so the reader is known whichever module is imported first.
 _READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
-_ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies")
+_ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
     from trainer_kit.callbacks.spike_detection import SpikeDetection
     from trainer_kit.callbacks.timer import Timer
+    from trainer_kit.callbacks.tuning import BatchSizeFinder, LearningRateFinder
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "BackboneFinetuning",
     "BaseFinetuning",
     "BasePredictionWriter",
+    "BatchSizeFinder",
     "Callback",
     "DeviceStatsMonitor",
     "EMAWeightAveraging",
@@ -45,6 +47,7 @@ __all__ = [
     "GradientAccumulationScheduler",
     "LambdaCallback",
     "LayerWiseUnfreezing",
+    "LearningRateFinder",
     "LearningRateMonitor",
     "ModelCheckpoint",
     "ModelPruning",
@@ -73,6 +76,7 @@ _HOME = {
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
     "BasePredictionWriter": "prediction_writer",
+    "BatchSizeFinder": "tuning",
     "DeviceStatsMonitor": "monitors",
     "EMAWeightAveraging": "weight_averaging",
     "EarlyStopping": "early_stopping",
@@ -81,6 +85,7 @@ _HOME = {
     "GradientAccumulationScheduler": "gradient_accumulation",
     "LambdaCallback": "lambda_callback",
     "LayerWiseUnfreezing": "finetuning",
+    "LearningRateFinder": "tuning",
     "LearningRateMonitor": "learning_rate_monitor",
     "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",
@@ -103,9 +108,7 @@ _HOME = {
     "WeightAveraging": "weight_averaging",
 }
 _ELSEWHERE = {
-    "BatchSizeFinder": "tk.find_executable_batch_size finds a size that fits",
     "Checkpoint": "subclass Callback",
-    "LearningRateFinder": "train a few steps with each of several rates",
 }
 """Lightning's callbacks that are not here, and what to use instead."""
 __getattr__, __dir__ = lazy_names(__name__, _HOME, _ELSEWHERE)

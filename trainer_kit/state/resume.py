@@ -230,7 +230,10 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
         if weights_only or not (path.is_dir() and is_complete(path)):
             return {}
         known = read_manifest(path)["parts"]
-        return {**dict.fromkeys(known), **read_checkpoint(path, parts=[part for part in ("seed",) if part in known])}
+        return {
+            **dict.fromkeys(known),
+            **read_checkpoint(path, parts=[part for part in ("callbacks", "seed") if part in known]),
+        }
 
     return fail_together(strategy.world, read)
 

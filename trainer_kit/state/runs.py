@@ -219,7 +219,7 @@ class RunFiles:
             # An evaluation before a fit writes into the directory of that fit.
             chosen = on_rank_zero(world, self.choose)
             self.record, self.continued = chosen if fits else (None, None)
-        if fits:
+        if fits and self.records:
             count_fit()
         if world.size > 1:
             mine = (str(self.directory), _logger_states(self.loggers)) if world.rank == 0 else ("", [])

@@ -70,10 +70,10 @@ from trainer_kit.training.compose import (
     trainable_in_eval,
 )
 from trainer_kit.training.loaders import find_loaders
-from trainer_kit.training.session import Session
+from trainer_kit.training.session import Session, TunesFit
 from trainer_kit.training.settle import settle_end
 
-__all__ = ["EntryPoint", "run_on_processes"]
+__all__ = ["EntryPoint", "on_processes", "run_on_processes"]
 
 
 @final
@@ -86,14 +86,18 @@ class EntryPoint:
         model: the module, or None for the last fitted module.
         loaders: as the user gave them; a DataModule counts as ``datamodule``.
         datamodule: as the user gave it.
+        is_set_up: whether module and datamodule are set up already, and will be torn down by who did that.
     """
 
-    def __init__(self, trainer: Session, stage: str, model: Any, loaders: Any, datamodule: Any) -> None:
+    def __init__(
+        self, trainer: Session, stage: str, model: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
+    ) -> None:
         if isinstance(loaders, DataModule):
             if datamodule is not None:
                 raise ConfigurationError("the datamodule is given twice", fix="pass it as datamodule= only")
             loaders, datamodule = None, loaders
         self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
+        self.is_set_up = is_set_up
         self.fitted = model is None
         self.module = trainer.module if model is None else model
         if self.module is None:
@@ -149,7 +153,8 @@ class EntryPoint:
         if stage == "fit":
             trainer.read_accumulation()
             trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
-        prepare_data(trainer, module, self.datamodule, stage)
+        if not self.is_set_up:
+            prepare_data(trainer, module, self.datamodule, stage)
         build_module(trainer, module, stage)
         module.trainer = trainer  # also of the modules that configure_model built
         count_once(module, trainer.strategy)
@@ -180,6 +185,8 @@ class EntryPoint:
         calls += [partial(callback.teardown, trainer, module, stage) for callback in trainer.callbacks]
         if is_overridden("teardown", module, DataHooks):
             calls.append(partial(module.teardown, stage))
+        if self.is_set_up:
+            calls.clear()
         # Teardown hooks still see the state of the running entry point.
         ends = [self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
         self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
@@ -240,6 +247,7 @@ class EntryPoint:
             reset_flags(module)
         if state is not None and files.seed is None:
             files.data_seed = state.get("seed", files.data_seed)
+        self._tune(state, weights_only)
         loaders = trainer.load_train()
         if loaders is None:
             raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
@@ -265,6 +273,24 @@ class EntryPoint:
                 hook()
         self._check_sanity(run)
         return run
+
+    def _tune(self, state: Mapping[str, Any] | None, weights_only: bool) -> None:
+        """Let callbacks set values of module and data, from which loaders and optimizers are made after this.
+
+        A run that continues gets the values that it has found before.
+        """
+        trainer = self.trainer
+        tuning = [callback for callback in trainer.callbacks if isinstance(callback, TunesFit)]
+        if tuning and state is not None and weights_only:
+            raise ConfigurationError(
+                f"{type(tuning[0]).__name__} would search with other weights than those of the checkpoint",
+                found="weights_only=True",
+                fix="load them first: fit(Module.load_from_checkpoint(path), ...)",
+            )
+        for callback in tuning:
+            saved = None if state is None else (state.get("callbacks") or {}).get(callback.state_key, {})
+            callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
+            trainer.forget_loaders()  # a hook may have asked for them
 
     def _restore(self, run: Fit, state: dict[str, Any], found: str) -> None:
         trainer, files = self.trainer, self.trainer.files
@@ -473,11 +499,10 @@ def _dry_run(trainer: Session, run: Fit) -> None:
 _MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
-def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) -> Any:
-    """Run an entry point on ranks that this process starts.
+def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
+    """Call a function with its rank on each rank that this process starts; returns rank 0's result.
 
-    As the agent this never returns: the ranks run the script again and reach the entry point themselves. With forked
-    processes (notebooks) it returns rank 0's result, and updates the module, callbacks and metrics of this process.
+    As the agent this never returns: the ranks run the script again and reach the same call themselves.
     """
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
@@ -489,6 +514,18 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
         trainer.start = None
         trainer.environment = Environment.detect()
         trainer.strategy.device = pick_device(trainer.strategy.device.type, rank)
+        return call(rank)
+
+    return run_forked(on_rank, trainer.processes)
+
+
+def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) -> Any:
+    """Run an entry point `on_processes`.
+
+    With forked processes (notebooks) this updates the module, callbacks and metrics of this process.
+    """
+
+    def on_rank(rank: int) -> Any:
         result = getattr(trainer, stage)(model, *arguments)
         if rank != 0:
             return None
@@ -501,7 +538,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
             "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
         }
 
-    made = run_forked(on_rank, trainer.processes)
+    made = on_processes(trainer, on_rank)
     if stage == "fit":
         count_fit()
     module = trainer.module if model is None else model

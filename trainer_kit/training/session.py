@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, Protocol, final, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -38,7 +39,7 @@ from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.settings import Settings
 
-__all__ = ["Session"]
+__all__ = ["Session", "TunesFit"]
 
 
 @final
@@ -56,6 +57,18 @@ class _Elsewhere:
 
     def __set__(self, instance: Any, value: Any) -> NoReturn:
         self.__get__(instance)
+
+
+@runtime_checkable
+class TunesFit(Protocol):
+    """A callback that sets values of the module and the data before a fit is composed."""
+
+    @property
+    def state_key(self) -> str: ...
+    def tune(
+        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
+    ) -> None:
+        """Search the values, on every rank; with ``saved``, its state in the checkpoint of a run, set those again."""
 
 
 class Session:
@@ -136,6 +149,28 @@ class Session:
         self.evaluation: Evaluation | None = None  # that an entry point of its own runs
         self._callbacks: list[Callback] = []
         self._own_callbacks: list[Callback] = self._callbacks  # without those that the module brings
+
+    def for_trial(self, settings: Settings) -> Session:
+        """A Session of the same kind and parts, without loggers, files, callbacks and counts of this one.
+
+        The strategy is a copy, with the same processes; the precision is one as well.
+        """
+        trial = copy.copy(self)
+        Session.__init__(
+            trial,
+            settings=settings,
+            environment=self.environment,
+            strategy=copy.copy(self.strategy),
+            precision=copy.deepcopy(self.precision_plugin),
+            loggers=[],
+            root=self.files.root,
+            seed=self.files.seed,
+            start=None,
+            processes=self.processes,
+            resume=None,
+        )
+        vars(trial)["print"] = lambda *values, **options: None
+        return trial
 
     # -- position: read-only, each from one place ----------------------------------------------------------------
 
@@ -535,6 +570,10 @@ class Session:
         self.progress.load_state_dict(Progress().state_dict())
         self.metrics.forget()
         self.requests.clear()
+        self.forget_loaders()
+
+    def forget_loaders(self) -> None:
+        """Get the training loaders from the user again when they are needed next."""
         self.train_dataloader = self._training_batches = None
 
     def read_accumulation(self) -> None:

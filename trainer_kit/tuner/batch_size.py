@@ -1,0 +1,250 @@
+"""The largest batch size whose steps fit into memory, by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+from torch.utils.data import DataLoader
+
+from trainer_kit.core.devices import ran_out_of_memory
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.step.run import Fit
+from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.training.entry_points import on_processes
+from trainer_kit.training.session import Session
+from trainer_kit.tuner.trial import check_call, holders, release_copies, run_trial
+
+__all__ = ["find_batch_size", "scale_batch_size", "set_batch_size"]
+
+
+class _TooLarge(Exception):
+    """Why a size cannot be used, on every rank."""
+
+
+def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]:
+    """What holds the batch size: the loader that is given to ``fit``, else datamodule and module."""
+    found = holders(name, *([module, datamodule] if loaders is None else [loaders]))
+    if not found or any(type(getattr(holder, name)) is not int for holder in found):
+        places = (module, datamodule) if loaders is None else (loaders,)
+        raise ConfigurationError(
+            f"nothing holds the batch size as {name}",
+            found=f"looked at {', '.join(type(one).__name__ for one in places if one is not None)}, and hparams",
+            fix=f"set self.{name} in __init__ of the module or datamodule and use it in train_dataloader, or pass"
+            " a DataLoader(dataset, batch_size=...); batch_arg_name= is another name",
+        )
+    return found
+
+
+def set_batch_size(name: str, size: int, module: Any, loaders: Any, datamodule: Any) -> None:
+    """Set a batch size where `scale_batch_size` looks for it.
+
+    Raises:
+        ConfigurationError: nothing has that attribute.
+    """
+    for holder in _holders(name, module, loaders, datamodule):
+        if isinstance(holder, DataLoader):  # its __setattr__ refuses, for the sampler would not know
+            vars(holder)["batch_size"] = holder.batch_sampler.batch_size = size  # type: ignore[union-attr]
+        else:
+            setattr(holder, name, size)
+
+
+@final
+class _Attempt:
+    """Looks whether the steps of one size fit, on every rank.
+
+    Args:
+        size: samples of a micro-batch on each rank.
+        name: of its attribute.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self.size, self.name = size, name
+
+    def watch(self, trial: Session, run: Fit) -> None:
+        """See `run_trial`."""
+        feed = run.windows.feed
+        if feed.length == 0:
+            raise _TooLarge("the data have fewer samples")
+        if feed.per_rank_batch_size not in (None, self.size):
+            raise ConfigurationError(
+                f"{self.name} does not set the batch size of the training loader",
+                found=f"{self.name}={self.size}, and batches of {feed.per_rank_batch_size}",
+                fix=f"use self.{self.name} in train_dataloader, and leave global_batch_size= out",
+            )
+        run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._look(run))
+        if run.strategy.world.size == 1:
+            return
+        inside = run.strategy.without_exchange()
+        if inside is None:
+            raise ConfigurationError(
+                "the batch size cannot be searched on several ranks here",
+                found=f"{run.strategy.describe()}, where a rank that is out of memory would stop the others",
+                fix="search on one device or with plain DDP, and pass the value that is found",
+            )
+
+        def forward_backward() -> None:
+            with inside():
+                Strategy.forward_backward(run.strategy, run.micro)
+
+        def both(micro: Any) -> None:
+            self._together(run, forward_backward)
+            run.strategy.exchange_gradients()
+
+        step = run.stepper.step
+        run.forward_backward = both
+        vars(run.stepper)["step"] = lambda: self._together(run, step)
+
+    def _together(self, run: Fit, act: Callable[[], None]) -> None:
+        """Do a part of a step without an exchange, and learn whether it fits on every rank."""
+        problem: Exception | None = None
+        try:
+            act()
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            problem = error.with_traceback(None)  # its frames hold activations
+        if any(row[0] for row in run.strategy.world.agree([problem is not None])):
+            raise _TooLarge("it ran out of memory") from problem
+
+    def _look(self, run: Fit) -> None:
+        """After the first step: a batch that is not full says nothing about the size."""
+        if run.progress.step == 1 and run.micro.sizes[0] < self.size * run.strategy.data.size:
+            raise _TooLarge("the data have fewer samples")
+
+
+def find_batch_size(
+    trainer: Session,
+    module: Any,
+    loaders: Any,
+    datamodule: Any,
+    *,
+    mode: str,
+    steps_per_trial: int,
+    init_val: int,
+    max_trials: int,
+    name: str,
+    is_set_up: bool = False,
+) -> tuple[int, str]:
+    """The size that `scale_batch_size` finds, and why no larger one; every rank must call it. It is not set."""
+    if mode not in ("power", "binsearch") or min(steps_per_trial, init_val, max_trials) < 1:
+        raise ConfigurationError(
+            "the batch size is doubled from init_val on",
+            found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
+            fix='mode="power" or "binsearch", and whole numbers from 1',
+        )
+    before = getattr(_holders(name, module, loaders, datamodule)[0], name)
+    good, bad, size, why = 0, 0, init_val, f"max_trials={max_trials} are over"
+    try:
+        for _ in range(max_trials):
+            set_batch_size(name, size, module, loaders, datamodule)
+            problem = _problem(trainer, module, loaders, datamodule, _Attempt(size, name), steps_per_trial, is_set_up)
+            if problem:
+                bad, why = size, f"with {size}, {problem}"
+            else:
+                good = size
+            if good and bad and (mode == "power" or bad - good == 1):
+                break
+            size = (good + bad) // 2 if good and bad else size * 2 if good else size // 2
+            if not size:
+                break
+    finally:
+        set_batch_size(name, before, module, loaders, datamodule)
+    if not good:
+        raise ConfigurationError("no batch size works", found=why, fix="a smaller model, or a smaller init_val")
+    return good, why
+
+
+def _problem(
+    trainer: Session, module: Any, loaders: Any, datamodule: Any, attempt: _Attempt, steps: int, is_set_up: bool
+) -> str:
+    """Why a size cannot be used; empty where it can."""
+    keeps = ("get_accumulate_grad_batches",)
+    try:
+        run_trial(trainer, module, loaders, datamodule, steps, attempt.watch, keeps=keeps, is_set_up=is_set_up)
+    except _TooLarge as error:
+        return str(error)
+    except Exception as error:
+        if trainer.strategy.started and trainer.strategy.world.size > 1:
+            raise
+        if not ran_out_of_memory(error):
+            raise
+        return "it ran out of memory"
+    finally:
+        release_copies()  # an exception held them until here
+    return ""
+
+
+def scale_batch_size(
+    trainer: Session,
+    model: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    dataloaders: Any = None,
+    datamodule: Any = None,
+    method: str = "fit",
+    mode: str = "power",
+    steps_per_trial: int = 3,
+    init_val: int = 2,
+    max_trials: int = 25,
+    batch_arg_name: str = "batch_size",
+) -> int:
+    """Try batch sizes with a few training steps each, and set the largest that works.
+
+    The size is doubled until memory or the data are over; where ``init_val`` does not work, it is halved. Only a size
+    that was tried with full batches is returned. Each trial trains a copy of the module; nothing but the attribute is
+    changed. Gradient accumulation takes part, no other callback does. Every rank must call it, and has the same
+    result: the size of a batch on each rank.
+
+    Args:
+        trainer: a `Trainer`.
+        model: the module.
+        train_dataloaders: a DataLoader whose ``batch_size`` is set; by default the datamodule's or the module's own
+            loader, made with the attribute.
+        val_dataloaders: is not used.
+        dataloaders: must be None.
+        datamodule: as for ``fit``.
+        method: ``"fit"``.
+        mode: ``"power"``, or ``"binsearch"`` to search on between the last size that works and the first that does not.
+        steps_per_trial: optimizer steps of each trial.
+        init_val: the first size.
+        max_trials: sizes to try, at most.
+        batch_arg_name: the attribute of the module, the datamodule, or their ``hparams``.
+
+    Returns:
+        The batch size.
+
+    Raises:
+        ConfigurationError: for values that cannot work, a missing attribute, a loader that does not use it, no size
+            that works, and on several ranks another engine than DDP.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> trainer = Trainer(max_epochs=1, barebones=True, accelerator="cpu", devices=1)
+        >>> loader = DataLoader(torch.randn(20, 32))
+        >>> scale_batch_size(trainer, TinyModule(), loader), loader.batch_size
+        batch size: batch_size = 16 (with 32, the data have fewer samples)
+        (16, 16)
+    """
+    check_call(trainer, model, method, dataloaders)
+
+    def search(rank: int = 0) -> tuple[int, str]:
+        return find_batch_size(
+            trainer,
+            model,
+            train_dataloaders,
+            datamodule,
+            mode=mode,
+            steps_per_trial=steps_per_trial,
+            init_val=init_val,
+            max_trials=max_trials,
+            name=batch_arg_name,
+        )
+
+    size, why = search() if trainer.start is None else on_processes(trainer, search)
+    set_batch_size(batch_arg_name, size, model, train_dataloaders, datamodule)
+    trainer.say(f"batch size: {batch_arg_name} = {size} ({why})")
+    return size

@@ -1,0 +1,376 @@
+"""The learning rate range test (Smith 2017, https://arxiv.org/abs/1506.01186): the loss while the rate grows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import numpy as np
+from torch import Tensor
+
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.step.run import Fit
+from trainer_kit.training.entry_points import on_processes
+from trainer_kit.training.session import Session
+from trainer_kit.tuner.trial import check_call, holders, run_trial
+
+__all__ = ["LearningRates", "attribute_of", "find_learning_rate", "lr_find", "set_learning_rate"]
+
+_ATTRIBUTES: Final = ("lr", "learning_rate")
+_SMOOTHING: Final = 0.9
+"""Of the running mean that the end of the test is decided by; the curve has a mean without a lag."""
+
+
+@final
+class LearningRates:
+    """The curve of a range test.
+
+    Args:
+        mode: ``"exponential"`` or ``"linear"``.
+        lr_min: the first learning rate.
+        lr_max: the last one, which a test that ends early does not reach.
+        num_training: steps that were asked for.
+        rates: one for each step.
+        losses: of each step before it was taken, over all micro-batches and ranks.
+
+    Attributes:
+        results: ``"lr"`` and the smoothed ``"loss"``, one number for each step.
+        losses: without smoothing.
+
+    Example:
+        >>> rates = [10.0 ** -k for k in range(6, 0, -1)]
+        >>> found = LearningRates("exponential", 1e-6, 0.1, 6, rates, [4.0, 4.0, 3.0, 1.0, 0.8, 9.0])
+        >>> found.suggestion(), sorted(found.suggestions())
+        (0.001, ['halfway', 'minimum', 'steepest'])
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        lr_min: float,
+        lr_max: float,
+        num_training: int,
+        rates: Sequence[float],
+        losses: Sequence[float],
+    ) -> None:
+        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
+        self.losses = list(losses)
+        self.results: dict[str, list[float]] = {"lr": list(rates), "loss": _smoothed(self.losses)}
+
+    def suggestions(self, skip_begin: int = 10, skip_end: int = 1) -> dict[str, float]:
+        """Learning rates by the way in which they are chosen; empty where the loss never falls.
+
+        ``"steepest"``: where the loss falls fastest, before its lowest point; ``"minimum"``: a tenth of the rate with
+        the lowest loss; ``"halfway"``: where the loss has fallen half of the way to its lowest point.
+
+        Args:
+            skip_begin: points at the start that do not count; at most a tenth of all points.
+            skip_end: points at the end that do not count.
+        """
+        count = len(self.losses)
+        part = slice(min(skip_begin, count // 10), count - skip_end)
+        rates, losses = np.array(self.results["lr"][part]), np.array(self.results["loss"][part])
+        if len(losses) < 3:
+            return {}
+        lowest = int(losses.argmin())
+        descent = losses[: lowest + 1]  # a fall behind the lowest point is that of a loss that grew too far
+        if not lowest or not descent.max() > descent.min():
+            return {}
+        halfway = np.flatnonzero(descent >= (descent.max() + descent.min()) / 2)[-1]
+        return {
+            "steepest": float(rates[np.gradient(descent).argmin()]),
+            "minimum": float(rates[lowest] / 10),
+            "halfway": float(rates[halfway]),
+        }
+
+    def suggestion(self, skip_begin: int = 10, skip_end: int = 1, method: str = "steepest") -> float | None:
+        """One of `suggestions`; None where the loss never falls.
+
+        Args:
+            skip_begin: as for `suggestions`.
+            skip_end: as for `suggestions`.
+            method: ``"steepest"``, ``"minimum"`` or ``"halfway"``.
+        """
+        known = ("steepest", "minimum", "halfway")
+        if method not in known:
+            raise ConfigurationError("no such suggestion", found=f"method={method!r}", fix=did_you_mean(method, known))
+        return self.suggestions(skip_begin, skip_end).get(method)
+
+    def needed(self) -> float:
+        """`suggestion`, where a run depends on it.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        rate = self.suggestion()
+        if rate is None:
+            raise ConfigurationError(
+                "the loss falls at no learning rate",
+                found=f"{len(self.losses)} of {self.num_training} steps from {self.lr_min:g} to {self.lr_max:g}",
+                fix="a wider range from min_lr to max_lr, a larger num_training; update_attr=False gives the curve",
+            )
+        return rate
+
+    def plot(self, suggest: bool = False, show: bool = False, ax: Any = None) -> Any:
+        """Draw the curve; ``plot().savefig("rates.png")`` writes an image.
+
+        Args:
+            suggest: mark the suggestions.
+            show: open a window.
+            ax: axes of matplotlib to draw into; by default those of a new figure.
+
+        Returns:
+            matplotlib's figure.
+
+        Raises:
+            ConfigurationError: without matplotlib.
+        """
+        from lightning_utilities.core.imports import RequirementCache
+
+        requirement = RequirementCache("matplotlib>=3.8")
+        if not requirement:
+            raise ConfigurationError(
+                "a plot needs matplotlib", found=str(requirement), fix="pip install 'trainer-kit[plot]'"
+            )
+        if ax is None and show:
+            from matplotlib import pyplot
+
+            ax = pyplot.figure().add_subplot()
+        elif ax is None:
+            from matplotlib.figure import Figure
+
+            ax = Figure().add_subplot()
+        rates, losses = self.results["lr"], self.results["loss"]
+        ax.plot(rates, self.losses, alpha=0.3, label="loss")
+        ax.plot(rates, losses, label="smoothed")
+        for name, rate in self.suggestions().items() if suggest else ():
+            ax.plot(rate, float(np.interp(rate, rates, losses)), "o", label=f"{name}: {rate:.2g}")
+        ax.set_xscale("log" if self.mode == "exponential" else "linear")
+        ax.set_xlabel("learning rate")
+        ax.set_ylabel("loss")
+        ax.legend()
+        if show:
+            ax.figure.show()
+        return ax.figure
+
+
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """A mean of the neighbours of each point, nearer ones weighing more; it moves no slope along the axis."""
+    if not losses:
+        return []
+    reach = max(1, len(losses) // 10)
+    weights = 1.0 - np.abs(np.arange(-reach, reach + 1)) / (reach + 1)
+    padded = np.pad(np.array(losses), reach, mode="edge")
+    smoothed: list[float] = (np.convolve(padded, weights, "valid") / weights.sum()).tolist()
+    return smoothed
+
+
+@final
+class _RangeTest:
+    """Sets the rate of each step, and reads its loss.
+
+    Args:
+        rates: one for each step.
+        threshold: end where the mean loss is so many times its lowest value; None: do not.
+    """
+
+    def __init__(self, rates: Sequence[float], threshold: float | None) -> None:
+        self.rates, self.threshold = rates, threshold
+        self.losses: list[float] = []
+        self._mean, self._lowest = 0.0, math.inf
+
+    def watch(self, trial: Session, run: Fit) -> None:
+        """See `run_trial`."""
+        optimizers = run.stepper.made.optimizers
+        if len(optimizers) != 1:
+            raise ConfigurationError(
+                "the learning rate is searched for one optimizer",
+                found=f"configure_optimizers returned {len(optimizers)}",
+                fix="search with a module that returns one of them",
+            )
+        if not run.micro.manual:  # a module that steps its schedulers needs them; the rate is set after that
+            run.stepper.made.schedulers.clear()
+        groups = optimizers[0].param_groups
+        bases = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        ratios = [base / bases[0] if bases[0] else 1.0 for base in bases]
+
+        def set_rates(optimizer: Any) -> None:
+            for group, ratio in zip(groups, ratios, strict=True):
+                rate = self.rates[run.progress.step] * ratio
+                if isinstance(group["lr"], Tensor):
+                    group["lr"].fill_(rate)
+                else:
+                    group["lr"] = rate
+
+        run.bus.on_before_optimizer_step = (*run.bus.on_before_optimizer_step, set_rates)
+        run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._read(run))
+
+    def _read(self, run: Fit) -> None:
+        """Take the loss of the step over its micro-batches and all ranks, which see the same number."""
+        micro, weighting = run.micro, run.windows.weighting
+        weights = {at: float(micro.weights[at - micro.first]) if weighting else 1.0 for _, _, at in micro.losses}
+        total = sum(float(loss) * weights[at] for loss, _, at in micro.losses)
+        micro.losses.clear()  # a loss that is not finite ends the test, and is no error
+        rows = run.strategy.world.agree([total, sum(weights.values())])
+        weight = sum(row[1] for row in rows)
+        if not weight:
+            raise ConfigurationError(
+                "the loss of a step is not known",
+                found="training_step returned no loss, and called no manual_backward",
+                fix="return the loss, or search without such batches",
+            )
+        loss = sum(row[0] for row in rows) / weight
+        if math.isfinite(loss):
+            self.losses.append(loss)
+            self._mean = _SMOOTHING * self._mean + (1 - _SMOOTHING) * loss
+            mean = self._mean / (1 - _SMOOTHING ** len(self.losses))
+            if len(self.losses) <= len(self.rates) // 10:  # the mean of a few batches says little
+                return
+            self._lowest = min(self._lowest, mean)
+            if self.threshold is None or mean <= self.threshold * self._lowest:
+                return
+        run.schedule.max_steps = run.progress.step  # as far as every rank knows this was the last step
+        run.wake()
+
+
+def find_learning_rate(
+    trainer: Session,
+    module: Any,
+    loaders: Any,
+    datamodule: Any,
+    *,
+    min_lr: float,
+    max_lr: float,
+    num_training: int,
+    mode: str,
+    early_stop_threshold: float | None,
+    is_set_up: bool = False,
+) -> LearningRates:
+    """The curve of `lr_find`; every rank must call it."""
+    if mode not in ("exponential", "linear") or not 0 < min_lr < max_lr or num_training < 3:
+        raise ConfigurationError(
+            "a range test grows the learning rate from min_lr to max_lr in at least 3 steps",
+            found=f"min_lr={min_lr}, max_lr={max_lr}, num_training={num_training}, mode={mode!r}",
+            fix='min_lr=1e-8, max_lr=1, num_training=100, mode="exponential" or "linear"',
+        )
+    grow = np.geomspace if mode == "exponential" else np.linspace
+    test = _RangeTest(grow(min_lr, max_lr, num_training).tolist(), early_stop_threshold)
+    run_trial(
+        trainer,
+        module,
+        loaders,
+        datamodule,
+        num_training,
+        test.watch,
+        keeps=("get_accumulate_grad_batches", "splits_batches"),
+        is_set_up=is_set_up,
+    )
+    return LearningRates(mode, min_lr, max_lr, num_training, test.rates[: len(test.losses)], test.losses)
+
+
+def attribute_of(module: Any, name: str = "") -> str:
+    """The attribute of the module, or of its hyperparameters, that holds the learning rate.
+
+    Args:
+        module: is searched.
+        name: the attribute; empty for ``lr`` or ``learning_rate``.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    found = next((one for one in ([name] if name else _ATTRIBUTES) if holders(one, module)), None)
+    if found is None:
+        raise ConfigurationError(
+            f"{type(module).__name__} has no attribute for the learning rate",
+            found=f"neither the module nor its hparams has {name or ' or '.join(_ATTRIBUTES)}",
+            fix="set self.lr in __init__ and use it in configure_optimizers; or attr_name=, or update_attr=False",
+        )
+    return found
+
+
+def set_learning_rate(trainer: Session, module: Any, rate: float, attr_name: str) -> None:
+    """Set the learning rate where `attribute_of` finds it."""
+    name = attribute_of(module, attr_name)
+    for holder in holders(name, module):
+        setattr(holder, name, rate)
+    trainer.say(f"learning rate: {name} = {rate:.3g}")
+
+
+def lr_find(
+    trainer: Session,
+    model: Any,
+    train_dataloaders: Any = None,
+    val_dataloaders: Any = None,
+    dataloaders: Any = None,
+    datamodule: Any = None,
+    method: str = "fit",
+    min_lr: float = 1e-8,
+    max_lr: float = 1.0,
+    num_training: int = 100,
+    mode: str = "exponential",
+    early_stop_threshold: float | None = 4.0,
+    update_attr: bool = True,
+    attr_name: str = "",
+) -> LearningRates:
+    """Train a copy of the module for some steps with a growing learning rate, and suggest one.
+
+    Nothing but the attribute of the learning rate is changed: a fit after it is that of a script without this call.
+    Callbacks take no part but for gradient accumulation, and neither do schedulers. Several parameter groups keep the
+    ratios of their rates. The test ends early where the loss grows, or is not finite; where the data are over, it reads
+    the next epoch. Every rank must call it, and has the same result.
+
+    Args:
+        trainer: a `Trainer`.
+        model: the module.
+        train_dataloaders: as for ``fit``.
+        val_dataloaders: is not used.
+        dataloaders: must be None.
+        datamodule: as for ``fit``.
+        method: ``"fit"``.
+        min_lr: of the first step.
+        max_lr: of the last step.
+        num_training: optimizer steps.
+        mode: ``"exponential"`` or ``"linear"``.
+        early_stop_threshold: end where the mean loss is so many times its lowest value; None: do not.
+        update_attr: set the suggestion on the module.
+        attr_name: the attribute of the module or its ``hparams``; by default ``lr`` or ``learning_rate``.
+
+    Returns:
+        The curve, with ``suggestion()``, ``suggestions()``, ``results`` and ``plot()``.
+
+    Raises:
+        ConfigurationError: for values that cannot work, several optimizers, an engine that steps by itself, a module
+            that cannot be copied, and, with ``update_attr``, a missing attribute or a loss that never falls.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit import Trainer
+        >>> from trainer_kit.testing import TinyModule
+        >>> trainer = Trainer(max_epochs=1, barebones=True, accelerator="cpu", devices=1)
+        >>> data = [torch.randn(4, 32) for _ in range(8)]
+        >>> found = lr_find(trainer, TinyModule(), data, num_training=30, update_attr=False)
+        >>> found.results["lr"][0], trainer.global_step
+        (1e-08, 0)
+    """
+    check_call(trainer, model, method, dataloaders)
+    if update_attr:
+        attribute_of(model, attr_name)
+
+    def search(rank: int = 0) -> LearningRates:
+        return find_learning_rate(
+            trainer,
+            model,
+            train_dataloaders,
+            datamodule,
+            min_lr=min_lr,
+            max_lr=max_lr,
+            num_training=num_training,
+            mode=mode,
+            early_stop_threshold=early_stop_threshold,
+        )
+
+    found: LearningRates = search() if trainer.start is None else on_processes(trainer, search)
+    if update_attr:
+        set_learning_rate(trainer, model, found.needed(), attr_name)
+    return found

@@ -1,0 +1,165 @@
+"""A fit of a few steps on copies, which leaves no trace: what every search here tries something with."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer_kit.core.arguments import as_list
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.errors import ConfigurationError, DataError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data import CombinedLoader, read_together
+from trainer_kit.data.place import generator_states, own_generators, restore_generators
+from trainer_kit.step.requests import listening
+from trainer_kit.step.run import Fit
+from trainer_kit.training.compose import check_module
+from trainer_kit.training.entry_points import EntryPoint
+from trainer_kit.training.fit import fit
+from trainer_kit.training.session import Session
+
+__all__ = ["check_call", "holders", "release_copies", "run_trial"]
+
+
+def check_call(trainer: Session, module: Any, method: str = "fit", dataloaders: Any = None) -> None:
+    """Refuse a search that cannot work.
+
+    Args:
+        trainer: whose fits are searched for.
+        module: to be trained.
+        method: only ``"fit"`` is searched for.
+        dataloaders: must be None.
+
+    Raises:
+        ConfigurationError: naming what is wrong.
+    """
+    check_module(module, "fit")
+    if method != "fit" or dataloaders is not None:
+        raise ConfigurationError(
+            "the tuner tries training steps only",
+            found=f"method={method!r}" if method != "fit" else "dataloaders=",
+            fix='method="fit", with train_dataloaders= or datamodule=',
+        )
+    strategy = trainer.strategy
+    if strategy.owns_step or strategy.keeps_gradients:
+        raise ConfigurationError(
+            "the tuner cannot try steps that the engine takes by itself",
+            found=strategy.describe(),
+            fix="search on one device, with DDP or with FSDP, and pass the value that is found",
+        )
+
+
+def holders(name: str, *owners: Any) -> list[Any]:
+    """Those of ``owners``, and of their hyperparameters, that have an attribute ``name``."""
+    found = [part for owner in owners if owner is not None for part in (owner, getattr(owner, "hparams", None))]
+    return [part for part in found if part is not None and hasattr(part, name)]
+
+
+def release_copies() -> None:
+    """Give the memory of earlier trials back."""
+    gc.collect()  # modules and what watches them are cycles
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
+def run_trial(
+    trainer: Session,
+    module: Any,
+    loaders: Any,
+    datamodule: Any,
+    steps: int,
+    watch: Callable[[Session, Fit], None],
+    *,
+    keeps: Sequence[str],
+    is_set_up: bool,
+) -> None:
+    """Train a copy of the module for a few steps, as ``trainer.fit`` would, without validation, loggers and files.
+
+    The module is a deep copy, the datamodule a shallow one; loaders and streams are copied, the samples of a map-style
+    dataset are shared. All random generators are restored. Every rank must call it.
+
+    Args:
+        trainer: is not changed.
+        module: is not changed.
+        loaders: as given to ``fit``.
+        datamodule: as given to ``fit``.
+        steps: how many optimizer steps, at most.
+        watch: is called with the composed fit before its first step, and may add to its bus.
+        keeps: callbacks with any of these attributes take part, as copies; no others do.
+        is_set_up: inside a fit, which has set up module and datamodule.
+    """
+    settings = replace(
+        trainer.settings,
+        max_epochs=None,
+        max_steps=steps,
+        max_duration=None,
+        min_epochs=0,
+        min_steps=0,
+        validate_every=1.0,
+        sanity_steps=0,
+        log_every=0,
+        fast=steps,
+        endless=True,
+        limits={**trainer.settings.limits, "val": 0},
+    )
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, loaders
+    generators: list[Any] = []
+    states: list[Any] = []
+    with preserved_rng(trainer.strategy.device):
+        try:
+            trained = _copied(module, "module")
+            callbacks = [*trainer.callbacks, *([] if is_set_up else as_list(trained.configure_callbacks(), Callback))]
+            vars(trained)["configure_callbacks"] = list  # those of the module take no part either
+            trial = trainer.for_trial(settings)
+            trial.set_callbacks([copy.deepcopy(one) for one in callbacks if any(hasattr(one, name) for name in keeps)])
+            with EntryPoint(trial, "fit", trained, loaders, copy.copy(datamodule), is_set_up) as entry:
+                trial.train_dataloader = _without_trace(trial.load_train(), generators)
+                states = generator_states(generators)
+                run = entry.compose_fit(None, None, False)
+                watch(trial, run)
+                with listening(trial.requests):
+                    fit(run)
+                entry.finish()
+        finally:
+            restore_generators(generators, states)
+            release_copies()
+
+
+def _without_trace(loaders: Any, generators: list[Any]) -> Any:
+    """Loaders that read the same data, and leave the position and the order of the user's loaders as they are.
+
+    ``generators`` gets those of the datasets that are shared.
+    """
+    loaders = None if loaders is None else read_together(loaders)
+    if isinstance(loaders, CombinedLoader):
+        parts = [_without_trace(one, generators) for one in loaders.flattened]
+        return CombinedLoader(loaders.join(parts), loaders.mode)
+    if loaders is None or isinstance(loaders, Sequence):
+        return loaders
+    memo: dict[int, Any] = {}
+    if isinstance(loaders, DataLoader) and not isinstance(loaders.dataset, IterableDataset):
+        memo[id(loaders.dataset)] = loaders.dataset  # which may be large
+        generators += own_generators(loaders.dataset)
+    return _copied(loaders, "loader", memo)
+
+
+def _copied(thing: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
+    try:
+        return copy.deepcopy(thing, memo)
+    except Exception as error:  # of any class: user code decides how a copy is made
+        kind = DataError if what == "loader" else ConfigurationError
+        raise kind(
+            f"the tuner tries steps on a copy of the {what}, and this {type(thing).__name__} cannot be copied",
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="pass a DataLoader, or an iterable that copy.deepcopy takes"
+            if what == "loader"
+            else "tune before the first fit, and keep tensors with a graph, locks and open files out of the module",
+        ) from error
