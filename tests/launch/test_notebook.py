@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -36,6 +38,27 @@ def test_closures_and_the_world() -> None:
     model.load_state_dict(run_forked(train, 3))
     assert model.weight.tolist() == [[6.0, 6.0]]
     assert seen == {"untouched": True}
+
+
+def test_a_store_that_this_process_has_forgotten_hangs_no_rank() -> None:
+    """torch's destructor of a store waits for its thread; in a fork, another thread may have its place."""
+
+    class Node:
+        pass
+
+    kept, dropped = Node(), Node()
+    for one in (kept, dropped):
+        one.myself, one.store = one, dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    del one, dropped
+
+    def collect(rank: int) -> int:
+        nonlocal kept
+        for _ in range(4):  # one of them gets the stack of the store's thread, and its name
+            threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+        del kept
+        return gc.collect()
+
+    run_forked(collect, 2)
 
 
 def test_forked_ranks_compute_although_this_process_has_used_its_threads() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -10,7 +11,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, TypeVar, final
@@ -136,6 +138,17 @@ def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
         ) from None
 
 
+@contextmanager
+def _no_garbage_in_forks() -> Iterator[None]:
+    """Collect this process's garbage here: a store of torch that a fork collects may wait for a wrong thread."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @final
 class Ranks:
     """``nproc`` processes that run one function.
@@ -163,8 +176,9 @@ class Ranks:
         self._readers: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
         try:
-            for rank in range(nproc):
-                self._start(context, rank, target, {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            with _no_garbage_in_forks():
+                for rank in range(nproc):
+                    self._start(context, rank, target, {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         except BaseException:
             self.close()
             raise
