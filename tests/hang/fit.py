@@ -32,6 +32,8 @@ class Data(Dataset):
 
 class Faulty(TinyModule):
     def training_step(self, batch, batch_idx):
+        if FAULT == "sizes" and self.global_step == 5:
+            torch.distributed.all_reduce(torch.ones(3000 if self.trainer.is_global_zero else 1))
         self.fault_at(self.global_step)
         return super().training_step(batch, batch_idx)
 

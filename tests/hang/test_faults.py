@@ -127,6 +127,17 @@ def test_under_launchers(tmp_path, script, torchrun, fault):
 
 
 @pytest.mark.slow
+def test_different_sizes_are_named_with_the_line(programs, tmp_path):
+    """Gloo aborts the process; the launcher's ranks show where Python was."""
+    ran = programs.run(HERE / "fit.py", "sizes", "60", "1", anew=True)
+    assert ran.returncode == 134
+    assert "3000 vs 4" in ran.stderr, "gloo's own words for the bytes of both"
+    line = next(i for i, text in enumerate((HERE / "fit.py").read_text().splitlines(), 1) if "all_reduce(" in text)
+    assert re.search(rf'fit.py", line {line} in training_step', ran.stderr), ran.stderr
+    assert re.search(r"^rank 1 of 2 failed .*: killed by SIGABRT", ran.stderr, re.MULTILINE), ran.stderr
+
+
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_named_with_its_index(programs, tmp_path):
     ran = programs.run(HERE / "fit.py", "worker", str(LIMIT))
     assert ran.returncode == 75

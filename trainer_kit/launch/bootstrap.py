@@ -7,6 +7,7 @@ nothing else may be imported before the first line of the script.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
 import os
 import socket
@@ -187,6 +188,8 @@ def main() -> None:
     # Also under its import name: the Trainer later imports this module, with this reporter.
     sys.modules["trainer_kit.launch.bootstrap"] = sys.modules["__main__"]
     report_errors()
+    # gloo aborts where ranks exchange different sizes, and other C++ code too: show where Python was.
+    faulthandler.enable()
     os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # it is for the agent only
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
