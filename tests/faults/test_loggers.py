@@ -15,8 +15,10 @@ from tests.mounts import mounted
 from trainer_kit import Accelerator, Trainer
 from trainer_kit.accelerator.trackers import GeneralTracker
 from trainer_kit.callbacks import ModelCheckpoint
+from trainer_kit.checkpoint.read import verify_checkpoint
 from trainer_kit.core.errors import LogError
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger, delivery, read_journal
+from trainer_kit.loggers.run_logger import RunLogger
 from trainer_kit.testing import TinyModule
 
 pytestmark = pytest.mark.slow
@@ -260,6 +262,55 @@ def test_hyperparameters_that_are_refused_too_late_are_a_line(tmp_path, capsys, 
     released.set()
     trainer.fit(Logs(), [torch.ones(2, 32)])
     assert len(logger.values) == 4
+
+
+class FilesOfARun(RunLogger):
+    """A run that is a directory; `gate` is waited for before the first values."""
+
+    requires, module, extra = "torch", "torch", "none"
+
+    def __init__(self, save_dir, gate, log_model="all"):
+        super().__init__(name="project", save_dir=save_dir, log_model=log_model)
+        self.gate, self.values, self.ended = gate, [], []
+
+    def _begin(self, id):
+        return self, "run"
+
+    def _end(self, run, status):
+        self.ended.append(status)
+
+    def _write_metrics(self, run, values, step):
+        self.gate.wait()
+        self.values.append(step)
+
+    def _write_params(self, run, params):
+        pass
+
+
+def test_a_checkpoint_that_is_deleted_before_its_upload_is_left_out(tmp_path, capsys, released):
+    class Releases(Logs):
+        def on_train_end(self):
+            released.set()
+
+    logger = FilesOfARun(tmp_path / "tracker", released)
+    kept = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=1)
+    trainer = Trainer(
+        max_steps=6, logger=logger, log_every_n_steps=1, callbacks=kept, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    begun = time.monotonic()
+    trainer.fit(Releases(), [torch.randn(2, 32) for _ in range(6)])
+    assert time.monotonic() - begun < 8
+    assert logger.values == [1, 2, 3, 4, 5, 6]
+    assert logger.ended == ["success"]
+    uploaded = tmp_path / "tracker" / "project" / "run" / "checkpoints"
+    for path in uploaded.iterdir():
+        verify_checkpoint(path)
+    assert (uploaded / Path(kept.best_model_path).name).exists()
+    assert not (uploaded / "step-00000001").exists()
+    [line] = lines_about(capsys, "FilesOfARun")
+    assert "step-00000001 was deleted before it was uploaded" in line
+    assert "Traceback" not in line
 
 
 @pytest.mark.parametrize("kind", ["csv", "tensorboard"])

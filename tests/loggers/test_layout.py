@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import pickle
 import subprocess
 import sys
 from argparse import Namespace
@@ -255,3 +256,13 @@ def test_a_version_that_was_given_stays(tmp_path):
     logger = CSVLogger(tmp_path, version="mine")
     logger.load_state_dict({"name": "trainer_kit_logs", "version": 0})
     assert logger.version == "mine"
+
+
+def test_a_copy_in_another_process_logs(make, tmp_path):
+    logger = make(tmp_path, version=0)
+    logger.log_metrics({"loss": 1.0}, 1)
+    copy = pickle.loads(pickle.dumps(logger))
+    logger.finalize("success")
+    copy.log_metrics({"loss": 2.0}, 2)
+    copy.finalize("success")
+    assert copy.log_dir == logger.log_dir

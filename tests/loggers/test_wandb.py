@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import struct
 import subprocess
 import sys
@@ -355,3 +356,4 @@ def test_a_resumed_run_goes_on_under_its_id_unless_another_one_is_asked_for(tmp_
     for logger in (drawn, given):
         logger.load_state_dict(before.state_dict())
     assert (drawn.version, given.version) == ("first", "mine")
+    assert pickle.loads(pickle.dumps(drawn)).version == "first"  # a copy in a process that is spawned

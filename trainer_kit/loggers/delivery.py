@@ -193,10 +193,7 @@ class Delivery:
         with self._changed:
             if self._late and not stalled:
                 return self._done >= ticket
-            self._changed.wait_for(
-                lambda: self._done >= ticket or self._failing is not None, max(0.0, deadline - time.monotonic())
-            )
-            self._late = self._done < ticket
+            self._late = not self._wait_for(ticket, deadline)
         self._watch()
         return not self._late
 
@@ -216,10 +213,12 @@ class Delivery:
     def catch_up(self, deadline: float) -> None:
         """Wait for every call so far, until ``deadline`` or until the logger fails; a slow one is not noted as such."""
         with self._changed:
-            ticket = self._put
-            self._changed.wait_for(
-                lambda: self._done >= ticket or self._failing is not None, max(0.0, deadline - time.monotonic())
-            )
+            self._wait_for(self._put, deadline)
+
+    def _wait_for(self, ticket: int, deadline: float) -> bool:
+        left = max(0.0, deadline - time.monotonic())
+        self._changed.wait_for(lambda: self._done >= ticket or self._failing is not None, left)
+        return self._done >= ticket
 
     def close(self, status: str | None) -> None:
         """Queue ``finalize``, and end the thread once it is done; a call that fails is repeated for 2 seconds more."""

@@ -166,7 +166,7 @@ class JSONLLogger(DirectoryLogger):
             self._file = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_file": None}
+        return {**vars(self), "_file": None}
 
     def __del__(self) -> None:
         if getattr(self, "_file", None) is not None:

@@ -25,6 +25,7 @@ __all__ = [
     "DEFAULT_NAME",
     "DirectoryLogger",
     "DummyLogger",
+    "Lock",
     "flatten",
     "numbers",
     "one_at_a_time",
@@ -150,6 +151,25 @@ def _shape(value: Any) -> str:
 
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
+
+
+@final
+class Lock:
+    """A reentrant lock of a logger; a copy of the logger in another process has a lock of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
+        return Lock, ()
+
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -160,7 +180,7 @@ def one_at_a_time(method: _F) -> _F:
     Example:
         >>> class Counts:
         ...     def __init__(self):
-        ...         self.lock, self.count = threading.RLock(), 0
+        ...         self.lock, self.count = Lock(), 0
         ...
         ...     @one_at_a_time
         ...     def add(self):
@@ -224,13 +244,7 @@ class DirectoryLogger(ABC):
         self._name, self._version, self._given = name or "", version, version is not None
         self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
         self.hparams: dict[str, Any] = {}
-        self.lock = threading.RLock()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "lock"}
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        vars(self).update(state, lock=threading.RLock())
+        self.lock = Lock()
 
     @property
     def save_dir(self) -> str:

@@ -8,16 +8,16 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.location import Location, RemotePath, locate
-from trainer_kit.loggers.layout import DEFAULT_NAME, numbers, params_dict, plain
+from trainer_kit.core.location import Location, RemotePath
+from trainer_kit.loggers.layout import DEFAULT_NAME, Lock, numbers, one_at_a_time, params_dict, plain
 from trainer_kit.loggers.media import as_table, csv_text, flat_values, histogram, path_part, picture, rendered
+from trainer_kit.loggers.uploads import CheckpointUploads
 
 __all__ = ["RunLogger", "copied"]
 
@@ -77,11 +77,10 @@ class RunLogger(ABC):
                 fix=f"pip install 'trainer-kit[{self.extra}]'",
             )
         self._name, self._save_dir = name or DEFAULT_NAME, os.path.expanduser(os.fspath(save_dir))
-        self._id, self._prefix, self._log_model = id, prefix or "", log_model
+        self._id, self._prefix, self._uploads = id, prefix or "", CheckpointUploads(log_model)
         self._run, self._owned = run, run is None
-        self._checkpoints: dict[Location, None] = {}
         self._step = 0
-        self._lock = threading.RLock()  # metrics and pictures may come from two threads; both begin the run
+        self.lock = Lock()  # metrics and pictures may come from two threads; both begin the run
         self.hparams: dict[str, Any] = {}
 
     # -- what a tracker does -----------------------------------------------------------------------------------------
@@ -158,17 +157,17 @@ class RunLogger(ABC):
         return self._save_dir
 
     @property
+    @one_at_a_time
     def experiment(self) -> Any:
         """The tracker's own object of the run; the first access begins the run."""
-        with self._lock:
-            if self._run is None:
-                idle = RunLogger._idle.pop(type(self), None)
-                if idle is not None and idle is not self:
-                    idle._close("success")
-                self._run, self._id = self._begin(self._id)
-            elif RunLogger._idle.get(type(self)) is self:
-                del RunLogger._idle[type(self)]
-            return self._run
+        if self._run is None:
+            idle = RunLogger._idle.pop(type(self), None)
+            if idle is not None and idle is not self:
+                idle._close("success")
+            self._run, self._id = self._begin(self._id)
+        elif RunLogger._idle.get(type(self)) is self:
+            del RunLogger._idle[type(self)]
+        return self._run
 
     def state_dict(self) -> dict[str, Any]:
         """The run's id, once it has begun."""
@@ -199,12 +198,8 @@ class RunLogger(ABC):
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``.
         """
-        if status == "success":
-            for path in self._checkpoints:
-                if path.exists():  # the others were deleted in the meantime
-                    self._upload(path)
-            self._checkpoints.clear()
-        with self._lock:
+        self._uploads.ended(status, self._upload)
+        with self.lock:
             if self._run is None:
                 return
             self._flush(self._run)
@@ -216,19 +211,16 @@ class RunLogger(ABC):
             else:
                 self._close(status)
 
+    @one_at_a_time
     def _close(self, status: str) -> None:
-        with self._lock:
-            if RunLogger._idle.get(type(self)) is self:
-                del RunLogger._idle[type(self)]
-            run, self._run = self._run, None
-            if run is not None:
-                self._end(run, status)
+        if RunLogger._idle.get(type(self)) is self:
+            del RunLogger._idle[type(self)]
+        run, self._run = self._run, None
+        if run is not None:
+            self._end(run, status)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_run": None if self._owned else self._run, "_lock": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        return {**vars(self), "_run": None if self._owned else self._run}
 
     # -- values ------------------------------------------------------------------------------------------------------
 
@@ -345,11 +337,11 @@ class RunLogger(ABC):
 
         Args:
             path: the checkpoint, a directory or a file.
+
+        Raises:
+            LogError: it was deleted before all of it was uploaded.
         """
-        if self._log_model == "all":
-            self._upload(locate(path))
-        elif self._log_model:
-            self._checkpoints[locate(path)] = None
+        self._uploads.saved(path, self._upload)
 
     def _upload(self, path: Location) -> None:
         if isinstance(path, RemotePath):  # the files stay in remote storage

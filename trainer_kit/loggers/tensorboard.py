@@ -181,6 +181,9 @@ class TensorBoardLogger(DirectoryLogger):
             writer, self._writer = self._writer, None
             writer.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_writer": None}
+
     @contextmanager
     def _written(self) -> Iterator[None]:
         """Flush at the end, so that an error belongs to the values that were not written.

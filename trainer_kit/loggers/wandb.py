@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, final
@@ -13,8 +12,9 @@ from typing import Any, ClassVar, Final, Literal, final
 import torch
 
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.location import Location, RemotePath, locate
-from trainer_kit.loggers.layout import DEFAULT_NAME, one_at_a_time, params_dict, plain
+from trainer_kit.core.location import Location, RemotePath
+from trainer_kit.loggers.layout import DEFAULT_NAME, Lock, one_at_a_time, params_dict, plain
+from trainer_kit.loggers.uploads import CheckpointUploads
 
 __all__ = ["WandbLogger"]
 
@@ -82,10 +82,10 @@ class WandbLogger:
             **kwargs,
         }
         self._run, self._owned = experiment, False
-        self._log_model, self._checkpoint_name, self._prefix = log_model, checkpoint_name, prefix
-        self._checkpoints: dict[Location, None] = {}
+        self._checkpoint_name, self._prefix = checkpoint_name, prefix
+        self._uploads = CheckpointUploads(log_model)
         self.hparams: dict[str, Any] = {}
-        self.lock = threading.RLock()
+        self.lock = Lock()
 
     @property
     def name(self) -> str:
@@ -186,11 +186,11 @@ class WandbLogger:
 
         Args:
             path: the checkpoint, a directory or a file.
+
+        Raises:
+            LogError: it was deleted before all of it was uploaded.
         """
-        if self._log_model == "all":
-            self._upload(locate(path))
-        elif self._log_model:
-            self._checkpoints[locate(path)] = None
+        self._uploads.saved(path, self._upload)
 
     def watch(
         self,
@@ -257,17 +257,16 @@ class WandbLogger:
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``.
         """
-        if status == "success":
-            for path in self._checkpoints:
-                if path.exists():  # the others were deleted in the meantime
-                    self._upload(path)
-            self._checkpoints.clear()
+        self._uploads.ended(status, self._upload)
         if self._run is not None and self._owned:
             # A process that multiprocessing started ends without the exit handlers that would end the run.
             if status == "success" and multiprocessing.parent_process() is None:
                 WandbLogger._idle = self
             else:
                 self._end(status)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_run": None if self._owned else self._run}
 
     def _logging(self) -> Any:
         """The run, marked as in use, so that another logger does not end it."""

@@ -1,0 +1,71 @@
+"""Which checkpoints the logger of a tracker uploads, and when."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal, final
+
+from trainer_kit.core.errors import LogError
+from trainer_kit.core.location import Location, RemotePath, locate
+
+__all__ = ["CheckpointUploads"]
+
+_FIX: Final = "keep more of them (save_top_k=), or log_model=True, which uploads those that exist at the end"
+
+
+@final
+class CheckpointUploads:
+    """Uploads checkpoints as ``log_model`` says; a run may delete one before or during its upload.
+
+    Args:
+        log_model: ``"all"`` for each when it is saved, True for those that still exist at the end.
+    """
+
+    def __init__(self, log_model: Literal["all"] | bool) -> None:
+        self._log_model = log_model
+        self._kept: dict[Location, None] = {}
+
+    def saved(self, path: str | os.PathLike[str], upload: Callable[[Location], None]) -> None:
+        """Upload a checkpoint, or note it for the end.
+
+        Raises:
+            LogError: it was deleted before all of it was uploaded.
+        """
+        if self._log_model == "all":
+            if not _uploaded(locate(path), upload):
+                raise LogError(f"{path} was deleted before it was uploaded", fix=_FIX)
+        elif self._log_model:
+            self._kept[locate(path)] = None
+
+    def ended(self, status: str, upload: Callable[[Location], None]) -> None:
+        """After ``"success"``, upload the noted checkpoints that still exist."""
+        if status == "success":
+            for path in self._kept:
+                if path.exists():
+                    _uploaded(path, upload)
+            self._kept.clear()
+
+
+def _uploaded(path: Location, upload: Callable[[Location], None]) -> bool:
+    """Upload a checkpoint; returns False if it was deleted or replaced meanwhile: then the copy may lack files."""
+    if isinstance(path, RemotePath):
+        upload(path)
+        return True
+    before = _identity(path)
+    if before is None:
+        return False
+    try:
+        upload(path)
+    except Exception:
+        if _identity(path) == before:
+            raise
+    return _identity(path) == before
+
+
+def _identity(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
