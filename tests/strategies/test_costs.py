@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import trainer_kit as tk
+from trainer_kit.callbacks import ModelSummary
 from trainer_kit.callbacks.model_summary import summarize
 from trainer_kit.core.costs import Costs, cost_lines, optimizer_bytes, part_bytes
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
@@ -180,6 +181,63 @@ def test_lines() -> None:
     assert shown[2] == "a step sends parameters: all-gather over 2 ranks for each forward"
     assert shown[3] == "             gradients: reduce-scatter over 2 ranks"
     assert "an unknown number of optimizer state" in cost_lines(costs, None)[1]
+
+
+KINDS = {
+    "SGD": [{"lr": 0.1}, {"lr": 0.1, "momentum": 0.9}],
+    "Adam": [{}, {"amsgrad": True}, {"fused": True}],
+    "AdamW": [{}, {"amsgrad": True}, {"foreach": False}],
+    "Adamax": [{}],
+    "NAdam": [{}],
+    "RAdam": [{}],
+    "Adadelta": [{}],
+    "Adagrad": [{}],
+    "RMSprop": [{}, {"momentum": 0.9}, {"centered": True, "momentum": 0.9}],
+    "Rprop": [{}],
+    "ASGD": [{}],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_state_of_torchs_own_optimizers_is_known_before_their_first_step(kind: str, dtype: torch.dtype) -> None:
+    alone = Costs(layout="", parameters=0, gradients=0, stepped=list)
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.float64 if dtype is torch.float64 else torch.float32)
+        for options in KINDS[kind]:
+            layer = nn.Linear(4, 3, dtype=dtype)
+            optimizer = getattr(torch.optim, kind)(layer.parameters(), **options)
+            expected = optimizer_bytes([optimizer], alone)
+            layer(torch.ones(4, dtype=dtype)).sum().backward()
+            optimizer.step()
+            assert expected == state_bytes(optimizer) == optimizer_bytes([optimizer], alone), options
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_nothing_of_the_users_optimizer_is_called(capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary called ``step`` of a copy of it: a second time that it printed, drew a number or counted."""
+
+    class Own(torch.optim.SGD):
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            Own.calls += 1
+            self.state[self.param_groups[0]["params"][0]]["noise"] = torch.rand(3)
+            return super().step(closure)
+
+    class Module(Odd):
+        def configure_optimizers(self) -> Any:
+            return Own(self.head.parameters(), lr=0.1)
+
+        def on_train_start(self) -> None:
+            assert Own.calls == 0
+
+    made = tk.Trainer(accelerator="cpu", max_steps=2, barebones=True, callbacks=ModelSummary())
+    made.fit(Module(), BATCHES)
+    assert Own.calls == 2
+    assert "an unknown number of optimizer state" in capsys.readouterr().err
 
 
 def test_an_optimizer_that_looks_at_values_says_nothing_beforehand() -> None:

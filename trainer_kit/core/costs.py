@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -88,7 +87,8 @@ def held(
 def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None:
     """The state that optimizers have on this rank, or will have after their first step; None if unknown.
 
-    One that has not stepped yet tries a step on tensors without storage.
+    Nothing of the optimizer is called. Before its first step the state of torch's own classes is known by their
+    options, and that of any other class is not.
 
     Example:
         >>> layer = nn.Linear(3, 4)
@@ -98,46 +98,40 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
     """
     found = 0
     for optimizer in optimizers:
-        states: Any = optimizer.state.values() or _tried(optimizer, costs)
-        if states is None:
+        if optimizer.state:
+            found += sum(
+                part_bytes(v for v in own.values() if isinstance(v, Tensor)) for own in optimizer.state.values()
+            )
+            continue
+        sizes = _SIZES.get(type(optimizer))
+        if sizes is None:
             return None
-        found += sum(part_bytes(v for v in state.values() if isinstance(v, Tensor)) for state in states)
+        for group in optimizer.param_groups:
+            like = [tensor for tensor in costs.stepped(group["params"]) if tensor.requires_grad]
+            tensors, numbers = sizes(group)
+            found += tensors * part_bytes(like) + numbers * len(like) * _bytes_of_a_number(group)
     return found
 
 
-def _tried(optimizer: Optimizer, costs: Costs) -> Iterable[Any] | None:
-    kind, made = type(optimizer), []
-    for group in optimizer.param_groups:
-        seen: dict[Any, Any] = {}
-        for like in costs.stepped(group["params"]):
-            if not like.requires_grad:
-                continue
-            key = like.shape, like.dtype
-            if key not in seen:
-                seen[key] = _state_of(kind, optimizer, group, like)
-            if seen[key] is None:
-                return None
-            made.append(seen[key])
-    return made
+_Sizes = Callable[[Mapping[str, Any]], tuple[int, int]]
+_SIZES: Final[Mapping[type[Optimizer], _Sizes]] = {
+    torch.optim.SGD: lambda group: (bool(group["momentum"]), 0),
+    torch.optim.Adam: lambda group: (2 + group["amsgrad"], 1),
+    torch.optim.AdamW: lambda group: (2 + group["amsgrad"], 1),
+    torch.optim.Adamax: lambda group: (2, 1),
+    torch.optim.NAdam: lambda group: (2, 2),
+    torch.optim.RAdam: lambda group: (2, 1),
+    torch.optim.Adadelta: lambda group: (2, 1),
+    torch.optim.RMSprop: lambda group: (1 + bool(group["momentum"]) + group["centered"], 1),
+    torch.optim.Rprop: lambda group: (2, 1),
+    torch.optim.ASGD: lambda group: (1, 3),
+}
+"""By class and options: tensors of the shape of a parameter, and single numbers, that it keeps for each parameter."""
 
 
-def _state_of(kind: type[Optimizer], optimizer: Optimizer, group: dict[str, Any], like: Tensor) -> Any:
-    stand_in = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"))
-    stand_in.grad = torch.empty_like(stand_in)
-    twin: Any = object.__new__(kind)
-    options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
-    twin.__dict__ = {
-        **vars(optimizer),
-        "state": defaultdict(dict),
-        "param_groups": [{**group, **options, "params": [stand_in]}],
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    try:
-        kind.step(twin)
-    except Exception:  # it looks at values, or needs a closure: then only its first real step shows
-        return None
-    return twin.state[stand_in]
+def _bytes_of_a_number(group: Mapping[str, Any]) -> int:
+    double = torch.get_default_dtype() is torch.float64 and not group.get("fused")
+    return 8 if double else 4
 
 
 def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str]:

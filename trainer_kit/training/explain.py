@@ -199,8 +199,8 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) ->
         return [f"layout       not known: {type(strategy).__name__} declares no costs"]
     optimizers = trainer.optimizers if trainer.module is module else None
     note = []
-    if trainer.state_verb:  # nothing may try a step of an optimizer that trains
-        optimizers = optimizers if optimizers and all(each.state for each in optimizers) else None
+    if trainer.state_verb:
+        optimizers = optimizers or None
     elif not optimizers and is_overridden("configure_optimizers", module, TrainModule):
         try:
             optimizers = configure_optimizers(module).optimizers
