@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import threading
 import time
 from pathlib import Path
@@ -385,6 +386,90 @@ def tensorboard_steps(directory):
         if "loss" in events.Tags()["scalars"]:
             steps.update(event.step for event in events.Scalars("loss"))
     return sorted(steps)
+
+
+RESUMED = """
+import os, signal, sys
+import torch
+import trainer_kit as tk
+from trainer_kit.testing import TinyModule
+
+class Tracker:
+    def log_metrics(self, metrics, step):
+        if not os.path.exists("answers"):
+            raise ConnectionError("the tracker is down")
+        with open("tracker", "a") as file:
+            file.write(f"{step} {metrics['loss'].hex()}\\n")
+
+class Logs(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+    def on_train_batch_start(self, batch, batch_idx):
+        if self.global_step == 13 and not os.path.exists("killed"):
+            open("killed", "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.global_step == 17:
+            open("answers", "w").close()
+
+tk.seed_everything(7)
+trainer = tk.Trainer(
+    max_steps=20, accelerator="cpu", log_every_n_steps=1, logger=Tracker(), enable_progress_bar=False,
+    callbacks=tk.callbacks.ModelCheckpoint("kept", every_n_train_steps=5, save_top_k=-1), enable_model_summary=False,
+)
+trainer.fit(Logs(), [torch.randn(2, 32) for _ in range(20)], ckpt_path="last")
+"""
+
+
+def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path, server):
+    """The tracker is down from the start; the process is killed at step 13, and the resumed run is answered at 17."""
+    directory = tmp_path / "run"
+    assert server.run(directory, RESUMED)["ended"] == [-signal.SIGKILL]
+    records = [record for record in read_journal(directory / "journal.jsonl") if "loss" in record]
+    assert [record["step"] for record in records][:10] == list(range(1, 11))  # the checkpoint of step 10 is durable
+    assert not (directory / "tracker").exists()
+    before = len(records)
+    assert server.run(directory, RESUMED)["ended"] == [0], (directory / "said-0").read_text()
+    records = [record for record in read_journal(directory / "journal.jsonl") if "loss" in record]
+    assert [record["step"] for record in records][before:] == list(range(11, 21))
+    expected = [f"{record['step']} {record['loss'].hex()}" for record in records[before:]]
+    assert (directory / "tracker").read_text().splitlines() == expected
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [("raises", "log_metrics"), ("blocks", "log_hyperparams"), ("blocks", "save"), ("blocks", "finalize")],
+)
+def test_a_faulty_logger_on_rank_zero_holds_no_rank_up(tmp_path, kind, method):
+    released, first = threading.Event(), torch.distributed.get_rank() == 0
+
+    def fault(name, count):
+        assert first, "other ranks call no logger"
+        if name == method and kind == "blocks":
+            released.wait()
+        elif name == method:
+            raise ConnectionError("the tracker is down")
+
+    expected = reference(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delivery, "_PATIENCE", 0.5)
+        patch.setattr(delivery, "_SHORT", 0.1)
+        begun = time.monotonic()
+        trainer, weights = fit(tmp_path, logger := Faulty(fault))
+        assert time.monotonic() - begun < 8
+    assert trainer.global_step == 20
+    assert torch.equal(weights, expected)
+    if first:
+        assert [step for step, _ in journal(tmp_path)] == list(range(1, 21))
+        assert len(list((tmp_path / "kept").glob("step*"))) == 4
+    released.set()  # what a logger that blocks did not take arrives in order
+    deadline = time.monotonic() + 10
+    while first and kind == "blocks" and logger.calls["finalize"] == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if first and kind == "blocks":
+        assert logger.values == journal(tmp_path)
 
 
 def test_the_journal_is_durable_with_each_checkpoint(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The power fails while a run saves: what it had reported saved is there when the file system comes back.
 
-An ext4 image is shut down as by a power cut: what was not synced is lost, the journal included.
+An ext4 image is shut down as by a power cut: what was not synced is lost, the file system's journal included. The run's
+own journal holds every value up to the step of the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer_kit import Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_info, verify_checkpoint
 from trainer_kit.checkpoint.store import newest_verified
+from trainer_kit.loggers import read_journal
 from trainer_kit.testing import TinyModule
 
 pytestmark = pytest.mark.skipif(
@@ -35,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 )
 LOSSES = int(os.environ.get("LOSSES", "6"))
 SHUT_DOWN, WITHOUT_JOURNAL = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN and its flag
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
 
 
 class Reports:
@@ -51,10 +53,17 @@ class Reports:
         os.write(self.descriptor, f"{path}\n".encode())
 
 
+class Logs(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
 def fit(directory, steps, keep, logger=False, ckpt_path=None):
     keeper = ModelCheckpoint(directory / "kept", every_n_train_steps=1, save_top_k=keep)
     trainer = Trainer(max_steps=steps, callbacks=keeper, logger=logger, default_root_dir=directory / "run", **QUIET)
-    trainer.fit(TinyModule(), [torch.ones(2, 32)] * 50, ckpt_path=ckpt_path)
+    trainer.fit(Logs(), [torch.ones(2, 32)] * 50, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -113,6 +122,9 @@ def test_what_was_reported_saved_is_there(tmp_path, capsys, keep):
             assert not damaged, number
             step = read_info(found)["step"]
             assert step >= int(paths[-1].name[-8:]), number
+            records = read_journal(disk / "run" / "journal.jsonl")
+            logged = [record["step"] for record in records if "loss" in record]
+            assert logged[:step] == list(range(1, step + 1)), number
             assert fit(disk, step + 2, keep, ckpt_path="last").global_step == step + 2
             assert f"resuming from step {step} " in capsys.readouterr().out
             left = [name for name in os.listdir(disk / "kept") if name.startswith(".")]
