@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from tests.callbacks.fits import trainer
-from trainer_kit import TrainModule
+from trainer_kit import ContextPlan, ParallelPlan, TrainModule
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.strategies import MegatronStrategy, MeshStrategy, SingleDeviceStrategy, XLAStrategy
 
 
 class Block(nn.Module):
@@ -88,6 +91,84 @@ def test_what_selects_nothing_is_refused():
         trainer(max_epochs=1, activation_checkpointing=True).fit(Single(), BATCHES)
     with pytest.raises(StrategyError, match="did you mean 'Block'"):
         trainer(max_epochs=1, activation_checkpointing="Blok").fit(Net(), BATCHES)
+
+
+def test_an_engine_that_cannot_says_so_before_the_first_step():
+    class Engine(SingleDeviceStrategy):
+        why_not_recomputed = "the engine does that"
+
+    with pytest.raises(ConfigurationError, match="the engine does that"):
+        trained(strategy=Engine("cpu"), activation_checkpointing=True)
+    assert "recompute_granularity" in MegatronStrategy.why_not_recomputed
+    assert "torch_xla" in XLAStrategy.why_not_recomputed
+
+
+class Sequences(Net):
+    """Its batches have a sequence, which a context axis divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(*(Rows() for _ in range(4))), nn.Linear(8, 1)
+
+    def training_step(self, batch, batch_idx):
+        return self.head(self.blocks(batch)).pow(2).mean()
+
+    def configure_parallel(self, mesh):
+        tensor = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        return ParallelPlan(tensor=tensor, context=ContextPlan(dims=1))
+
+
+class Rows(nn.Module):
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(8, 32), nn.Dropout(0.3), nn.Linear(32, 8)
+
+    def forward(self, x):
+        Rows.calls += 1
+        return x + self.down(self.drop(nn.functional.gelu(self.up(x))))
+
+
+class Stages(Sequences):
+    def __init__(self):
+        super().__init__()
+        del self.head
+
+    def training_step(self, batch, batch_idx):
+        return self.blocks(batch).pow(2).mean()
+
+
+def whole(strategy, kind, **options):
+    module, Rows.calls = kind(), 0
+    made = trainer(max_epochs=1, strategy=strategy, accumulate_grad_batches=2, **options)
+    torch.manual_seed(3)
+    made.fit(module, list(torch.randn(4, 2, 6, 8, generator=torch.Generator().manual_seed(2))))
+    state = made.strategy.module_state(module)
+    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in state.items()}, Rows.calls
+
+
+def check_same_bits(devices, **strategies):
+    for name, make in strategies.items():
+        kind = Stages if name.startswith("pp") else Sequences
+        plain, once = whole(make(), kind, devices=devices)
+        ours, calls = whole(make(), kind, devices=devices, activation_checkpointing=True)
+        assert calls >= 2 * once - 2, (name, once, calls)  # a pipeline first runs its stage for the shapes
+        assert all(torch.equal(ours[key], value) for key, value in plain.items()), name
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_same_bits_on_other_engines():
+    axes = {name: partial(MeshStrategy, dp_shard=1, **{name: 2}) for name in ("tp", "pp", "cp")}
+    stages = {f"deepspeed_stage_{stage}": partial(str, f"deepspeed_stage_{stage}") for stage in (1, 3)}
+    check_same_bits(2, **axes, **stages)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(4)
+def test_the_same_bits_on_two_axes():
+    check_same_bits(4, tp=partial(MeshStrategy, dp_shard=2, tp=2), pp=partial(MeshStrategy, dp_shard=2, pp=2))
 
 
 @pytest.mark.slow

@@ -81,6 +81,8 @@ class Strategy(ABC):
     """Why callbacks cannot average the weights of this engine; None: they can."""
     keeps_gradients: bool = False
     """Whether the engine takes gradients off the parameters, and steps copies of them in a dtype of its own."""
+    why_not_recomputed: str | None = None
+    """Why torch cannot compute a block's activations again in backward under this engine; None: it can."""
     why_not_again: str | None = None
     """Why an optimizer cannot compute the loss again inside its step; None: it can."""
     sections: Any = None

@@ -37,6 +37,7 @@ from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Schedule
 from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
 from trainer_kit.training.loaders import (
     NAMES,
@@ -343,7 +344,7 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     if trainer.compile_regional:  # before it is sharded
         Compile(options=trainer.compile_options).apply(module)
     if trainer.recomputes is not False:  # as well
-        _recompute(module, trainer.recomputes)
+        _recompute(module, trainer.recomputes, strategy)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module, strategy)
     if not made.optimizers:
@@ -359,8 +360,14 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     return made, strategy.bind(method, made.names is not None and not manual)
 
 
-def _recompute(module: nn.Module, policy: bool | Policy) -> None:
+def _recompute(module: nn.Module, policy: bool | Policy, strategy: Strategy) -> None:
     """Let blocks compute their activations again in backward; `EntryPoint` takes that back."""
+    if strategy.why_not_recomputed is not None:
+        raise ConfigurationError(
+            f"activation_checkpointing= does not work under {strategy.name}",
+            found=strategy.why_not_recomputed,
+            fix="leave activation_checkpointing= out",
+        )
     chosen: Policy = None if policy is True else policy
     if not units(module, chosen):
         raise ConfigurationError(

@@ -73,6 +73,7 @@ class MegatronStrategy(Strategy):
     lockstep = True  # Megatron's schedule needs a loss for each micro-batch
     keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "Megatron's optimizer steps copies of the weights"
+    why_not_recomputed = "Megatron's layers do that: TransformerConfig(recompute_granularity=...)"
     why_not_again = "Megatron steps copies of the parameters"
 
     def __init__(
