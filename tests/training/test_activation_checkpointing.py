@@ -127,6 +127,8 @@ class Rows(nn.Module):
 
     def forward(self, x):
         Rows.calls += 1
+        heads = x[:, None]  # attention sees the whole sequence, also when backward runs it again
+        x = x + nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
         return x + self.down(self.drop(nn.functional.gelu(self.up(x))))
 
 
@@ -143,7 +145,7 @@ def whole(strategy, kind, **options):
     module, Rows.calls = kind(), 0
     made = trainer(max_epochs=1, strategy=strategy, accumulate_grad_batches=2, **options)
     torch.manual_seed(3)
-    made.fit(module, list(torch.randn(4, 2, 6, 8, generator=torch.Generator().manual_seed(2))))
+    made.fit(module, list(torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(2))))
     state = made.strategy.module_state(module)
     return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in state.items()}, Rows.calls
 
