@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import stat
 import threading
 from pathlib import Path
 
@@ -92,6 +94,27 @@ def test_hyperparameters_are_shown_flat_with_a_placeholder(make):
     }
     assert metrics == ["hp_metric"]
     assert scalars(logger.log_dir) == {"hp_metric": [(0, -1.0)], "loss": [(1, 1.0)]}
+
+
+def test_only_the_owner_reads_event_files_with_hyperparameters(make):
+    logger = make()
+    logger.log_metrics({"loss": 1.0}, 1)
+    [file] = Path(logger.log_dir).glob("events*")
+    logger.log_hyperparams({"lr": 0.5})
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert hparams(logger.log_dir) == ({"lr": 0.5}, ["hp_metric"])
+
+
+def test_hyperparameters_that_a_full_disk_refused_are_written_later(make, monkeypatch):
+    logger = make()
+    usage = shutil.disk_usage(".")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=0))
+        with pytest.raises(OSError, match="No space left"):
+            logger.log_hyperparams({"lr": 0.5})
+    logger.log_hyperparams({"lr": 0.5})
+    logger.finalize("success")
+    assert hparams(logger.log_dir) == ({"lr": 0.5}, ["hp_metric"])
 
 
 def test_metrics_given_with_hyperparameters_take_the_place_of_the_placeholder(make):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 
 import pytest
 
 from trainer_kit.core.errors import LogError
+from trainer_kit.loggers.run_logger import copied
 from trainer_kit.loggers.uploads import CheckpointUploads
 
 
@@ -68,3 +70,9 @@ def test_an_error_of_the_tracker_stays_an_error(checkpoint):
         uploads.ended("success", fails)
     uploads.ended("success", uploaded.append)  # the call is repeated
     assert uploaded == [checkpoint]
+
+
+def test_the_copy_of_a_private_file_is_private(tmp_path):
+    (file := tmp_path / "config.yaml").touch(0o600)
+    copied(file, tmp_path / "run" / "config.yaml")
+    assert stat.S_IMODE((tmp_path / "run" / "config.yaml").stat().st_mode) == 0o600

@@ -355,9 +355,9 @@ class RunLogger(ABC):
 
 
 def copied(path: Path, target: Path) -> None:
-    """Copy a file or directory, with the directories above it."""
+    """Copy a file or directory, with its permissions, and make the directories above it."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         shutil.copytree(path, target, dirs_exist_ok=True)
     else:
-        shutil.copyfile(path, target)
+        shutil.copy(path, target)

@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
@@ -97,6 +98,8 @@ class TensorBoardLogger(DirectoryLogger):
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
         """Write the hyperparameters to ``hparams.json`` and, with ``metrics``, for the HPARAMS tab.
 
+        Only the owner can read the files that hold them (mode 0600).
+
         Args:
             params: a mapping, a Namespace or a dataclass; nested names are joined by ``/``.
             metrics: values for the comparison of runs, or one number, called ``hp_metric``; they are logged at step 0.
@@ -112,12 +115,17 @@ class TensorBoardLogger(DirectoryLogger):
             return
         from torch.utils.tensorboard.summary import hparams
 
+        scalars = numbers(values, self._prefix)
+        with self._written():
+            for name, value in scalars.items():
+                self.experiment.add_scalar(name, value, 0)
+            for file in Path(self.log_dir).glob(f"events.out.tfevents.*.{os.getpid()}.*"):
+                with suppress(OSError):  # a file system without permissions
+                    file.chmod(0o600)
+            writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
+            for summary in hparams(shown, scalars):  # type: ignore[no-untyped-call]
+                writer.add_summary(summary)
         self._shown = (shown, dict(values))
-        for name, value in numbers(values, self._prefix).items():
-            self.experiment.add_scalar(name, value, 0)
-        writer = self.experiment._get_file_writer()  # type: ignore[no-untyped-call]
-        for summary in hparams(shown, numbers(values, self._prefix)):  # type: ignore[no-untyped-call]
-            writer.add_summary(summary)
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
         """Write the graph of ``model``, traced in evaluation mode; nothing unless ``log_graph=True`` was given.
