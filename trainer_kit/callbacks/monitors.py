@@ -174,8 +174,8 @@ def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | 
         rows: for each rank, the seconds of each part of `SECTIONS`.
 
     Example:
-        >>> find_straggler([[0.1, 1, 5, 0, 0, 0, 0, 0], [4.1, 1, 1, 0, 0, 0, 0, 0]])
-        (1, 'data', 41.0)
+        >>> find_straggler([[0.5, 1, 5, 0, 0, 0, 0, 0], [4.0, 1, 1, 0, 0, 0, 0, 0]])
+        (1, 'data', 8.0)
         >>> find_straggler([[0.1, 1, 1, 0, 0, 0, 0, 0], [0.2, 1, 1, 0, 0, 0, 0, 0]])
     """
     whole, found = max(map(sum, rows)), dict[str, tuple[float, int, float]]()
