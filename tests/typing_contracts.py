@@ -9,8 +9,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from trainer_kit.callbacks import AutoMicroBatch, GradientAccumulation, NaNGuard, ReplayCheck
     from trainer_kit.core.module import TrainModule
-    from trainer_kit.core.protocols import Group, Logger, MicroSteps, ModuleLike, TrainerLike
+    from trainer_kit.core.protocols import (
+        Group,
+        LeavesOutSteps,
+        Logger,
+        MicroSteps,
+        ModuleLike,
+        ReplaysSteps,
+        SetsAccumulation,
+        SplitsBatches,
+        TrainerLike,
+    )
     from trainer_kit.loggers import CSVLogger, DummyLogger, JSONLLogger, TensorBoardLogger, WandbLogger
     from trainer_kit.loggers.run_logger import RunLogger
     from trainer_kit.precision import (
@@ -42,6 +53,11 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.transforms.transform import Transform
     from trainer_kit.strategies.xla.strategy import XLAGroup
     from trainer_kit.trainer import Trainer
+
+    def callbacks(
+        accumulating: GradientAccumulation, splitting: AutoMicroBatch, replaying: ReplayCheck, leaving_out: NaNGuard
+    ) -> tuple[SetsAccumulation, SplitsBatches, ReplaysSteps, LeavesOutSteps]:
+        return accumulating, splitting, replaying, leaving_out
 
     def strategies(
         single: SingleDeviceStrategy,

@@ -18,7 +18,7 @@ from trainer_kit.core.configuration_sources import Chosen, choose, is_true, step
 from trainer_kit.core.environment import Environment, count_devices, pick_device
 from trainer_kit.core.errors import ConfigurationError, PrecisionError, StrategyError
 from trainer_kit.core.location import is_url
-from trainer_kit.core.protocols import Logger
+from trainer_kit.core.protocols import Logger, SetsAccumulation
 from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.precision.precision import Precision
@@ -95,7 +95,7 @@ def with_launchers(
         accumulation: None where it was not given.
         given: the user's callbacks; a callback for accumulation counts as an argument.
     """
-    own = next((callback for callback in given if hasattr(callback, "get_accumulate_grad_batches")), None)
+    own = next((callback for callback in given if isinstance(callback, SetsAccumulation)), None)
     on_cpu = choose("use_cpu", None, False)
     origins = {
         "accelerator": Chosen("cpu", on_cpu.origin) if is_true(on_cpu.value) else Chosen("auto", "default"),

@@ -19,9 +19,13 @@ from trainer_kit.core.progress import Progress
 __all__ = [
     "CheckpointRequest",
     "Group",
+    "LeavesOutSteps",
     "Logger",
     "MicroSteps",
     "ModuleLike",
+    "ReplaysSteps",
+    "SetsAccumulation",
+    "SplitsBatches",
     "TrainerLike",
 ]
 
@@ -132,6 +136,43 @@ class CheckpointRequest(Protocol):
 
     def saved(self, path: Location) -> None:
         """The checkpoint exists, durably. Called between two steps, soon after it does, on every rank."""
+
+
+@runtime_checkable
+class SetsAccumulation(Protocol):
+    """A callback that decides how many micro-batches a window has, as `GradientAccumulation`; the first one counts."""
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """The micro-batches of a window in this epoch."""
+
+
+@runtime_checkable
+class SplitsBatches(Protocol):
+    """A callback that lets the loop repeat a step that ran out of memory in parts, as `AutoMicroBatch`."""
+
+    parts: int
+    """Into how many parts each batch is divided; the loop writes it."""
+
+    @property
+    def splits_batches(self) -> bool: ...
+
+
+@runtime_checkable
+class ReplaysSteps(Protocol):
+    """A callback that lets the loop run steps again and compare them, as `ReplayCheck`."""
+
+    @property
+    def replays_every(self) -> int:
+        """Optimizer steps from one comparison to the next."""
+
+
+@runtime_checkable
+class LeavesOutSteps(Protocol):
+    """A callback that lets the loop go back before a step that is not finite, as `NaNGuard`."""
+
+    @property
+    def non_finite(self) -> tuple[str, int, int, list[int]]:
+        """Policy, steps before the bad one, limit, and the list of left-out steps that the loop fills."""
 
 
 class ModuleLike(Protocol):

@@ -21,6 +21,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.location import Location
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration
+from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
 from trainer_kit.core.signatures import takes
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
@@ -205,8 +206,9 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
 def _forward_backward(
     trainer: Session, module: Any, stepper: Any, micro: MicroBatches, windows: WindowLoader
 ) -> Callable[[MicroBatches], None]:
-    asked, strategy = trainer.first_callback("splits_batches"), trainer.strategy
-    replays = trainer.first_callback("replays_every")
+    asked = next((callback for callback in trainer.callbacks if isinstance(callback, SplitsBatches)), None)
+    replays = next((callback for callback in trainer.callbacks if isinstance(callback, ReplaysSteps)), None)
+    strategy = trainer.strategy
     inside = strategy.without_exchange()
     if replays is not None and (micro.manual or stepper.evaluates or asked is not None):
         raise ConfigurationError(
@@ -237,7 +239,8 @@ def _forward_backward(
 
 
 def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
-    asked, strategy = trainer.first_callback("non_finite"), trainer.strategy
+    asked = next((callback for callback in trainer.callbacks if isinstance(callback, LeavesOutSteps)), None)
+    strategy = trainer.strategy
     if asked is None:
         return None
     cannot = (

@@ -186,8 +186,8 @@ def _data_lines(trainer: Session, feed: Feed, limit: int | None, size: int) -> l
 
 def _window(trainer: Session) -> int:
     """Micro-batches of the first optimizer step."""
-    counting = trainer.first_callback("get_accumulate_grad_batches")
-    return 1 if counting is None else int(counting.get_accumulate_grad_batches(0))
+    counting = trainer.accumulation_callback
+    return 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
 
 def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) -> list[str]:

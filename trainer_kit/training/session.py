@@ -21,7 +21,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
-from trainer_kit.core.protocols import CheckpointRequest
+from trainer_kit.core.protocols import CheckpointRequest, SetsAccumulation
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
@@ -349,7 +349,7 @@ class Session:
             limits.append(self._steps(rest) + (int(whole) * self._steps(batches) if whole else 0))
         epochs = self.settings.max_epochs
         if epochs is not None:
-            counting = self.first_callback("get_accumulate_grad_batches")
+            counting = self.accumulation_callback
             if counting is None or batches in (0, math.inf):
                 limits.append(self._steps(batches) * epochs if epochs else 0)
             else:
@@ -480,6 +480,11 @@ class Session:
         return next(iter(self.checkpoint_callbacks), None)
 
     @property
+    def accumulation_callback(self) -> SetsAccumulation | None:
+        """The first callback that decides how many micro-batches a window has, or None."""
+        return next((callback for callback in self._callbacks if isinstance(callback, SetsAccumulation)), None)
+
+    @property
     def early_stopping_callback(self) -> Any:
         """The first `EarlyStopping`, or None."""
         return self.first_callback("stopped_epoch")
@@ -578,7 +583,7 @@ class Session:
 
     def read_accumulation(self) -> None:
         """Take the length of the first window from the callbacks of this fit."""
-        counting = self.first_callback("get_accumulate_grad_batches")
+        counting = self.accumulation_callback
         self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
