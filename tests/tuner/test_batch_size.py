@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 import trainer_kit as tk
 from tests.tuner.searched import Net, Samples, generators, left_behind, trainer
@@ -95,6 +95,16 @@ def test_a_datamodule_and_a_resumed_fit() -> None:
     assert {**resumed, "seen": []} == {**whole, "seen": []}
 
 
+class Collating(Net):
+    def train_dataloader(self) -> Any:
+        def collate(samples: list[Any]) -> Any:
+            if len(samples) > 8 and self.trainer.global_rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return default_collate(samples)
+
+        return DataLoader(Samples(), batch_size=self.batch_size, collate_fn=collate)
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_two_ranks_agree_also_where_one_is_out_of_memory() -> None:
@@ -104,6 +114,8 @@ def test_two_ranks_agree_also_where_one_is_out_of_memory() -> None:
         made, before = trainer(strategy="ddp", devices=2, accumulate_grad_batches=2), generators()
         assert scale_batch_size(made, module, mode=mode, init_val=4) == found == module.batch_size
         assert generators() == before
+    module = Collating()
+    assert scale_batch_size(trainer(strategy="ddp", devices=2), module) == 8  # rank 1 cannot make the batch
     with pytest.raises(tk.ConfigurationError, match="on several ranks"):
         scale_batch_size(trainer(strategy="fsdp", devices=2), Net())
 

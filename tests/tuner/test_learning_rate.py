@@ -208,28 +208,88 @@ def test_a_fit_of_two_ranks_after_a_search_is_the_same() -> None:
     assert run(True, "fsdp") == run(False, "fsdp")
 
 
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_the_callback_in_a_sharded_fit_and_its_resume() -> None:
+    def run(path: Any = None) -> tuple[float, bool, dict[str, Any]]:
+        tk.seed_everything(5)
+        module, finder = Net(), LearningRateFinder(num_training_steps=20)
+        keep = ModelCheckpoint("kept", every_n_train_steps=2, save_top_k=-1)
+        options = {"strategy": "fsdp", "devices": 2, "max_steps": 4, "enable_checkpointing": True}
+        made = trainer(finder, keep, **options)
+        made.fit(module, ckpt_path=path)
+        return module.lr, finder.optimal_lr is None, {**left_behind(made, module), "seen": []}
+
+    rate, resumed, whole = run()
+    assert not resumed
+    assert run("kept/step-00000002") == (rate, True, whole)
+
+
 def test_suggestions() -> None:
     rates = [10 ** (k / 10 - 6) for k in range(60)]
     losses = [4 - 3 / (1 + 10 ** (-(k - 30) / 5)) + (0.4 * (k - 45) if k > 45 else 0) for k in range(60)]
-    found = LearningRates("exponential", 1e-6, 1, 60, rates, losses)
+    found = LearningRates(rates, losses)
     near = found.suggestions()
     assert 5e-4 < near["steepest"] < 2e-3
     assert near["minimum"] == pytest.approx(10 ** (42 / 10 - 7), rel=0.7)
     assert 1e-5 < near["halfway"] < 3e-3
     assert found.suggestion(method="halfway") == near["halfway"]
-    assert LearningRates("linear", 0.1, 1, 60, rates, [1.0] * 60).suggestion() is None
+    assert LearningRates(rates, [1.0] * 60, "linear").suggestion() is None
     with pytest.raises(tk.ConfigurationError, match="did you mean 'halfway'"):
         found.suggestion(method="halfwy")
 
 
 def test_the_plot_needs_matplotlib() -> None:
-    found = LearningRates("exponential", 1e-3, 1, 4, [1e-3, 1e-2, 0.1, 1.0], [4.0, 3.0, 2.0, 3.0])
+    found = LearningRates([1e-3, 1e-2, 0.1, 1.0], [4.0, 3.0, 2.0, 3.0])
     if find_spec("matplotlib") is None:
         with pytest.raises(tk.ConfigurationError, match=r"trainer-kit\[plot\]"):
             found.plot()
         return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
     found.plot(suggest=True).savefig("rates.png")
+    pyplot.close("all")
     assert Path("rates.png").read_bytes().startswith(b"\x89PNG")
+
+
+class Manual(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, loss = self.optimizers(), torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()
+
+
+def test_manual_optimization() -> None:
+    assert len(lr_find(trainer(), Manual(), num_training=12, update_attr=False).losses) == 12
+
+
+def test_fits_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
+    finder = LearningRateFinder()
+    trainer(finder, fast_dev_run=True).fit(Net())
+    assert finder.optimal_lr is None
+    assert "fast_dev_run: LearningRateFinder not run" in capsys.readouterr().out
+    made = trainer()
+    made.fit(Net())
+    made.save_checkpoint("weights", weights_only=True)
+    with pytest.raises(tk.ConfigurationError, match="with other weights"):
+        trainer(finder).fit(Net(), ckpt_path="weights", weights_only=True)
+    made.save_checkpoint("whole")
+    trainer(finder, max_epochs=3).fit(Net(), ckpt_path="whole")
+    assert finder.optimal_lr is None
+    assert "does not search" in capsys.readouterr().out
+
+
+class Named(Net):
+    def configure_optimizers(self) -> Any:
+        parts = {"first": self.layers[0], "last": self.layers[-1]}
+        return {name: torch.optim.SGD(part.parameters(), lr=self.lr) for name, part in parts.items()}
 
 
 def test_mistakes() -> None:
@@ -243,6 +303,8 @@ def test_mistakes() -> None:
             lr_find(trainer(), module, **options)
     with pytest.raises(tk.DataError, match="cannot be copied"):
         lr_find(trainer(), module, (batch for batch in [1]), num_training=4)
+    with pytest.raises(tk.ConfigurationError, match="for one optimizer"):
+        lr_find(trainer(), Named())
     module.graph = torch.ones(1, requires_grad=True) * 2
     with pytest.raises(tk.ConfigurationError, match="a copy of the module"):
         lr_find(trainer(), module)

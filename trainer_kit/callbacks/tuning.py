@@ -31,7 +31,7 @@ class LearningRateFinder(Callback):
         optimal_lr: the curve and its suggestions; None before a search.
 
     Raises:
-        ConfigurationError: when a fit begins, as `tuner.lr_find`.
+        ConfigurationError: for values that cannot work; when a fit begins, as `tuner.lr_find`.
 
     Example:
         >>> from trainer_kit import Trainer
@@ -48,8 +48,10 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
-        self.min_lr, self.max_lr, self.num_training_steps, self.mode = min_lr, max_lr, num_training_steps, mode
-        self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
+        from trainer_kit.tuner.learning_rate import RangeTest
+
+        self.test = RangeTest(min_lr, max_lr, num_training_steps, mode, early_stop_threshold)
+        self.update_attr, self.attr_name = update_attr, attr_name
         self.optimal_lr: LearningRates | None = None
         self._rate: float | None = None
 
@@ -57,33 +59,16 @@ class LearningRateFinder(Callback):
         self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
     ) -> None:
         """Search, or set what the run has found before; the fit calls this."""
-        from trainer_kit.tuner.learning_rate import attribute_of, find_learning_rate, set_learning_rate
-        from trainer_kit.tuner.trial import check_call
+        from trainer_kit.tuner.learning_rate import attribute_of, set_learning_rate
 
         if saved is not None:
             self._rate = saved.get("lr")
-            if self._rate is None:
-                trainer.say("LearningRateFinder: the run continues with the learning rate that it has")
-            else:
-                set_learning_rate(trainer, module, self._rate, self.attr_name)
-            return
-        check_call(trainer, module)
-        if self.update_attr:
-            attribute_of(module, self.attr_name)
-        self.optimal_lr = find_learning_rate(
-            trainer,
-            module,
-            loaders,
-            datamodule,
-            min_lr=self.min_lr,
-            max_lr=self.max_lr,
-            num_training=self.num_training_steps,
-            mode=self.mode,
-            early_stop_threshold=self.early_stop_threshold,
-            is_set_up=True,
-        )
-        if self.update_attr:
-            self._rate = self.optimal_lr.needed()
+        else:
+            if self.update_attr:
+                attribute_of(module, self.attr_name)  # an error before the search
+            self.optimal_lr = self.test.run(trainer, module, loaders, datamodule, is_set_up=True)
+            self._rate = self.optimal_lr.needed() if self.update_attr else None
+        if self._rate is not None:
             set_learning_rate(trainer, module, self._rate, self.attr_name)
 
     def state_dict(self) -> dict[str, Any]:
@@ -107,7 +92,7 @@ class BatchSizeFinder(Callback):
         optimal_batch_size: on each rank; None before a search.
 
     Raises:
-        ConfigurationError: when a fit begins, as `tuner.scale_batch_size`.
+        ConfigurationError: for values that cannot work; when a fit begins, as `tuner.scale_batch_size`.
 
     Example:
         >>> from trainer_kit import Trainer
@@ -122,39 +107,26 @@ class BatchSizeFinder(Callback):
         max_trials: int = 25,
         batch_arg_name: str = "batch_size",
     ) -> None:
-        self.mode, self.steps_per_trial, self.init_val = mode, steps_per_trial, init_val
-        self.max_trials, self.batch_arg_name = max_trials, batch_arg_name
+        from trainer_kit.tuner.batch_size import SizeSearch
+
+        self.search = SizeSearch(mode, steps_per_trial, init_val, max_trials, batch_arg_name)
         self.optimal_batch_size: int | None = None
 
     def tune(
         self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
     ) -> None:
         """Search, or set what the run has found before; the fit calls this."""
-        from trainer_kit.tuner.batch_size import find_batch_size, set_batch_size
-        from trainer_kit.tuner.trial import check_call
+        from trainer_kit.tuner.batch_size import set_batch_size
 
-        why = "found before"
+        data = module, loaders, datamodule
         if saved is not None:
-            self.optimal_batch_size = saved.get("batch_size")
-            if self.optimal_batch_size is None:
-                trainer.say("BatchSizeFinder: the run continues with the batch size that it has")
-                return
+            size, why = saved.get("batch_size"), "found before"
         else:
-            check_call(trainer, module)
-            self.optimal_batch_size, why = find_batch_size(
-                trainer,
-                module,
-                loaders,
-                datamodule,
-                mode=self.mode,
-                steps_per_trial=self.steps_per_trial,
-                init_val=self.init_val,
-                max_trials=self.max_trials,
-                name=self.batch_arg_name,
-                is_set_up=True,
-            )
-        set_batch_size(self.batch_arg_name, self.optimal_batch_size, module, loaders, datamodule)
-        trainer.say(f"batch size: {self.batch_arg_name} = {self.optimal_batch_size} ({why})")
+            size, why = self.search.run(trainer, *data, is_set_up=True)
+        self.optimal_batch_size = size
+        if size is not None:
+            set_batch_size(self.search.name, size, *data)
+            trainer.say(f"batch size: {self.search.name} = {size} ({why})")
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.optimal_batch_size is None else {"batch_size": self.optimal_batch_size}

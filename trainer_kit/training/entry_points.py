@@ -287,8 +287,13 @@ class EntryPoint:
                 found="weights_only=True",
                 fix="load them first: fit(Module.load_from_checkpoint(path), ...)",
             )
+        if tuning and trainer.settings.fast:
+            trainer.say(f"fast_dev_run: {' and '.join(type(callback).__name__ for callback in tuning)} not run")
+            return
         for callback in tuning:
             saved = None if state is None else (state.get("callbacks") or {}).get(callback.state_key, {})
+            if saved == {}:
+                trainer.say(f"{type(callback).__name__} does not search in a run that continues")
             callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
             trainer.forget_loaders()  # a hook may have asked for them
 
@@ -500,10 +505,12 @@ _MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
 def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
-    """Call a function with its rank on each rank that this process starts; returns rank 0's result.
+    """Call a function with its rank on each rank that this process starts, or here; returns rank 0's result.
 
     As the agent this never returns: the ranks run the script again and reach the same call themselves.
     """
+    if trainer.start is None:  # this process is a rank
+        return call(trainer.global_rank)
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
 

@@ -9,13 +9,14 @@ from torch.utils.data import DataLoader
 
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Group
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.entry_points import on_processes
 from trainer_kit.training.session import Session
 from trainer_kit.tuner.trial import check_call, holders, release_copies, run_trial
 
-__all__ = ["find_batch_size", "scale_batch_size", "set_batch_size"]
+__all__ = ["SizeSearch", "scale_batch_size", "set_batch_size"]
 
 
 class _TooLarge(Exception):
@@ -56,12 +57,16 @@ class _Attempt:
     Args:
         size: samples of a micro-batch on each rank.
         name: of its attribute.
+
+    Attributes:
+        world: all ranks; None before there is a step to try.
     """
 
     def __init__(self, size: int, name: str) -> None:
         self.size, self.name = size, name
+        self.world: Group | None = None
 
-    def watch(self, trial: Session, run: Fit) -> None:
+    def watch(self, run: Fit) -> None:
         """See `run_trial`."""
         feed = run.windows.feed
         if feed.length == 0:
@@ -73,7 +78,8 @@ class _Attempt:
                 fix=f"use self.{self.name} in train_dataloader, and leave global_batch_size= out",
             )
         run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._look(run))
-        if run.strategy.world.size == 1:
+        self.world = run.strategy.world
+        if self.world.size == 1:
             return
         inside = run.strategy.without_exchange()
         if inside is None:
@@ -88,6 +94,7 @@ class _Attempt:
                 Strategy.forward_backward(run.strategy, run.micro)
 
         def both(micro: Any) -> None:
+            self._together(run, lambda: None)  # whether every rank has its batches: a forward may send buffers
             self._together(run, forward_backward)
             run.strategy.exchange_gradients()
 
@@ -113,66 +120,64 @@ class _Attempt:
             raise _TooLarge("the data have fewer samples")
 
 
-def find_batch_size(
-    trainer: Session,
-    module: Any,
-    loaders: Any,
-    datamodule: Any,
-    *,
-    mode: str,
-    steps_per_trial: int,
-    init_val: int,
-    max_trials: int,
-    name: str,
-    is_set_up: bool = False,
-) -> tuple[int, str]:
-    """The size that `scale_batch_size` finds, and why no larger one; every rank must call it. It is not set."""
-    if mode not in ("power", "binsearch") or min(steps_per_trial, init_val, max_trials) < 1:
-        raise ConfigurationError(
-            "the batch size is doubled from init_val on",
-            found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
-            fix='mode="power" or "binsearch", and whole numbers from 1',
-        )
-    before = getattr(_holders(name, module, loaders, datamodule)[0], name)
-    good, bad, size, why = 0, 0, init_val, f"max_trials={max_trials} are over"
-    try:
-        for _ in range(max_trials):
-            set_batch_size(name, size, module, loaders, datamodule)
-            problem = _problem(trainer, module, loaders, datamodule, _Attempt(size, name), steps_per_trial, is_set_up)
-            if problem:
-                bad, why = size, f"with {size}, {problem}"
-            else:
-                good = size
-            if good and bad and (mode == "power" or bad - good == 1):
-                break
-            size = (good + bad) // 2 if good and bad else size * 2 if good else size // 2
-            if not size:
-                break
-    finally:
-        set_batch_size(name, before, module, loaders, datamodule)
-    if not good:
-        raise ConfigurationError("no batch size works", found=why, fix="a smaller model, or a smaller init_val")
-    return good, why
+@final
+class SizeSearch:
+    """Tries batch sizes; see `scale_batch_size`.
 
+    Raises:
+        ConfigurationError: for values that cannot work.
+    """
 
-def _problem(
-    trainer: Session, module: Any, loaders: Any, datamodule: Any, attempt: _Attempt, steps: int, is_set_up: bool
-) -> str:
-    """Why a size cannot be used; empty where it can."""
-    keeps = ("get_accumulate_grad_batches",)
-    try:
-        run_trial(trainer, module, loaders, datamodule, steps, attempt.watch, keeps=keeps, is_set_up=is_set_up)
-    except _TooLarge as error:
-        return str(error)
-    except Exception as error:
-        if trainer.strategy.started and trainer.strategy.world.size > 1:
-            raise
-        if not ran_out_of_memory(error):
-            raise
-        return "it ran out of memory"
-    finally:
-        release_copies()  # an exception held them until here
-    return ""
+    def __init__(self, mode: str, steps_per_trial: int, init_val: int, max_trials: int, name: str) -> None:
+        if mode not in ("power", "binsearch") or min(steps_per_trial, init_val, max_trials) < 1:
+            raise ConfigurationError(
+                "the batch size is doubled from init_val on",
+                found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
+                fix='mode="power" or "binsearch", and whole numbers from 1',
+            )
+        self.mode, self.steps, self.first, self.trials, self.name = mode, steps_per_trial, init_val, max_trials, name
+
+    def run(
+        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
+    ) -> tuple[int, str]:
+        """The size, and why no larger one; it is not set. Arguments as for `run_trial`; every rank must call it."""
+        holders = _holders(self.name, module, loaders, datamodule)
+        before = getattr(holders[0], self.name)
+        good, bad, size, why = 0, 0, self.first, f"max_trials={self.trials} are over"
+        try:
+            for _ in range(self.trials):
+                set_batch_size(self.name, size, module, loaders, datamodule)
+                problem = self._problem(size, trainer, module, loaders, datamodule, is_set_up)
+                if problem:
+                    bad, why = size, f"with {size}, {problem}"
+                else:
+                    good = size
+                if (good and bad and (self.mode == "power" or bad - good == 1)) or bad == 1:
+                    break
+                size = (good + bad) // 2 if good and bad else size * 2 if good else size // 2
+        finally:
+            set_batch_size(self.name, before, module, loaders, datamodule)
+        if not good:
+            raise ConfigurationError("no batch size works", found=why, fix="a smaller model, or a smaller init_val")
+        return good, why
+
+    def _problem(self, size: int, trainer: Session, *data: Any) -> str:
+        """Why a size cannot be used; empty where it can."""
+        module, loaders, datamodule, is_set_up = data
+        attempt, keeps = _Attempt(size, self.name), ("get_accumulate_grad_batches",)
+        try:
+            run_trial(trainer, module, loaders, datamodule, self.steps, attempt.watch, keeps=keeps, is_set_up=is_set_up)
+        except _TooLarge as error:
+            return str(error)
+        except Exception as error:
+            if attempt.world is None or not ran_out_of_memory(error):
+                raise
+            # Outside a step, where batches are made and moved: the other ranks ask before their next step.
+            attempt.world.agree([True])
+            return "it ran out of memory"
+        finally:
+            release_copies()  # an exception held them until here
+        return ""
 
 
 def scale_batch_size(
@@ -229,22 +234,10 @@ def scale_batch_size(
         batch size: batch_size = 16 (with 32, the data have fewer samples)
         (16, 16)
     """
-    check_call(trainer, model, method, dataloaders)
-
-    def search(rank: int = 0) -> tuple[int, str]:
-        return find_batch_size(
-            trainer,
-            model,
-            train_dataloaders,
-            datamodule,
-            mode=mode,
-            steps_per_trial=steps_per_trial,
-            init_val=init_val,
-            max_trials=max_trials,
-            name=batch_arg_name,
-        )
-
-    size, why = search() if trainer.start is None else on_processes(trainer, search)
-    set_batch_size(batch_arg_name, size, model, train_dataloaders, datamodule)
+    check_call(method, dataloaders)
+    search = SizeSearch(mode, steps_per_trial, init_val, max_trials, batch_arg_name)
+    data = model, train_dataloaders, datamodule
+    size, why = on_processes(trainer, lambda rank: search.run(trainer, *data))
+    set_batch_size(batch_arg_name, size, *data)
     trainer.say(f"batch size: {batch_arg_name} = {size} ({why})")
-    return size
+    return int(size)

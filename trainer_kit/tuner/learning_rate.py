@@ -15,7 +15,7 @@ from trainer_kit.training.entry_points import on_processes
 from trainer_kit.training.session import Session
 from trainer_kit.tuner.trial import check_call, holders, run_trial
 
-__all__ = ["LearningRates", "attribute_of", "find_learning_rate", "lr_find", "set_learning_rate"]
+__all__ = ["LearningRates", "RangeTest", "attribute_of", "lr_find", "set_learning_rate"]
 
 _ATTRIBUTES: Final = ("lr", "learning_rate")
 _SMOOTHING: Final = 0.9
@@ -27,35 +27,22 @@ class LearningRates:
     """The curve of a range test.
 
     Args:
-        mode: ``"exponential"`` or ``"linear"``.
-        lr_min: the first learning rate.
-        lr_max: the last one, which a test that ends early does not reach.
-        num_training: steps that were asked for.
         rates: one for each step.
         losses: of each step before it was taken, over all micro-batches and ranks.
+        mode: how the rates grow: ``"exponential"`` or ``"linear"``.
 
     Attributes:
         results: ``"lr"`` and the smoothed ``"loss"``, one number for each step.
         losses: without smoothing.
 
     Example:
-        >>> rates = [10.0 ** -k for k in range(6, 0, -1)]
-        >>> found = LearningRates("exponential", 1e-6, 0.1, 6, rates, [4.0, 4.0, 3.0, 1.0, 0.8, 9.0])
+        >>> found = LearningRates([1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1], [4.0, 4.0, 3.0, 1.0, 0.8, 9.0])
         >>> found.suggestion(), sorted(found.suggestions())
         (0.001, ['halfway', 'minimum', 'steepest'])
     """
 
-    def __init__(
-        self,
-        mode: str,
-        lr_min: float,
-        lr_max: float,
-        num_training: int,
-        rates: Sequence[float],
-        losses: Sequence[float],
-    ) -> None:
-        self.mode, self.lr_min, self.lr_max, self.num_training = mode, lr_min, lr_max, num_training
-        self.losses = list(losses)
+    def __init__(self, rates: Sequence[float], losses: Sequence[float], mode: str = "exponential") -> None:
+        self.mode, self.losses = mode, list(losses)
         self.results: dict[str, list[float]] = {"lr": list(rates), "loss": _smoothed(self.losses)}
 
     def suggestions(self, skip_begin: int = 10, skip_end: int = 1) -> dict[str, float]:
@@ -107,7 +94,7 @@ class LearningRates:
         if rate is None:
             raise ConfigurationError(
                 "the loss falls at no learning rate",
-                found=f"{len(self.losses)} of {self.num_training} steps from {self.lr_min:g} to {self.lr_max:g}",
+                found=f"{len(self.losses)} steps with rates from {min(self.results['lr'], default=0):g} on",
                 fix="a wider range from min_lr to max_lr, a larger num_training; update_attr=False gives the curve",
             )
         return rate
@@ -133,14 +120,9 @@ class LearningRates:
             raise ConfigurationError(
                 "a plot needs matplotlib", found=str(requirement), fix="pip install 'trainer-kit[plot]'"
             )
-        if ax is None and show:
-            from matplotlib import pyplot
+        from matplotlib import pyplot  # so that ``figure.show()`` works
 
-            ax = pyplot.figure().add_subplot()
-        elif ax is None:
-            from matplotlib.figure import Figure
-
-            ax = Figure().add_subplot()
+        ax = ax or pyplot.figure().add_subplot()
         rates, losses = self.results["lr"], self.results["loss"]
         ax.plot(rates, self.losses, alpha=0.3, label="loss")
         ax.plot(rates, losses, label="smoothed")
@@ -167,21 +149,38 @@ def _smoothed(losses: Sequence[float]) -> list[float]:
 
 
 @final
-class _RangeTest:
-    """Sets the rate of each step, and reads its loss.
+class RangeTest:
+    """Trains steps with a growing learning rate; see `lr_find`.
 
-    Args:
-        rates: one for each step.
-        threshold: end where the mean loss is so many times its lowest value; None: do not.
+    Raises:
+        ConfigurationError: for values that cannot work.
     """
 
-    def __init__(self, rates: Sequence[float], threshold: float | None) -> None:
-        self.rates, self.threshold = rates, threshold
+    def __init__(
+        self, min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
+    ) -> None:
+        if mode not in ("exponential", "linear") or not 0 < min_lr < max_lr or num_training < 3:
+            raise ConfigurationError(
+                "a range test grows the learning rate from min_lr to max_lr in at least 3 steps",
+                found=f"min_lr={min_lr}, max_lr={max_lr}, num_training={num_training}, mode={mode!r}",
+                fix='min_lr=1e-8, max_lr=1, num_training=100, mode="exponential" or "linear"',
+            )
+        grow = np.geomspace if mode == "exponential" else np.linspace
+        self.mode, self.threshold = mode, early_stop_threshold
+        self.rates: list[float] = grow(min_lr, max_lr, num_training).tolist()
+
+    def run(
+        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
+    ) -> LearningRates:
+        """The curve; arguments are those of `run_trial`. Every rank must call it."""
         self.losses: list[float] = []
         self._mean, self._lowest = 0.0, math.inf
+        keeps = ("get_accumulate_grad_batches", "splits_batches")
+        steps = len(self.rates)
+        run_trial(trainer, module, loaders, datamodule, steps, self._watch, keeps=keeps, is_set_up=is_set_up)
+        return LearningRates(self.rates[: len(self.losses)], self.losses, self.mode)
 
-    def watch(self, trial: Session, run: Fit) -> None:
-        """See `run_trial`."""
+    def _watch(self, run: Fit) -> None:
         optimizers = run.stepper.made.optimizers
         if len(optimizers) != 1:
             raise ConfigurationError(
@@ -232,41 +231,6 @@ class _RangeTest:
                 return
         run.schedule.max_steps = run.progress.step  # as far as every rank knows this was the last step
         run.wake()
-
-
-def find_learning_rate(
-    trainer: Session,
-    module: Any,
-    loaders: Any,
-    datamodule: Any,
-    *,
-    min_lr: float,
-    max_lr: float,
-    num_training: int,
-    mode: str,
-    early_stop_threshold: float | None,
-    is_set_up: bool = False,
-) -> LearningRates:
-    """The curve of `lr_find`; every rank must call it."""
-    if mode not in ("exponential", "linear") or not 0 < min_lr < max_lr or num_training < 3:
-        raise ConfigurationError(
-            "a range test grows the learning rate from min_lr to max_lr in at least 3 steps",
-            found=f"min_lr={min_lr}, max_lr={max_lr}, num_training={num_training}, mode={mode!r}",
-            fix='min_lr=1e-8, max_lr=1, num_training=100, mode="exponential" or "linear"',
-        )
-    grow = np.geomspace if mode == "exponential" else np.linspace
-    test = _RangeTest(grow(min_lr, max_lr, num_training).tolist(), early_stop_threshold)
-    run_trial(
-        trainer,
-        module,
-        loaders,
-        datamodule,
-        num_training,
-        test.watch,
-        keeps=("get_accumulate_grad_batches", "splits_batches"),
-        is_set_up=is_set_up,
-    )
-    return LearningRates(mode, min_lr, max_lr, num_training, test.rates[: len(test.losses)], test.losses)
 
 
 def attribute_of(module: Any, name: str = "") -> str:
@@ -353,24 +317,11 @@ def lr_find(
         >>> found.results["lr"][0], trainer.global_step
         (1e-08, 0)
     """
-    check_call(trainer, model, method, dataloaders)
+    check_call(method, dataloaders)
+    test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
     if update_attr:
         attribute_of(model, attr_name)
-
-    def search(rank: int = 0) -> LearningRates:
-        return find_learning_rate(
-            trainer,
-            model,
-            train_dataloaders,
-            datamodule,
-            min_lr=min_lr,
-            max_lr=max_lr,
-            num_training=num_training,
-            mode=mode,
-            early_stop_threshold=early_stop_threshold,
-        )
-
-    found: LearningRates = search() if trainer.start is None else on_processes(trainer, search)
+    found: LearningRates = on_processes(trainer, lambda rank: test.run(trainer, model, train_dataloaders, datamodule))
     if update_attr:
         set_learning_rate(trainer, model, found.needed(), attr_name)
     return found

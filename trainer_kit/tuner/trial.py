@@ -20,7 +20,6 @@ from trainer_kit.data import CombinedLoader, read_together
 from trainer_kit.data.place import generator_states, own_generators, restore_generators
 from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
-from trainer_kit.training.compose import check_module
 from trainer_kit.training.entry_points import EntryPoint
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
@@ -28,31 +27,13 @@ from trainer_kit.training.session import Session
 __all__ = ["check_call", "holders", "release_copies", "run_trial"]
 
 
-def check_call(trainer: Session, module: Any, method: str = "fit", dataloaders: Any = None) -> None:
-    """Refuse a search that cannot work.
-
-    Args:
-        trainer: whose fits are searched for.
-        module: to be trained.
-        method: only ``"fit"`` is searched for.
-        dataloaders: must be None.
-
-    Raises:
-        ConfigurationError: naming what is wrong.
-    """
-    check_module(module, "fit")
+def check_call(method: str, dataloaders: Any) -> None:
+    """Refuse what Lightning's ``method`` and ``dataloaders`` are for: searches in evaluations."""
     if method != "fit" or dataloaders is not None:
         raise ConfigurationError(
             "the tuner tries training steps only",
-            found=f"method={method!r}" if method != "fit" else "dataloaders=",
+            found=f"method={method!r}, dataloaders={'None' if dataloaders is None else 'given'}",
             fix='method="fit", with train_dataloaders= or datamodule=',
-        )
-    strategy = trainer.strategy
-    if strategy.owns_step or strategy.keeps_gradients:
-        raise ConfigurationError(
-            "the tuner cannot try steps that the engine takes by itself",
-            found=strategy.describe(),
-            fix="search on one device, with DDP or with FSDP, and pass the value that is found",
         )
 
 
@@ -75,7 +56,7 @@ def run_trial(
     loaders: Any,
     datamodule: Any,
     steps: int,
-    watch: Callable[[Session, Fit], None],
+    watch: Callable[[Fit], None],
     *,
     keeps: Sequence[str],
     is_set_up: bool,
@@ -94,7 +75,17 @@ def run_trial(
         watch: is called with the composed fit before its first step, and may add to its bus.
         keeps: callbacks with any of these attributes take part, as copies; no others do.
         is_set_up: inside a fit, which has set up module and datamodule.
+
+    Raises:
+        ConfigurationError: an engine that steps by itself, or a module that cannot be copied.
+        DataError: a loader that cannot be copied.
     """
+    if trainer.strategy.owns_step or trainer.strategy.keeps_gradients:
+        raise ConfigurationError(
+            "the tuner cannot try steps that the engine takes by itself",
+            found=trainer.strategy.describe(),
+            fix="search on one device, with DDP or with FSDP, and pass the value that is found",
+        )
     settings = replace(
         trainer.settings,
         max_epochs=None,
@@ -124,7 +115,7 @@ def run_trial(
                 trial.train_dataloader = _without_trace(trial.load_train(), generators)
                 states = generator_states(generators)
                 run = entry.compose_fit(None, None, False)
-                watch(trial, run)
+                watch(run)
                 with listening(trial.requests):
                     fit(run)
                 entry.finish()
