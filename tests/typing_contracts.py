@@ -1,7 +1,8 @@
 """Every implementation, assigned to its contract: `make check` runs ``mypy --strict`` on this file, which never runs.
 
 Strategies and precisions are abstract classes, which mypy checks where they are defined; the assignments here show that
-what the package hands out as one of these contracts is one.
+what the package hands out as one of these contracts is one. A user's module at the end reads the Trainer by its types:
+a comment that ignores an error fails the check where there is no such error.
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.optim import Optimizer
+
     from trainer_kit.callbacks import AutoMicroBatch, GradientAccumulation, NaNGuard, ReplayCheck
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.protocols import (
@@ -110,3 +114,22 @@ if TYPE_CHECKING:
 
     def module(module: TrainModule) -> ModuleLike:
         return module
+
+    class UsersModule(TrainModule):
+        def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
+            steps: int = self.trainer.global_step + self.trainer.current_epoch + self.trainer.accumulate_grad_batches
+            ranks: list[int] = [self.trainer.global_rank, self.trainer.local_rank, self.trainer.world_size]
+            planned: int | float = self.trainer.estimated_stepping_batches
+            limits: tuple[int | None, int] = self.trainer.max_epochs, self.trainer.max_steps
+            optimizers: list[Optimizer] = self.trainer.optimizers
+            loss: Tensor | None = self.trainer.callback_metrics.get("loss")
+            where: tuple[str, str | None] = self.trainer.default_root_dir, self.trainer.log_dir
+            stage: bool = self.trainer.training or self.trainer.validating or self.trainer.sanity_checking
+            batches: int | float = self.trainer.num_training_batches
+            self.trainer.print(steps, ranks, planned, limits, optimizers, loss, where, stage, batches)
+            self.trainer.print(self.trainer.strategy.device, self.trainer.logger, self.trainer.datamodule)
+            self.trainer.should_stop = True
+            self.trainer.save_checkpoint("now")
+            self.trainer.global_step = 3  # type: ignore[misc]
+            self.trainer.print(self.trainer.global_steps)  # type: ignore[attr-defined]
+            return batch.sum()

@@ -205,9 +205,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     # -- where we are --------------------------------------------------------------------------------------------
 
     @property
-    def trainer(self) -> Any:
+    def trainer(self) -> TrainerLike:
         """The Trainer that runs this module."""
-        trainer = self.__dict__["_trainer"]
+        trainer: TrainerLike | None = self.__dict__["_trainer"]
         if trainer is None:
             raise ConfigurationError(
                 f"{type(self).__name__} is not attached to a Trainer", fix="call this inside a hook, or after fit()"
