@@ -406,10 +406,10 @@ class Logs(TinyModule):
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
         return loss
-    def on_train_batch_start(self, batch, batch_idx):
-        if self.global_step == 13 and not os.path.exists("killed"):
-            open("killed", "w").close()
+    def on_checkpoint_committed(self, path):
+        if path.name == "step-00000010":
             os.kill(os.getpid(), signal.SIGKILL)
+    def on_train_batch_start(self, batch, batch_idx):
         if self.global_step == 17:
             open("answers", "w").close()
 
@@ -423,7 +423,8 @@ trainer.fit(Logs(), [torch.randn(2, 32) for _ in range(20)], ckpt_path="last")
 
 
 def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path, server):
-    """The tracker is down from the start; the process is killed at step 13, and the resumed run is answered at 17."""
+    """The tracker is down from the start; the process is killed once the checkpoint of step 10 is durable, at step 15
+    at the latest, and the resumed run is answered at 17."""
     directory = tmp_path / "run"
     assert server.run(directory, RESUMED)["ended"] == [-signal.SIGKILL]
     records = [record for record in read_journal(directory / "journal.jsonl") if "loss" in record]

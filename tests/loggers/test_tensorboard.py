@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.summary.writer import event_file_writer
 from torch import nn
 
 from trainer_kit.core.errors import LogError
@@ -66,7 +67,11 @@ def test_scalars_come_back(make, tmp_path):
     assert scalars(logger.log_dir) == {"p-loss": [(3, 0.5), (4, 0.25)], "p-acc": [(3, 1.0)], "p-lr": [(4, 0.125)]}
 
 
-def test_writing_goes_on_after_finalize(make):
+@pytest.mark.parametrize("writers", [0, 9, 99])
+def test_writing_goes_on_after_finalize(make, monkeypatch, writers):
+    """The count of the process's writers is in the names of files, which TensorBoard reads in order."""
+    counter = event_file_writer.AtomicCounter(writers)
+    monkeypatch.setattr(event_file_writer, "_global_uid", counter)
     logger = make()
     logger.log_metrics({"loss": 0.5}, 0)
     first = logger.experiment
@@ -76,6 +81,7 @@ def test_writing_goes_on_after_finalize(make):
     assert logger.experiment is not first
     logger.finalize("success")
     assert scalars(logger.log_dir) == {"loss": [(0, 0.5), (1, 0.25)]}
+    assert counter.get() == writers + 2
     assert logger.version == 0
 
 

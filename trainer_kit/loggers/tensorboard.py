@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -73,7 +74,11 @@ class TensorBoardLogger(DirectoryLogger):
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self._directory()), **self._kwargs)
+            directory = self._directory()
+            # TensorBoard reads files in the order of their names, which within a second is no order of time.
+            while any(directory.glob(f"events.out.tfevents.{int(time.time()):010}.*")):
+                time.sleep(0.01)
+            self._writer = SummaryWriter(str(directory), **self._kwargs)
         return self._writer
 
     @one_at_a_time
