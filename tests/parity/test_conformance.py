@@ -46,18 +46,34 @@ def check_others(**strategies: Callable[[], Any]) -> None:
 @pytest.mark.world_size(2, timeout=110)
 def test_two_ranks() -> None:
     check({"ddp": (DDPStrategy, CHECKS), "fsdp": (FSDPStrategy, CHECKS)})
-    check_others(ddp=DDPStrategy, fsdp=FSDPStrategy)
 
 
 @pytest.mark.world_size(2, timeout=110)
 def test_two_ranks_that_share_a_batch() -> None:
     check({"tp": (partial(mesh, tp=2), CHECKS), "pp": (partial(mesh, pp=2), PIPELINE)})
+
+
+@pytest.mark.long
+@pytest.mark.world_size(2, timeout=110)
+def test_other_precisions() -> None:
+    check_others(ddp=DDPStrategy, fsdp=FSDPStrategy)
+
+
+@pytest.mark.long
+@pytest.mark.world_size(2, timeout=110)
+def test_other_precisions_of_ranks_that_share_a_batch() -> None:
     check_others(tp=partial(mesh, tp=2), pp=partial(mesh, pp=2))
 
 
 @pytest.mark.world_size(2, timeout=110)
 def test_deepspeed() -> None:
-    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in range(4)}, "32-true")
+    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in (1, 3)}, "32-true")
+
+
+@pytest.mark.long
+@pytest.mark.world_size(2, timeout=110)
+def test_other_stages_and_precisions_of_deepspeed() -> None:
+    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in (0, 2)}, "32-true")
     check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW) for stage in (1, 3)}, "bf16-mixed")
 
 

@@ -471,6 +471,7 @@ def local(module: nn.Module) -> list[Tensor]:
     return [p.to_local() if hasattr(p, "to_local") else p for p in module.parameters()]
 
 
+@pytest.mark.long
 @pytest.mark.world_size(4)
 def test_four_ranks() -> None:
     for schedule in ("1F1B", "Interleaved1F1B"):

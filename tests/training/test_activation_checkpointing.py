@@ -161,13 +161,17 @@ def check_same_bits(devices, **strategies):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_the_same_bits_on_other_engines():
-    axes = {name: partial(MeshStrategy, dp_shard=1, **{name: 2}) for name in ("tp", "pp", "cp")}
-    stages = {f"deepspeed_stage_{stage}": partial(str, f"deepspeed_stage_{stage}") for stage in (1, 3)}
-    check_same_bits(2, **axes, **stages)
+def test_the_same_bits_on_each_axis_of_a_mesh():
+    check_same_bits(2, **{name: partial(MeshStrategy, dp_shard=1, **{name: 2}) for name in ("tp", "pp", "cp")})
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.world_size(2)
+def test_the_same_bits_under_deepspeed():
+    check_same_bits(2, **{f"stage_{stage}": partial(str, f"deepspeed_stage_{stage}") for stage in (1, 3)})
+
+
+@pytest.mark.long
 @pytest.mark.world_size(4)
 def test_the_same_bits_on_two_axes():
     check_same_bits(4, tp=partial(MeshStrategy, dp_shard=2, tp=2), pp=partial(MeshStrategy, dp_shard=2, pp=2))

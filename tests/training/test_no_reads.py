@@ -66,7 +66,7 @@ class Watches(tk.Callback):
         self.mode.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.long)])
 def test_the_loop_reads_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[Any] = []
 

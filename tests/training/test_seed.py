@@ -127,7 +127,7 @@ def wrapped(samples):
     return [torch.stack(samples)]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ranks_that_the_trainer_starts_take_the_seed_of_the_script(tmp_path, programs):
     script = tmp_path / "train.py"
     script.write_text(

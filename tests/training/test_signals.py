@@ -21,7 +21,8 @@ from trainer_kit.checkpoint.read import read_checkpoint
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 1}
 ROOT = Path(__file__).parents[2]
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-CODES = [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 138)]
+TERM, INT, USR1 = (signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 138)
+LONG = pytest.mark.long  # each script imports torch; in this process every signal is tried
 
 SCRIPT = """
 import sys, time
@@ -254,7 +255,7 @@ def script(directory, word):
             process.kill()
 
 
-@pytest.mark.parametrize(("number", "code"), CODES)
+@pytest.mark.parametrize(("number", "code"), [TERM, pytest.param(*INT, marks=LONG), pytest.param(*USR1, marks=LONG)])
 def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(tmp_path, number, code):
     with script(tmp_path, "once") as process:
         assert process.stdout.readline() == "at step 3\n"
@@ -269,7 +270,7 @@ def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(t
     assert read_checkpoint(written[0])["progress"]["batch"] == 4
 
 
-@pytest.mark.parametrize(("number", "code"), CODES)
+@pytest.mark.parametrize(("number", "code"), [INT, pytest.param(*TERM, marks=LONG), pytest.param(*USR1, marks=LONG)])
 def test_a_script_that_gets_it_twice_leaves_at_once(tmp_path, number, code):
     with script(tmp_path, "twice") as process:
         assert process.stdout.readline() == "at step 3\n"
