@@ -1,4 +1,4 @@
-"""Locations of files: a local path, or a URL of a storage that fsspec can access."""
+"""File locations: a local path, or the URL of a storage that fsspec can access."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Location", "RemotePath", "absolute", "is_url", "locate"]
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]+)://(.*)", re.DOTALL)
 _LOCAL: Final = ("file", "local")
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""What storages call the time of a file."""
+"""The keys under which storages report the modification time of a file."""
 _CHUNK: Final = 4 << 20
 
 
 @final
 @dataclass(frozen=True, order=True)
 class RemotePath(os.PathLike[str]):
-    """A URL, with as much of `pathlib.Path` as checkpoints need.
+    """A URL with the part of the `pathlib.Path` interface that checkpoints use.
 
-    Object stores have no directories: one is there as long as something is in it. Every failure is an ``OSError``,
-    whatever the storage's library raises; only ``FileNotFoundError`` says that something is not there.
+    Object stores have no directories: a directory exists while it has an entry. Every failure is an ``OSError``,
+    whatever the storage's library raises; ``FileNotFoundError`` alone means that the entry does not exist.
 
     Attributes:
-        url: without a slash at its end.
+        url: the URL, without a slash at its end.
 
     Example:
         >>> path = locate("memory://runs") / "step-3"
@@ -61,16 +61,16 @@ class RemotePath(os.PathLike[str]):
 
     @property
     def parent(self) -> RemotePath:
-        """What it is in; a URL without any path is in itself."""
+        """The parent directory; a URL without a path is its own parent."""
         start, path = _split(self.url)
         return RemotePath(start + path.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
-        """Its sibling of this name."""
+        """The same location with another last component."""
         return self.parent / name
 
     def lstat(self) -> os.stat_result:
-        """Kind, size in bytes and time; of an entry of `iterdir` as its directory was listed."""
+        """File type, size in bytes and modification time; an entry of `iterdir` has those of the listing."""
         info = self._info()
         mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
         size, time = int(info.get("size") or 0), _time(info)
@@ -79,15 +79,15 @@ class RemotePath(os.PathLike[str]):
     stat = lstat  # a storage has no links
 
     def exists(self) -> bool:
-        """Whether something is there; an error if the storage cannot tell."""
+        """Whether a file or directory exists here; raises ``OSError`` if the storage cannot tell."""
         return self._kind() is not None
 
     def is_dir(self) -> bool:
-        """Whether something is in it."""
+        """Whether this is a directory: on an object store, a prefix with an entry."""
         return self._kind() == "directory"
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Whether this is a file."""
         return self._kind() not in (None, "directory")
 
     def is_symlink(self) -> bool:
@@ -95,7 +95,7 @@ class RemotePath(os.PathLike[str]):
         return False
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What is directly in it, as the storage lists it now."""
+        """The entries of this directory, listed by the storage at each call."""
         with _storage(self.url) as (storage, path):
             storage.invalidate_cache(path)
             entries = storage.ls(path, detail=True)
@@ -106,17 +106,17 @@ class RemotePath(os.PathLike[str]):
                 yield RemotePath((self / where.rpartition("/")[2]).url, info)
 
     def mkdir(self) -> None:
-        """Make it and its parents, where a storage has directories."""
+        """Create this directory and its parents, if the storage has directories."""
         with _storage(self.url) as (storage, path):
             storage.makedirs(path, exist_ok=True)
 
     def read_bytes(self) -> bytes:
-        """The whole content."""
+        """The content of the file."""
         with _storage(self.url) as (storage, path):
             return bytes(storage.cat_file(path))
 
     def read_chunks(self, size: int = _CHUNK) -> Iterator[bytes]:
-        """The content, at most ``size`` bytes at a time."""
+        """The content of the file in chunks of at most ``size`` bytes."""
         with _storage(self.url) as (storage, path):
             file = storage.open(path, "rb")
         try:
@@ -131,12 +131,16 @@ class RemotePath(os.PathLike[str]):
                 file.close()
 
     def fetch_to(self, file: Path) -> None:
-        """Copy a file to this machine, as fast as its storage can."""
+        """Download the file to a local path."""
         with _storage(self.url) as (storage, path):
             storage.get_file(path, str(file))
 
     def write_chunks(self, chunks: Iterable[Any]) -> None:
-        """Write a file in a stream; after an error something may stand there, in part."""
+        """Write the file as a stream; after an error an incomplete file may remain.
+
+        Raises:
+            OSError: also if the storage reports another size than was written.
+        """
         size = 0
         with _storage(self.url) as (storage, path):
             file = storage.open(path, "wb")
@@ -158,22 +162,22 @@ class RemotePath(os.PathLike[str]):
             raise OSError(f"{there} of {size} bytes arrived")
 
     def write_bytes(self, data: bytes, *, new: bool = False) -> None:
-        """Put a small file there in one request: whole or not at all, where the storage can.
+        """Write a small file in one request, which is atomic where the storage supports that.
 
         Raises:
-            FileExistsError: with ``new``, if it is there. Not every storage can tell two that try at the same time.
+            FileExistsError: with ``new``, if the file exists. Not every storage detects two simultaneous writers.
         """
         if new and self.exists():
             raise FileExistsError(self.url)
         with _storage(self.url) as (storage, path):
             if new:
-                with suppress(TypeError, NotImplementedError):  # a storage that knows no modes
+                with suppress(TypeError, NotImplementedError):  # the storage has no exclusive mode
                     storage.pipe_file(path, data, mode="create")
                     return
             storage.pipe_file(path, data)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Delete a file."""
+        """Delete the file."""
         try:
             with _storage(self.url) as (storage, path):
                 storage.rm_file(path)
@@ -182,13 +186,13 @@ class RemotePath(os.PathLike[str]):
                 raise
 
     def rmdir(self) -> None:
-        """Delete an empty directory, where a storage has them."""
+        """Delete the empty directory, if the storage has directories."""
         with suppress(Exception):
             storage, path = _reach(self.url)
             storage.rmdir(path)
 
     def copy_to(self, target: RemotePath) -> None:
-        """Copy a file within its storage."""
+        """Copy the file within its storage."""
         with _storage(self.url) as (storage, path):
             storage.cp_file(path, _reach(target.url)[1])
 
@@ -208,11 +212,11 @@ class RemotePath(os.PathLike[str]):
 
 
 Location: TypeAlias = Path | RemotePath
-"""A path of this machine, or a URL."""
+"""A local path or a URL."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether this is a URL, ``file://`` among them.
+    """Whether ``path`` is a URL, including ``file://``.
 
     Example:
         >>> is_url("s3://bucket/run"), is_url("runs/1"), is_url("file:///runs")
@@ -222,12 +226,12 @@ def is_url(path: str | os.PathLike[str]) -> bool:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """The location that ``path`` names: a local path for a plain one and for a ``file://`` URL, else a `RemotePath`.
+    """Convert ``path`` to a location: plain paths and ``file://`` URLs become a local path, others a `RemotePath`.
 
     ``~`` at the start of a plain path is the home directory.
 
     Raises:
-        ConfigurationError: for a URL of an unknown protocol, of one whose package is not installed, or with a password.
+        ConfigurationError: if the protocol is unknown, its package is not installed, or the URL has a password.
 
     Example:
         >>> locate("runs/1").name, locate("file:///runs/a%20b").name, locate("memory://runs/1/").name
@@ -260,7 +264,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
 
 
 def absolute(path: str | os.PathLike[str]) -> Location:
-    """As `locate`, a path of this machine in full and without ``..``."""
+    """Like `locate`, but a local path is made absolute and without ``..``."""
     found = locate(path)
     return found if isinstance(found, RemotePath) else Path(os.path.abspath(found))
 
@@ -301,7 +305,7 @@ def _check_protocol(protocol: str, url: str) -> None:
 
 
 def _reach(url: str) -> tuple[Any, str]:
-    """The storage, of which fsspec keeps one for each, and the path in it."""
+    """The file system object, which fsspec caches, and the path in it."""
     from fsspec.core import url_to_fs
 
     storage, path = url_to_fs(url)
@@ -310,7 +314,7 @@ def _reach(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _storage(url: str) -> Iterator[tuple[Any, str]]:
-    """The storage of a URL and the path in it; every failure inside is an ``OSError``."""
+    """The file system and path of a URL; failures inside the block become ``OSError``."""
     with _as_os_error():
         yield _reach(url)
 

@@ -1,4 +1,4 @@
-"""What is done to gradients: whole ones on one device, and those of which every rank holds a part."""
+"""Gradient clipping and norms, for full gradients and for gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["clip_gradients", "clip_parts", "clip_sharded_gradients", "local", "s
 def clip_gradients(
     parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
 ) -> Tensor | None:
-    """Clip whole gradients.
+    """Clip gradients that this rank holds in full.
 
     Args:
-        parameters: whose gradients; those without one are left out.
-        value: the largest norm of all gradients together, or the largest absolute value of each element.
+        parameters: the parameters; those without a gradient are skipped.
+        value: the maximum total norm, or the maximum absolute value of each element.
         algorithm: ``"norm"`` (Pascanu et al., 2013) or ``"value"``.
         norm_type: the p of the norm; ``inf`` for the largest absolute value.
 
     Returns:
-        The norm before, on the device; None when clipping by value.
+        The total norm before clipping, on the device; None when clipping by value.
     """
     if algorithm == "norm":
         return nn.utils.clip_grad_norm_(parameters, value, norm_type)
@@ -45,21 +45,21 @@ def clip_sharded_gradients(
     stages: Group | None = None,
     repeated: Collection[nn.Parameter] = (),
 ) -> Tensor | None:
-    """Clip gradients of which this rank may hold a part, by what `clip_gradients` would do to the whole.
+    """Clip sharded gradients, with the result that `clip_gradients` has on the full gradients.
 
     Args:
-        parameters: of any mix: in parts over one mesh or several, and whole ones that all ranks hold alike.
-        value: as there.
-        algorithm: as there.
-        norm_type: as there, above 0.
-        stages: ranks with other parameters of the same model.
-        repeated: parameters that count once, on another of these ranks.
+        parameters: any mix of parameters sharded over one or more meshes and parameters replicated on all ranks.
+        value: as in `clip_gradients`.
+        algorithm: as in `clip_gradients`.
+        norm_type: as in `clip_gradients`; must be above 0.
+        stages: the ranks that hold other parameters of the same model (pipeline stages).
+        repeated: tied parameters that another of these ranks adds to the norm.
 
     Returns:
-        The norm before, on the device; None when clipping by value.
+        The total norm before clipping, on the device; None when clipping by value.
 
     Raises:
-        ConfigurationError: for another way to clip, and for a norm that parts of a whole do not have.
+        ConfigurationError: for an unknown algorithm, or a norm type that cannot be combined from shards.
     """
     given = [(p, p.grad) for p in parameters if p.grad is not None]
     counted = [gradient for p, gradient in given if p not in repeated] if repeated else None
@@ -74,7 +74,7 @@ def clip_parts(
     stages: Group | None = None,
     counted: Sequence[Tensor] | None = None,
 ) -> Tensor | None:
-    """As `clip_sharded_gradients`, of the gradients themselves; the norm is that of those ``counted``."""
+    """Like `clip_sharded_gradients`, given the gradients; the norm is computed from ``counted`` if given."""
     if algorithm == "value":
         for gradient in gradients:
             local(gradient).clamp_(min=-value, max=value)  # type: ignore[arg-type]  # its stub has no float with a Tensor
@@ -86,9 +86,9 @@ def clip_parts(
             "gradients that are divided are clipped by a p-norm", found=f"norm_type={norm_type}", fix="give p above 0"
         )
     norm = total_norm(gradients if counted is None else counted, norm_type)
-    if stages is not None:  # in one dtype: a stage may have no gradient
+    if stages is not None:  # one dtype for all: a stage may have no gradient
         norm = torch.linalg.vector_norm(stages.all_gather(norm.to(torch.float64)), norm_type)
-    factor = (value / (norm + 1e-6)).clamp(max=1.0)  # no look at whether it is needed: that would be a sync
+    factor = (value / (norm + 1e-6)).clamp(max=1.0)  # unconditional: reading the norm would be a sync point
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
@@ -98,11 +98,11 @@ def clip_parts(
 
 
 def spread_overflow(gradients: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Where any rank's gradients overflowed, none of any rank's stays finite: all of them skip the step, or none does.
+    """Make every rank's gradients NaN if those of any rank overflowed, so that all ranks skip the step together.
 
     Args:
-        gradients: of this rank, which has some; on its device.
-        group: of the ranks that have the others; none of them looks at a value.
+        gradients: this rank's gradients, at least one, on its device.
+        group: the ranks that hold the other gradients. No value is read on the host.
     """
     parts = [local(gradient) for gradient in gradients]
     overflowed = _norm(parts, torch.inf).isfinite().logical_not_().float()
@@ -111,10 +111,10 @@ def spread_overflow(gradients: Sequence[Tensor], group: dist.ProcessGroup | None
 
 
 def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all gradients together, over all ranks; one exchange for each way in which they are divided.
+    """The p-norm of all gradients over all ranks; one all-gather for each mesh axis that shards some of them.
 
-    Norms are gathered, and their norm is taken as torch takes that of several tensors: no power of theirs overflows
-    before one process's would, and a NaN of any rank is seen, which reductions to the largest pass over.
+    The norms of the ranks are gathered and combined as torch combines the norms of several tensors. Summing p-th powers
+    instead could overflow earlier than on one process, and a max reduction can lose the NaN of a rank.
     """
     norms: list[Tensor] = []
     by_layout: dict[tuple[Any, tuple[int, ...]], list[Tensor]] = {}
@@ -137,13 +137,13 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def _norm(parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """That of what this rank holds: of what is divided unevenly it may be nothing, which has no largest value."""
+    """The norm of this rank's shards; an uneven shard may be empty, and an empty tensor has no maximum."""
     held = [part for part in parts if part.numel()]
     return nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
 
 
 def local(gradient: Tensor) -> Tensor:
-    """What this rank holds of a gradient."""
+    """This rank's shard of a gradient; a tensor that is not sharded is returned unchanged."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which modules each has, and how a rank computes its own."""
+"""Pipeline stages: the modules of each stage, and how a rank computes its own stages."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ __all__ = [
 @final
 @dataclass(frozen=True)
 class Layout:
-    """The stages of a model.
+    """How a model is divided into stages.
 
     Attributes:
-        blocks: of each stage, by name in the model, in order.
-        owners: the stage of every module and parameter that belongs to one; the rest runs on each.
-        shared: of each parameter that several stages have, all its names, with the stage of each.
-        repeated: the names of each that one stage has under several.
+        blocks: for each stage, the names of its blocks in the model, in order.
+        owners: the stage of each module and parameter that belongs to one stage; all others run on every stage.
+        shared: for each parameter tied across stages, its names with the stage of each.
+        repeated: for each parameter tied inside one stage, its names.
     """
 
     blocks: Sequence[Sequence[str]]
@@ -52,7 +52,7 @@ class Layout:
 
 
 def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Module]:
-    """The submodule that becomes stages, with its name in the module ("" for the module itself)."""
+    """The submodule that is divided into stages, with its name in the module ("" for the module itself)."""
     if plan.model is not None:
         try:
             return plan.model, module.get_submodule(plan.model)
@@ -76,12 +76,12 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
     """Divide a model into stages.
 
     Args:
-        model: the whole.
-        plan: how it may be split.
-        stages: how many.
+        model: the full model.
+        plan: where it may be split.
+        stages: the number of stages.
 
     Raises:
-        StrategyError: the model has too few blocks, or the plan names what is not there.
+        StrategyError: the model has too few blocks, or the plan names a module that does not exist.
 
     Example:
         >>> lay_out(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), PipelinePlan(), 2).blocks
@@ -103,7 +103,7 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
 
 
 def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, list[int] | None]:
-    """The name of what holds the blocks, and at which of them stages begin, where the plan says so."""
+    """The name of the module that holds the blocks, and the first block of each stage if the plan gives them."""
     if isinstance(plan.split_points, str):
         if plan.split_points != "auto":
             raise StrategyError('split_points is "auto" or names of blocks', found=repr(plan.split_points))
@@ -118,7 +118,7 @@ def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, 
                 found="no ModuleList or Sequential with as many blocks",
                 fix="use fewer stages (pp=), or keep the blocks in one nn.ModuleList",
             )
-        # Of those that hold as much, the outermost, which comes first.
+        # The largest container; of equally large ones the outermost, which comes first.
         return max(holders, key=lambda entry: _size(entry[1]))[0], None
     points = list(plan.split_points)
     holders_of = {name.rpartition(".")[0] for name in points}
@@ -271,7 +271,7 @@ class StandIn(nn.Module):
         return tree_unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
 
     def _outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """What the original returns for inputs of these shapes, without storage."""
+        """The outputs of the original module for inputs of these shapes, on the meta device."""
         key = tuple(
             (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else _plain(leaf)
             for leaf in tree_leaves((args, kwargs))
@@ -290,7 +290,7 @@ def has_stages(module: nn.Module) -> bool:
 
 
 def whole_names(module: nn.Module) -> list[str]:
-    """The names of all submodules, with those that only other stages hold."""
+    """The names of all submodules, including those that only other stages hold."""
     found = []
     for name, part in module.named_modules():
         if isinstance(part, StandIn):
@@ -316,7 +316,7 @@ def _plain(value: Any) -> Any:
 @final
 @dataclass(frozen=True)
 class Turn:
-    """One micro-batch: the arguments of the model, and on the last stage what is made of its output."""
+    """One micro-batch: the arguments of the model and, on the last stage, the function that takes its output."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -325,7 +325,7 @@ class Turn:
 
 @dataclass
 class _Slot:
-    """A place in the model that a stage of this rank fills, and what stands there while another one runs."""
+    """A module or parameter of one stage, and the stand-in that replaces it while another stage runs."""
 
     stage: int
     parent: nn.Module
@@ -347,18 +347,18 @@ class _Slot:
 
 @final
 class Stage(nn.Module):
-    """The modules that one stage holds, and the model's forward from its first to its last.
+    """One stage: its modules, and the model's forward from its first block to its last.
 
     Args:
-        index: of the stage.
-        places: of everything that belongs to a stage, by name in the model.
-        blocks: the names of those of each stage.
+        index: the number of this stage.
+        places: the slots of all stages, by name in the model.
+        blocks: the names of the blocks of each stage.
         own: the stages of this rank.
         run: the model's own forward.
 
     Attributes:
-        turns: the micro-batches, in the order in which they come.
-        context: what the forward runs in.
+        turns: the micro-batches, in the order in which they run.
+        context: the context manager around each forward.
     """
 
     run: Callable[..., Any]
@@ -378,7 +378,7 @@ class Stage(nn.Module):
         super().__init__()
         self.index, self.last = index, index == len(blocks) - 1
         mine = {name: slot for name, slot in places.items() if slot.stage == index}
-        self.__dict__.update(  # past nn.Module's own: none of these modules is a child of the stage
+        self.__dict__.update(  # not through nn.Module: none of these modules is a child of the stage
             run=run,
             others=[slot for slot in places.values() if slot.stage in own and slot.stage != index],
             entry=places[blocks[index - 1][-1]].stand_in if index else None,
@@ -396,16 +396,16 @@ class Stage(nn.Module):
         self.running = False
 
     def find_loose(self) -> None:
-        """Look again for parameters that are directly the model's: others may have taken their places."""
+        """Look up the model's direct parameters again: other transforms may have replaced them."""
         for slot in self._loose:
             slot.real = slot.parent._parameters[slot.key]
         self.loose = nn.ParameterList([slot.real for slot in self._loose])
 
     def forward(self, *arrived: Tensor) -> Any:
-        """The outputs of its last block, flat; on the last stage what is made of the model's output.
+        """The flattened outputs of the last block; on the last stage, what ``Turn.finish`` makes of the model's output.
 
         Args:
-            arrived: what the stage before returned.
+            arrived: the outputs of the previous stage.
         """
         if not self._hooked:
             self._hook()
@@ -429,7 +429,7 @@ class Stage(nn.Module):
         return tuple(leaf for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
 
     def _hook(self) -> None:
-        """Register hooks, after those that other transforms have registered: the output includes what they return."""
+        """Register hooks after those of other transforms, so that the kept output includes their changes."""
         self._hooked = True
         for name, module in zip(self.names, self.held, strict=True):
             module.register_forward_pre_hook(_checker(name), with_kwargs=True, prepend=True)
@@ -442,7 +442,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def _alone(self, arrived: Sequence[Tensor]) -> Iterator[None]:
-        """Every other stage's places are taken by stand-ins, the entry has what arrived."""
+        """Replace the other stages' modules by stand-ins, and give the entry the received tensors."""
         for slot in self.others:
             slot.put(real=False)
         self._mark(True, arrived)
@@ -479,13 +479,13 @@ def _check(values: Any, what: str) -> None:
 
 
 def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device) -> list[Stage]:
-    """Leave of a model, in place, what some stages of it hold.
+    """Replace, in place, all modules of a model that belong to stages of other ranks; return this rank's stages.
 
     Args:
-        model: the whole.
-        layout: which of its modules belong to which stage.
+        model: the full model.
+        layout: the stage of each module.
         own: the stages of this rank.
-        device: where it computes.
+        device: the device of this rank.
     """
     slots = {name: _slot(model, name, stage, device) for name, stage in layout.owners.items()}
     for slot in slots.values():
@@ -504,16 +504,16 @@ def _slot(model: nn.Module, name: str, stage: int, device: torch.device) -> _Slo
 
 @final
 class Ties:
-    """The copies on this rank, and the way of their gradients to the others.
+    """Parameters that are tied across stages: this rank's copies, and the exchange of their gradients.
 
     Args:
-        shared: of each parameter, the names that it has in the module, with the stage of each.
-        ranks: in the group, of every stage.
-        group: of the ranks that share one model.
+        shared: for each tied parameter, its names in the module, with the stage of each.
+        ranks: the group rank of every stage.
+        group: the ranks that hold the stages of one model.
 
     Attributes:
-        names: of copies here, by name, the first of all its names: what checkpoints call it.
-        repeated: copies here of which an earlier stage has another: gradients are counted once.
+        names: for each name of a copy on this rank, the name that checkpoints use: the first of all its names.
+        repeated: copies on this rank that an earlier stage holds too: norms count their gradients once.
     """
 
     def __init__(self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: ProcessGroup) -> None:
@@ -524,10 +524,10 @@ class Ties:
         self.repeated: set[nn.Parameter] = set()
 
     def find(self, module: nn.Module) -> None:
-        """Look up the copies of a module that is divided by now.
+        """Look up the copies in a module whose parameters are already sharded.
 
         Raises:
-            StrategyError: on every rank, for copies that are divided in different ways.
+            StrategyError: on every rank, if copies are sharded differently.
         """
         self._copies, self.names, self.repeated = [], {}, set()
         for places in self._shared:
@@ -546,7 +546,7 @@ class Ties:
             )
 
     def check_groups(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that would train the copies in different ways.
+        """Check that the optimizer has the same options for all copies of a parameter.
 
         Raises:
             StrategyError: on every rank.
@@ -567,7 +567,7 @@ class Ties:
             )
 
     def _compared(self, mine: list[list[str]]) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:
-        """Return the parameters whose ranks give different texts, with these texts."""
+        """The tied parameters for which the texts of the ranks differ, with the texts."""
         if not self._shared:
             return []
         everyone = self._group.all_gather_object(mine)
@@ -575,7 +575,7 @@ class Ties:
         return [(places, found) for places, found in zip(self._shared, by_parameter, strict=True) if len(found) > 1]
 
     def add_gradients(self) -> None:
-        """Give every copy the sum of what all stages have found."""
+        """Set the gradient of every copy to the sum over all stages."""
         for places, copies in zip(self._shared, self._copies, strict=True):
             if not copies or not copies[0].requires_grad:
                 continue
@@ -589,7 +589,7 @@ class Ties:
                 part.copy_(whole)
 
     def _summed(self, mine: Tensor, ranks: Sequence[int]) -> Tensor:
-        """Over these ranks of the group; added in their order, so that all have the same bits."""
+        """The sum over these ranks of the group, added in rank order so that the bits are the same on each."""
         if len(ranks) == 1:
             return mine
         mine = mine.contiguous()
