@@ -46,9 +46,9 @@ class DummyOptim:
 
     Args:
         params: parameters, or groups of them.
-        lr: the value of ``"auto"`` there.
-        weight_decay: likewise.
-        kwargs: further options likewise.
+        lr: the learning rate, where the JSON has ``"auto"``.
+        weight_decay: the weight decay, where the JSON has ``"auto"``.
+        kwargs: further options of the optimizer, where the JSON has ``"auto"``.
     """
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -60,13 +60,13 @@ class DummyScheduler:
     """A placeholder for the scheduler that DeepSpeed's JSON names; `prepare` makes it.
 
     Args:
-        optimizer: whose learning rates it moves; a `DummyOptim` too.
-        total_num_steps: of the run, for ``"auto"`` in the JSON. As under Accelerate it is divided by the number
-            of processes, unless ``split_batches=True`` or ``scheduler_steps_per_process=False``: the engine's schedule
-            advances once an optimizer step.
-        warmup_num_steps: for ``"auto"`` in the JSON, in optimizer steps.
-        lr_scheduler_callable: refused: the JSON says which scheduler it is.
-        kwargs: further options likewise.
+        optimizer: the optimizer whose learning rates it sets, or a `DummyOptim`.
+        total_num_steps: steps of the run, where the JSON has ``"auto"``. As under Accelerate they are divided by the
+            number of processes, unless ``split_batches=True`` or ``scheduler_steps_per_process=False``: the engine's
+            schedule advances once per optimizer step.
+        warmup_num_steps: optimizer steps of warmup, where the JSON has ``"auto"``.
+        lr_scheduler_callable: refused: the JSON names the scheduler.
+        kwargs: further options of the scheduler, where the JSON has ``"auto"``.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DummyScheduler:
 
 
 def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimizer:
-    """The optimizer itself, or the one that the JSON of a strategy names; never both."""
+    """The given optimizer; for a `DummyOptim` the one that the strategy's JSON names. Having both is an error."""
     sections = strategy.sections
     if not isinstance(given, DummyOptim):
         if sections is not None:
@@ -98,13 +98,13 @@ def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimiz
 
 
 def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 1) -> Any:
-    """As `made_optimizer`.
+    """The given scheduler; for a `DummyScheduler` the one that the strategy's JSON names.
 
     Args:
-        strategy: likewise.
-        given: likewise.
-        optimizer: the last one that was prepared.
-        times: how often other schedulers advance in an optimizer step; one that is made here advances once.
+        strategy: the strategy with the JSON.
+        given: the scheduler, or a `DummyScheduler`.
+        optimizer: the optimizer that was prepared last.
+        times: how often other schedulers advance per optimizer step; DeepSpeed's schedule advances once.
     """
     sections = strategy.sections
     if not isinstance(given, DummyScheduler):
@@ -130,25 +130,24 @@ def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
 
 @dataclass
 class DeepSpeedPlugin:
-    """Of DeepSpeed, for ``Accelerator(deepspeed_plugin=...)``; what is not given is what the launcher says.
+    """Options of DeepSpeed, for ``Accelerator(deepspeed_plugin=...)``; the launcher's values are the defaults.
 
     Attributes:
         hf_ds_config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` takes the values of the other
             arguments, the Accelerator and the loaders.
-        gradient_accumulation_steps: micro-batches of an optimizer step, in place of the Accelerator's.
-        gradient_clipping: of every step, by norm; ``clip_grad_norm_`` says another value for its own.
+        gradient_accumulation_steps: micro-batches per optimizer step, in place of the Accelerator's.
+        gradient_clipping: the maximum gradient norm of every step; ``clip_grad_norm_`` can set another for its step.
         zero_stage: 0 to 3; the JSON's by default, or 2.
-        is_train_batch_min: of several loaders the smallest batch size is passed to DeepSpeed; else the
-            largest.
+        is_train_batch_min: with several loaders, pass the smallest batch size to DeepSpeed; False: the largest.
         offload_optimizer_device: "none" or "cpu".
         offload_param_device: "none" or "cpu"; stage 3 only.
         offload_optimizer_nvme_path: refused with "nvme".
         offload_param_nvme_path: refused with "nvme".
-        zero3_init_flag: models of transformers are divided as they are made.
-        zero3_save_16bit_model: accepted; whole weights are returned in full precision, under every stage.
-        transformer_moe_cls_names: classes of expert layers, with commas, each gathered as one.
-        deepspeed_config: the JSON with all of this in it; changes before ``prepare`` take effect.
-        selected: whether it is in use, of several.
+        zero3_init_flag: shard models of transformers while they are created.
+        zero3_save_16bit_model: accepted without effect: weights are returned in full precision under every stage.
+        transformer_moe_cls_names: comma-separated classes of expert layers; each layer is gathered as one unit.
+        deepspeed_config: the JSON merged with all of these options; changes before ``prepare`` take effect.
+        selected: with several plugins, whether this one is in use.
 
     Raises:
         StrategyError: the JSON and the arguments contradict each other.
@@ -231,7 +230,7 @@ class DeepSpeedPlugin:
         self.deepspeed_config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
 
     def _configure_transformers(self) -> None:
-        """Its ``from_pretrained`` divides weights as long as such an object lives."""
+        """Make ``from_pretrained`` of transformers shard weights, which it does as long as this object exists."""
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
         except ImportError as error:
@@ -241,15 +240,15 @@ class DeepSpeedPlugin:
         self._known_to_transformers = integrations.HfDeepSpeedConfig(explicit)
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models are divided as they are made."""
+        """Whether models are sharded while they are created."""
         return bool(self.zero3_init_flag) and self.zero_stage == 3
 
     def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
-        """Accepted: whether models are divided as they are made is decided once, by ``zero3_init_flag``."""
+        """Accepted without effect: ``zero3_init_flag`` decides whether models are sharded while they are created."""
         return nullcontext()
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """What the JSON says, by a key such as ``"zero_optimization.stage"``."""
+        """The value in the JSON at a key such as ``"zero_optimization.stage"``."""
         found: Any = self.deepspeed_config
         for part in ds_key_long.split("."):
             if not isinstance(found, Mapping) or part not in found:
@@ -258,11 +257,11 @@ class DeepSpeedPlugin:
         return found
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the JSON says ``"auto"``."""
+        """Whether the value in the JSON is ``"auto"``."""
         return bool(self.get_value(ds_key_long) == "auto")
 
     def accelerator_arguments(self) -> dict[str, Any]:
-        """The arguments of the Accelerator that the JSON gives."""
+        """The arguments of the Accelerator that the JSON sets."""
         found: dict[str, Any] = {}
         if self.gradient_accumulation_steps != "auto":
             found["gradient_accumulation_steps"] = self.gradient_accumulation_steps
@@ -280,21 +279,21 @@ class DeepSpeedPlugin:
         raise refused("select")
 
     def batch_size(self, sizes: Sequence[int]) -> int | None:
-        """The batch size for DeepSpeed, of those of the loaders."""
+        """The batch size for DeepSpeed, given those of the loaders."""
         written = self.deepspeed_config.get("train_micro_batch_size_per_gpu", "auto")
         if not sizes or written in sizes:
             return written if isinstance(written, int) else None
         return min(sizes) if self.is_train_batch_min else max(sizes)
 
     def make_strategy(self, **options: Any) -> Strategy:
-        """The strategy that this asks for; ``options`` are further arguments of it."""
+        """Make the strategy; ``options`` are further arguments of it."""
         made: Any = STRATEGIES.get("deepspeed")(config=self.deepspeed_config, **options)
         self.deepspeed_config, self.selected = made.config, True
         return made  # type: ignore[no-any-return]
 
 
 def selected_plugin(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin | None:
-    """The plugin in use, of several by name."""
+    """The plugin in use."""
     return next((plugin for plugin in plugins.values() if plugin.selected), None)
 
 

@@ -25,7 +25,7 @@ __all__ = [
 
 
 class FP8Recipe(KwargsHandler, ABC):
-    """Which library computes in fp8, and how."""
+    """Base class of the recipes: each names the fp8 library and its options."""
 
     @abstractmethod
     def make_precision(self) -> Precision:
@@ -34,14 +34,14 @@ class FP8Recipe(KwargsHandler, ABC):
 
 @dataclass
 class AORecipeKwargs(FP8Recipe):
-    """fp8 by torchao.
+    """fp8 with torchao.
 
     Attributes:
-        config: a ``torchao.float8.Float8LinearConfig``; by default one scale for a tensor.
-        module_filter_func: called with a linear layer and its name, says whether it is exchanged; by default all but
-            the first and the last.
-        pad_inner_dim: pad batches whose number of rows is no multiple of 16; sizes of weights are to be multiples.
-        enable_fsdp_float8_all_gather: True is refused: weights would be other objects, which are not saved.
+        config: a ``torchao.float8.Float8LinearConfig``; the default has one scale per tensor.
+        module_filter_func: called with a linear layer and its name; returns whether to replace the layer. By default
+            all linear layers but the first and the last are replaced.
+        pad_inner_dim: pad batches whose number of rows is not a multiple of 16; weight sizes must be multiples of 16.
+        enable_fsdp_float8_all_gather: True is refused: it replaces the weights by objects that cannot be saved.
     """
 
     config: Any = None
@@ -65,17 +65,17 @@ class AORecipeKwargs(FP8Recipe):
 
 @dataclass
 class TERecipeKwargs(FP8Recipe):
-    """fp8 by Transformer Engine, with its ``DelayedScaling``.
+    """fp8 with Transformer Engine and its ``DelayedScaling``.
 
     Attributes:
         use_autocast_during_eval: compute in fp8 in evaluation mode too.
-        margin: of scales, in powers of two.
-        interval: accepted; Transformer Engine finds new scales in each step.
+        margin: margin of the scales, in powers of two.
+        interval: accepted without effect: Transformer Engine updates the scales in each step.
         fp8_format: ``"HYBRID"`` or ``"E4M3"``.
-        amax_history_len: steps of which maxima are kept.
+        amax_history_len: the number of steps whose maxima are kept.
         amax_compute_algo: ``"max"`` or ``"most_recent"``.
-        override_linear_precision: accepted where all are False.
-        use_mxfp8_block_scaling: ``MXFP8BlockScaling`` in place of delayed scaling.
+        override_linear_precision: accepted if all are False.
+        use_mxfp8_block_scaling: use ``MXFP8BlockScaling`` instead of delayed scaling.
     """
 
     use_autocast_during_eval: bool = False
@@ -112,7 +112,7 @@ class TERecipeKwargs(FP8Recipe):
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Recipe):
-    """fp8 by MS-AMP, which is refused: it is no longer maintained, and is in no package registry.
+    """fp8 with MS-AMP, which is refused: it is no longer maintained, and no package registry has it.
 
     Attributes:
         opt_level: ``"O1"`` or ``"O2"``.
@@ -137,10 +137,10 @@ _BACKENDS: Mapping[str, type[FP8Recipe]] = {"TE": TERecipeKwargs, "AO": AORecipe
 
 
 def launched_recipe() -> FP8Recipe | None:
-    """The recipe that a ``fp8_config`` or the environment gives; None without one.
+    """The recipe in the launcher's ``fp8_config`` or in environment variables; None if there is none.
 
     Raises:
-        ConfigurationError: a value that its option does not take.
+        ConfigurationError: an option has an invalid value.
 
     Example:
         >>> print(launched_recipe())
@@ -167,6 +167,6 @@ def launched_recipe() -> FP8Recipe | None:
 
 
 def launched_precision(precision: Any) -> Any:
-    """The precision of the launcher's recipe for the word ``"fp8"``; anything else, and fp8 without one, as it is."""
+    """For ``"fp8"``, the precision of the launcher's recipe, if it has one; other values are returned unchanged."""
     recipe = launched_recipe() if isinstance(precision, str) and precision.lower() == "fp8" else None
     return precision if recipe is None else recipe.make_precision()

@@ -42,23 +42,22 @@ _ELSEWHERE: Final = {
 @final
 @dataclass(init=False)
 class MegatronLMPlugin:
-    """Of Megatron, for ``Accelerator(megatron_lm_plugin=...)``: what is not given is what the launcher says.
+    """Options of Megatron, for ``Accelerator(megatron_lm_plugin=...)``; the launcher's values are the defaults.
 
-    The model is one of megatron-core's layers, built after the Accelerator (which makes Megatron's groups), and what it
-    is called with it is prepared with; `MegatronStrategy` says what works.
+    Build the model from megatron-core's layers after the Accelerator, which creates Megatron's process groups.
+    `MegatronStrategy` documents what is supported.
 
     Args:
-        tp_degree: ranks that compute each layer together.
-        sequence_parallelism: norms and dropout are divided along the sequence among them.
-        gradient_clipping: the largest norm of all gradients together; 0: nothing is clipped. By default 1.
-        pp_degree: 1; `MeshStrategy` has pipelines.
-        use_distributed_optimizer: a data rank has a part of the optimizer.
-        num_micro_batches: 1; ``gradient_accumulation_steps`` and ``accumulate`` say it.
-        others: keys of ``megatron_lm_config`` and of Accelerate's plugin, which are refused by name with what to use
-            instead.
+        tp_degree: the number of ranks that split each layer.
+        sequence_parallelism: these ranks also split norms and dropout along the sequence.
+        gradient_clipping: the maximum total gradient norm, by default 1; 0 disables clipping.
+        pp_degree: must be 1; `MeshStrategy` has pipelines.
+        use_distributed_optimizer: shard the optimizer over the data ranks.
+        num_micro_batches: must be 1; use ``gradient_accumulation_steps`` and ``accumulate``.
+        others: keys of ``megatron_lm_config`` and of Accelerate's plugin; each is refused with its replacement.
 
     Raises:
-        ConfigurationError: for an option that has another place, or none, here.
+        ConfigurationError: for an option that is set elsewhere or not supported.
         TypeError: for a name that Accelerate's plugin does not have.
 
     Example:
@@ -71,7 +70,7 @@ class MegatronLMPlugin:
 
     serves_alone: ClassVar[bool] = True
     options: dict[str, Any]
-    """Of `MegatronStrategy`."""
+    """Arguments of `MegatronStrategy`."""
 
     def __init__(
         self,
@@ -112,7 +111,7 @@ class MegatronLMPlugin:
         self.options = from_launcher(given)
 
     def make_strategy(self, process_group_backend: str | None = None, **options: Any) -> Strategy:
-        """The strategy that this asks for; ``options`` are further arguments of it."""
+        """Make the strategy; ``options`` are further arguments of it."""
         if process_group_backend is not None:
             raise ConfigurationError("Megatron makes its groups by itself", found=f"backend={process_group_backend!r}")
         made: Strategy = STRATEGIES.get("megatron")(**self.options, **options)

@@ -1,4 +1,4 @@
-"""Options with Hugging Face Accelerate's names: plain records, read where the parts are made."""
+"""Option records with Hugging Face Accelerate's names. The code that builds each part reads its record."""
 
 from __future__ import annotations
 
@@ -43,31 +43,31 @@ __all__ = [
 
 @dataclass
 class KwargsHandler:
-    """Options of one part, for ``Accelerator(kwargs_handlers=[...])``.
+    """Base class of the option records for ``Accelerator(kwargs_handlers=[...])``.
 
     Raises:
-        ConfigurationError: a value of another type than its annotation.
+        ConfigurationError: the type of a value does not match its annotation.
     """
 
     def __post_init__(self) -> None:
         check_fields(self)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Those that differ from the defaults."""
+        """The options that differ from their defaults."""
         default = asdict(type(self)())
         return {name: value for name, value in asdict(self).items() if value != default[name]}
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Of the autocast context: ``enabled=False`` turns it off inside ``accelerator.autocast``."""
+    """Options of autocast: ``enabled=False`` turns it off inside ``accelerator.autocast``."""
 
     enabled: bool = True
     cache_enabled: bool | None = None
 
 
 class DDPCommunicationHookType(str, Enum):
-    """Hooks of DDP's gradient exchange by Hugging Face Accelerate's words; plain strings do as well.
+    """Communication hooks of DDP, with Accelerate's names; the plain strings work too.
 
     Example:
         >>> DDPCommunicationHookType.POWER_SGD == "power_sgd"
@@ -100,17 +100,17 @@ def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` in MiB.
+    """Options of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` is in MiB.
 
     Attributes:
-        dim: accepted; each process has another batch, so none is scattered.
-        check_reduction: accepted; torch does nothing with it either.
-        comm_hook: a `DDPCommunicationHookType`, or its word.
-        comm_wrapper: likewise: "fp16" or "bf16" casts the gradients before ``comm_hook`` sees them.
+        dim: accepted without effect: each process has its own batch, and nothing is scattered.
+        check_reduction: accepted without effect, as in torch.
+        comm_hook: a `DDPCommunicationHookType`, or its string.
+        comm_wrapper: the same; "fp16" or "bf16" casts the gradients before ``comm_hook`` gets them.
         comm_state_option: arguments of torch's ``PowerSGDState``.
 
     Raises:
-        ConfigurationError: a value of another type, a bucket of no size, or a word that names no hook.
+        ConfigurationError: a value of the wrong type, a bucket size that is not positive, or an unknown hook.
     """
 
     dim: int = 0
@@ -141,7 +141,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {**{name: getattr(self, name) for name in names}, **self.exchange()}
 
     def exchange(self) -> dict[str, Any]:
-        """How gradients are exchanged, as arguments of `DDPStrategy`."""
+        """The communication hook, as arguments of `DDPStrategy`."""
         kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
         if DDPCommunicationHookType.BATCHED_POWER_SGD in kinds:
             raise refused("batched_power_sgd", "batched_power_sgd")
@@ -153,7 +153,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Of ``torch.amp.GradScaler``, for fp16."""
+    """Options of ``torch.amp.GradScaler``, used with fp16."""
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -174,15 +174,15 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Of ``torch.distributed.init_process_group``.
+    """Options of ``torch.distributed.init_process_group``.
 
     Attributes:
-        backend: by default torch's own choice for the device.
-        init_method: "env://": processes meet where their launcher says.
-        timeout: how long a collective may take.
+        backend: by default torch's choice for the device.
+        init_method: "env://": the environment variables of the launcher give the address.
+        timeout: the limit for one collective.
 
     Raises:
-        ConfigurationError: another way to meet, or a timeout that is not a positive timedelta.
+        ConfigurationError: another init method, or a timeout that is not a positive timedelta.
     """
 
     backend: str | None = None
@@ -199,14 +199,14 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Of ``torch.profiler.profile``; with ``output_trace_dir`` each process writes a Chrome trace there.
+    """Options of ``torch.profiler.profile``; with ``output_trace_dir`` each process writes a Chrome trace there.
 
     Attributes:
         activities: "cpu", "cuda", "xpu", …; by default all that this machine has.
         schedule_option: arguments of ``torch.profiler.schedule``.
 
     Raises:
-        ConfigurationError: a value of another type, an unknown activity, or a schedule that torch refuses.
+        ConfigurationError: a value of the wrong type, an unknown activity, or a schedule that torch refuses.
     """
 
     activities: list[str] | None = None
@@ -237,7 +237,7 @@ class ProfileKwargs(KwargsHandler):
         return [known[name.lower()] for name in self.activities or ()] or None
 
     def torch_schedule(self) -> Any:
-        """What says in which steps the profiler records; None for all."""
+        """The schedule of the profiler; None to record every step."""
         if not self.schedule_option:
             return None
         try:
@@ -255,15 +255,16 @@ class DataLoaderConfiguration:
     """How loaders are divided among processes.
 
     Attributes:
-        split_batches: the loader's batch size is that of all processes together, instead of each one's.
-        dispatch_batches: the main process reads, and hands their parts to the others. By default so for data that can
-            only be read in order (an ``IterableDataset``); False: every process reads all of them.
-        even_batches: every process gets equally many samples: the last batch is filled up from the start of the data.
-        use_seedable_sampler: accepted; the order is always a function of seed and epoch.
-        data_seed: of the order; by default what ``set_seed`` or ``torch.manual_seed`` was last given on the main
-            process when a loader is prepared.
-        non_blocking: copies to an accelerator do not wait.
-        use_stateful_dataloader: accepted; positions are always part of a saved state.
+        split_batches: the loader's batch size counts the samples of all processes together, not of each one.
+        dispatch_batches: the main process reads the batches and sends each other process its part. This is the default
+            for an ``IterableDataset``; with False every process reads all batches.
+        even_batches: give every process the same number of samples, by filling up the last batch with samples from the
+            start of the data.
+        use_seedable_sampler: accepted without effect: the order is always a function of seed and epoch.
+        data_seed: the seed of the order; by default the seed that the main process last gave to ``set_seed`` or
+            ``torch.manual_seed`` before the loader is prepared.
+        non_blocking: copy batches to an accelerator asynchronously.
+        use_stateful_dataloader: accepted without effect: a saved state always has the positions of the loaders.
     """
 
     split_batches: bool = False
@@ -284,11 +285,11 @@ class ProjectConfiguration:
 
     Attributes:
         project_dir: the directory.
-        logging_dir: that of trackers; by default ``project_dir``.
+        logging_dir: the directory of trackers; by default ``project_dir``.
         automatic_checkpoint_naming: `save_state` without a path writes ``checkpoints/checkpoint_<iteration>``.
-        total_limit: how many of those to keep.
-        iteration: the number of the next one.
-        save_on_each_node: accepted; the storage is one for all machines.
+        total_limit: how many of these checkpoints to keep.
+        iteration: the number of the next checkpoint.
+        save_on_each_node: accepted without effect: all machines share one storage.
     """
 
     project_dir: str | os.PathLike[str] | None = None
@@ -311,35 +312,35 @@ class ProjectConfiguration:
 
     @property
     def project_path(self) -> str | None:
-        """``project_dir``, with the home directory written out."""
+        """``project_dir`` with ``~`` expanded."""
         return None if self.project_dir is None else os.path.expanduser(self.project_dir)
 
     @property
     def logging_path(self) -> str | None:
-        """``logging_dir``, likewise."""
+        """``logging_dir`` with ``~`` expanded."""
         return None if self.logging_dir is None else os.path.expanduser(self.logging_dir)
 
 
 @dataclass(kw_only=True)
 class FullyShardedDataParallelPlugin:
-    """Of FSDP, for ``Accelerator(fsdp_plugin=...)``; what is not given is what the launcher says.
+    """Options of FSDP, for ``Accelerator(fsdp_plugin=...)``; the launcher's values are the defaults.
 
-    What only FSDP1 needed is accepted, and FSDP2 does it by itself.
+    Options of FSDP1 that FSDP2 does not need are accepted without effect.
 
     Attributes:
         sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2".
-        reshard_after_forward: as torch's ``fully_shard`` takes it; the word of a strategy, as version 1 has it.
+        reshard_after_forward: as in torch's ``fully_shard``; or a sharding strategy, as in FSDP version 1.
         mixed_precision_policy: torch's ``MixedPrecisionPolicy``.
         auto_wrap_policy: "transformer_based_wrap", "size_based_wrap", "no_wrap", or a callable.
-        cpu_offload: parts, gradients and optimizer states live in host memory.
-        ignored_modules: stay whole: modules, or a regular expression of names.
-        transformer_cls_names_to_wrap: classes of the units.
-        min_num_params: of a unit, for "size_based_wrap".
-        activation_checkpointing: units compute their activations again in backward.
+        cpu_offload: keep shards, gradients and optimizer states in host memory.
+        ignored_modules: modules that are not sharded, or a regular expression of their names.
+        transformer_cls_names_to_wrap: the classes of the FSDP units.
+        min_num_params: the minimum size of a unit, for "size_based_wrap".
+        activation_checkpointing: recompute the activations of the units in backward.
     """
 
     serves_alone: ClassVar[bool] = False
-    """Whether a single process uses it."""
+    """Whether a single process uses this record."""
 
     fsdp_version: int | None = None
     sharding_strategy: Any = None
@@ -366,12 +367,12 @@ class FullyShardedDataParallelPlugin:
         check_fields(self)
 
     def make_strategy(self, **options: Any) -> Strategy:
-        """The strategy that this asks for; ``options`` are further arguments of it."""
+        """Make the strategy; ``options`` are further arguments of it."""
         made: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
         return made
 
     def arguments(self) -> dict[str, Any]:
-        """What this says, as arguments of `FSDPStrategy`."""
+        """The arguments of `FSDPStrategy`."""
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
         given = (
@@ -409,13 +410,13 @@ class FullyShardedDataParallelPlugin:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients accumulate.
+    """Options of gradient accumulation.
 
     Attributes:
-        num_steps: micro-batches of an optimizer step.
+        num_steps: micro-batches per optimizer step.
         adjust_scheduler: let schedulers count the calls inside a window.
-        sync_with_dataloader: the last batch of a loader ends a window.
-        sync_each_batch: exchange gradients at each batch: more traffic, less memory.
+        sync_with_dataloader: end a window at the last batch of a loader.
+        sync_each_batch: synchronise gradients after each batch: more traffic, less memory.
     """
 
     num_steps: int = 1
@@ -430,7 +431,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Of ``torch.compile``; ``backend="no"`` does not compile."""
+    """Options of ``torch.compile``; ``backend="no"`` does not compile."""
 
     backend: str = "no"
     mode: str | None = None
@@ -442,10 +443,10 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 def micro_batches(steps: Any, owner: str) -> int:
-    """A number of micro-batches of an optimizer step, as an argument or a setter was given it.
+    """Check and return a number of micro-batches per optimizer step.
 
     Raises:
-        ConfigurationError: for anything but a whole number from 1.
+        ConfigurationError: unless it is an integer of at least 1.
     """
     if not isinstance(steps, Integral) or steps < 1:
         raise ConfigurationError(
@@ -455,12 +456,12 @@ def micro_batches(steps: Any, owner: str) -> int:
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
-    """Refuse what is no option record of this class.
+    """Check that an argument is an option record of this class.
 
     Args:
-        name: of the argument.
-        value: as the user gave it.
-        kind: the class that it takes.
+        name: the name of the argument.
+        value: the value that the user gave.
+        kind: the class of the record.
     """
     if not isinstance(value, kind):
         raise ConfigurationError(
@@ -469,15 +470,15 @@ def check_kind(name: str, value: Any, kind: type) -> None:
 
 
 def check_arguments(given: Mapping[str, Any]) -> None:
-    """Refuse arguments of an `Accelerator` that are of another type than they are to be; None passes.
+    """Check the types of an `Accelerator`'s arguments; None passes.
 
     Args:
-        given: its arguments, by name.
+        given: the arguments by name.
     """
     for name, kind in _RECORDS.items():
         if (value := given[name]) is not None:
             check_kind(name, value, kind)
-            check_fields(value)  # one may have been set since it was made
+            check_fields(value)  # a field may have been set after the record was made
     for name in _SWITCHES:
         if (value := given[name]) is not None and value not in (True, False):
             raise ConfigurationError(f"{name} is True or False", found=f"{name}={value!r}")
@@ -502,10 +503,10 @@ _SWITCHES: Final = (
 
 
 def by_kind(handlers: Any) -> dict[type, Any]:
-    """The handlers of a list, by class.
+    """The handlers in a list, by class.
 
     Raises:
-        ConfigurationError: one is no handler, or a kind is given twice.
+        ConfigurationError: an entry is not a handler, or a class occurs twice.
     """
     found: dict[type, Any] = {}
     for handler in as_list(handlers, KwargsHandler):

@@ -1,4 +1,4 @@
-"""How many processes divide what, under Hugging Face Accelerate's names: plain records that make a mesh."""
+"""Option records of Accelerate that describe a device mesh: the size of each axis."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ __all__ = [
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Of tensor parallel: accepted; products and exchanges do not overlap."""
+    """Options of tensor parallelism, accepted without effect: matrix products and communication do not overlap."""
 
     enable_async_tp: bool = False
 
 
 @dataclass
 class TorchContextParallelConfig:
-    """Of context parallel.
+    """Options of context parallelism.
 
     Attributes:
-        cp_comm_strategy: "allgather" or "alltoall"; accepted: tokens are exchanged for heads where the axis divides
-            the heads, else keys and values are gathered.
+        cp_comm_strategy: "allgather" or "alltoall", accepted without effect: where the axis size divides the number of
+            heads, an all-to-all exchanges tokens for heads; elsewhere keys and values are gathered.
     """
 
     cp_comm_strategy: str | None = None
@@ -56,25 +56,25 @@ class TorchContextParallelConfig:
 
 @dataclass
 class ParallelismConfig:
-    """How many processes divide what, for ``Accelerator(parallelism_config=...)``; together as many as there are.
+    """The size of each axis of the device mesh, for ``Accelerator(parallelism_config=...)``.
 
-    What is not given is what the launcher says, else 1; one size may be -1: what the others leave.
+    The product of the sizes is the number of processes. A size defaults to the launcher's, then to 1; one size may be
+    -1, and takes the processes that the others leave.
 
     Attributes:
-        dp_replicate_size: copies of everything below; their gradients are averaged.
-        dp_shard_size: among how many parameters, gradients and optimizer states are divided (FSDP).
-        tp_size: among how many each layer is divided.
-        cp_size: among how many each sequence is divided, inside of `Accelerator.maybe_context_parallel`.
-        pp_size: among how many the model's blocks are divided, as stages of a pipeline; `prepare` refuses more than 1,
-            because only a Trainer has the whole windows that a schedule runs.
+        dp_replicate_size: replicas of all the axes below; their gradients are averaged.
+        dp_shard_size: the ranks that shard parameters, gradients and optimizer states (FSDP).
+        tp_size: the ranks that split each layer (tensor parallelism).
+        cp_size: the ranks that split each sequence, inside `Accelerator.maybe_context_parallel`.
+        pp_size: pipeline stages; `prepare` refuses more than 1, because a schedule needs the whole accumulation windows
+            that only a Trainer has.
         cp_backend: "torch".
-        sp_size: DeepSpeed's way to divide sequences: refused, ``cp_size`` does it.
+        sp_size: DeepSpeed's sequence parallelism, which is refused; use ``cp_size``.
         sp_backend: "deepspeed".
-        tp_handler: accepted.
-        cp_handler: accepted.
-        sp_handler: accepted.
-        plan: how the model may be split, in place of what its ``configure_parallel``, or a Hugging Face model's own
-            plan, says.
+        tp_handler: accepted without effect.
+        cp_handler: accepted without effect.
+        sp_handler: accepted without effect.
+        plan: how to split the model, in place of its ``configure_parallel`` or of a Hugging Face model's own plan.
 
     Example:
         >>> ParallelismConfig(dp_shard_size=2, tp_size=2).total_size
@@ -110,82 +110,82 @@ class ParallelismConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By axis."""
+        """The size of each axis."""
         return {axis: getattr(self, f"{axis}_size") for axis in AXES}
 
     @property
     def total_size(self) -> int:
-        """Processes of all axes together; -1 counts as 1."""
+        """The product of all sizes; -1 counts as 1."""
         return abs(math.prod(self.sizes.values()))
 
     @property
     def data_parallel_size(self) -> int:
-        """Processes among which data are divided."""
+        """The number of processes that get different batches."""
         return abs(self.sizes["dp_replicate"] * self.sizes["dp_shard"])
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Processes that get the same batches."""
+        """The number of processes that get the same batch."""
         return abs(self.sizes["tp"] * self.sizes["cp"] * self.sizes["pp"])
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are copies."""
+        """Whether the model is replicated."""
         return self.dp_replicate_size != 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether parameters are divided."""
+        """Whether parameters are sharded."""
         return self.dp_shard_size != 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are divided."""
+        """Whether layers are split (tensor parallelism)."""
         return self.tp_size != 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are divided."""
+        """Whether sequences are split (context parallelism)."""
         return self.cp_size != 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Never."""
+        """Always False."""
         return False
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Axes with more than one place."""
+        """The axes with a size other than 1."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Those along which data are divided."""
+        """The active axes along which batches differ."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Those along which batches are the same."""
+        """The active axes along which batches are the same."""
         return self._active("tp", "cp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Those along which parameters are divided by FSDP."""
+        """The active axes along which FSDP shards parameters."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Those over which losses are averaged."""
+        """The active axes over which losses are averaged."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self.sizes[axis] != 1]
 
     def make_strategy(self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: Any) -> Strategy:
-        """The mesh that this asks for.
+        """Make the mesh strategy.
 
         Args:
-            fsdp: more about how the data and context axes divide parameters.
+            fsdp: options for sharding parameters along the data and context axes.
             options: further arguments of the strategy.
         """
         more = {} if fsdp is None else fsdp.arguments()
@@ -203,12 +203,12 @@ class ParallelismConfig:
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Of tensor parallel alone, for ``Accelerator(torch_tp_plugin=...)``; what is left of the processes has copies.
+    """Options of tensor parallelism alone, for ``Accelerator(torch_tp_plugin=...)``; other processes are replicas.
 
     Attributes:
-        tp_size: among how many processes each layer is divided.
-        torch_device_mesh: refused: the mesh is made here.
-        plan: as `ParallelismConfig`'s.
+        tp_size: the number of ranks that split each layer.
+        torch_device_mesh: refused: the Accelerator makes the mesh.
+        plan: as in `ParallelismConfig`.
     """
 
     tp_size: int = 1
@@ -221,7 +221,7 @@ class TorchTensorParallelPlugin:
             raise refused("torch_device_mesh", "torch_device_mesh=...")
 
     def as_config(self) -> ParallelismConfig:
-        """The same, as Accelerate says it by now."""
+        """The equivalent `ParallelismConfig`."""
         return ParallelismConfig(-1, 1, self.tp_size, 1, plan=self.plan)
 
 

@@ -36,7 +36,7 @@ def refused(name: str, found: str | None = None) -> ConfigurationError:
     """The error for an option that is refused.
 
     Args:
-        name: in the table above.
+        name: the key in the table above.
         found: the value that the user gave.
 
     Example:
