@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import trainer_kit as tk
 from tests.parity.plain import Batch, Classifier, assert_same, make_batches, make_net, sgd, train
@@ -110,6 +111,30 @@ def test_a_wrong_result_is_an_error_before_the_step(at: int) -> None:
     plain = Corrupt()
     train(plain, make_batches(2))
     assert_same(module, plain)
+
+
+class Rows(tk.TrainModule):
+    """The loss of call ``at`` is multiplied by ``by``; the others are 0, and so are their gradients."""
+
+    def __init__(self, at: int = -1, by: float = 0.0, sparse: bool = False) -> None:
+        super().__init__()
+        self.rows, self.weight = nn.Embedding(8, 2, sparse=sparse), nn.Parameter(torch.ones(2))
+        self.at, self.by, self.calls = at, by, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        return (self.rows(batch).sum() + self.weight.sum()) * (self.by if self.calls == self.at else 0.0) + 1.0
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("by", "sparse"), [(-0.0, False), (1.0, True)])
+def test_the_sign_of_a_zero_counts_and_sparse_gradients_are_compared(by: float, sparse: bool) -> None:
+    batches, options = [torch.tensor([1, 5, 5])] * 4, {**RUN, "callbacks": [ReplayCheck(every=2)]}
+    train(Rows(sparse=sparse), batches, **options)
+    with pytest.raises(TrainerKitError, match="step 2 gave other results when it ran again on rank 0"):
+        train(Rows(3, by, sparse), batches, **options)
 
 
 @pytest.mark.slow

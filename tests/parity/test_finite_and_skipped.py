@@ -67,6 +67,28 @@ def test_no_checkpoint_holds_what_came_of_it(tmp_path: Path) -> None:
     assert module.calls == 6
 
 
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
+def test_a_loss_whose_memory_is_written_again_is_the_one_that_was_returned(hook: str, as_dict: bool) -> None:
+    """As a compiled step does with its outputs, and a user who scales or clears a loss in place."""
+
+    class Reusing(Spoiled):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            self.kept = super().training_step(batch, batch_idx)
+            return {"loss": self.kept} if as_dict else self.kept
+
+        def on_after_backward(self) -> None:
+            if hook == "on_after_backward":
+                self.kept.detach().zero_()
+
+        def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+            if hook == "on_train_batch_end":
+                outputs["loss"].zero_()
+
+    with pytest.raises(NonFiniteError, match=r"(?s)not finite at step 3\n.*nan in batch 2 of epoch 0"):
+        train(Reusing(2, float("nan")), make_batches(7), log_every_n_steps=5)
+
+
 def test_a_loss_that_manual_optimization_returns_to_nobody_is_looked_at_too() -> None:
     class Manual(Classifier):
         automatic_optimization = False

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,6 +136,24 @@ def test_rollback_leaves_out_the_steps_before_too() -> None:
     by_hand(net, data, {6, 7, 8, 9})
     train(module, loader(data), callbacks=[NaNGuard("rollback", n=3)], log_every_n_steps=1, **RUN)
     assert_same(module.net, net)
+
+
+def test_sparse_gradients() -> None:
+    class Rows(tk.TrainModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.Embedding(8, 2, sparse=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            rows = self.rows(batch)
+            return (_Poisoned.apply(rows) if batch_idx == 3 else rows).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    guard = NaNGuard("skip")
+    train(Rows(), [torch.tensor([i, i + 1]) for i in range(6)], callbacks=[guard], log_every_n_steps=2, **RUN)
+    assert guard.skipped_steps == [4]
 
 
 def test_windows_of_several_batches() -> None:

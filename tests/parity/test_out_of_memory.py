@@ -85,6 +85,28 @@ def test_the_step_is_repeated_with_the_same_result(where: str, rows: int, parts:
     assert float(trainer.callback_metrics["loss"]) == pytest.approx(float(before.callback_metrics["loss"]))
 
 
+def test_the_loss_of_parts_is_the_one_that_was_returned() -> None:
+    class Reusing(Logging):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            self.kept = super().training_step(batch, batch_idx)
+            return self.kept
+
+        def on_after_backward(self) -> None:
+            self.kept.detach().zero_()  # as a compiled step does that reuses its memory
+
+    losses: list[float] = []
+
+    class Look(tk.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            losses.append(float(outputs["loss"]))
+
+    batches, options = doubled(make_batches(4)), {**QUIET, "enable_checkpointing": False}
+    train(net(), batches, callbacks=[Look()], **options)
+    module = Reusing(Full(make_net().double(), 3, "forward"), sgd)
+    train(module, batches, callbacks=[Look(), AutoMicroBatch()], **options)
+    assert losses[6:] == pytest.approx(losses[2:4])
+
+
 def test_one_row_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         train(net(0), doubled(make_batches(4)), callbacks=[AutoMicroBatch()], barebones=False, **_quiet())

@@ -848,3 +848,29 @@ def test_a_metric_that_no_checkpoint_can_find_is_named_once(tmp_path):
     with pytest.warns(UserWarning, match="what 'aside' has counted is in no checkpoint") as said:
         Trainer(max_epochs=1, barebones=True, accelerator="cpu").fit(Hidden(), loader())
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("when", ["in the step", "after backward"])
+def test_a_value_is_the_one_at_the_call_though_its_memory_is_written_later(when):
+    class Writing(Net):
+        def training_step(self, batch, batch_idx):
+            loss = (self.weight + batch.float().mean()).sum()
+            self.log("mean", loss, on_step=True, on_epoch=True)
+            if when == "in the step":
+                loss /= 4  # as for gradient accumulation by hand
+            self.kept = loss
+            return loss
+
+        def on_after_backward(self):
+            if when == "after backward":
+                self.kept.detach().zero_()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    rows = Rows()
+    Trainer(max_epochs=1, logger=rows, log_every_n_steps=1, enable_progress_bar=False, enable_checkpointing=False).fit(
+        Writing(), loader()
+    )
+    assert rows.of("mean_step") == [(1, 0.5), (2, 2.5), (3, 4.0)]
+    assert rows.of("mean_epoch") == [(3, 2.0)]

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import local
 from trainer_kit.precision.native import has_gradients
-from trainer_kit.strategies.gradients import local
 
 __all__ = ["Accumulation", "Batches", "GradientState"]
 

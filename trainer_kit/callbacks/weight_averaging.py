@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import part_of
 
 __all__ = ["Averages", "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"]
@@ -145,7 +146,7 @@ class Averages:
         for since, kept, live in self._moved:
             number = self.count - since
             same = live[0].device == kept[0].device and live[0].dtype == kept[0].dtype
-            now = [_local(t) if same else _local(t).to(kept[0].device, kept[0].dtype) for t in live]
+            now = [local(t) if same else local(t).to(kept[0].device, kept[0].dtype) for t in live]
             if number == 0:
                 torch._foreach_copy_(kept, now)
                 continue
@@ -156,7 +157,7 @@ class Averages:
                 for average, weight in zip(kept, now, strict=True):
                     average.copy_(self._avg_fn(average, weight, count))
         for copy, live_one in self._copied:
-            copy.copy_(_local(live_one))
+            copy.copy_(local(live_one))
         self.count += 1
 
     def _begin(self) -> None:
@@ -170,10 +171,10 @@ class Averages:
             live, since = self._live[name], self._since.get(name, 0)
             if kept.is_floating_point() or kept.is_complex():
                 lists = alike.setdefault((live.device, live.dtype, since), (since, [], []))
-                lists[1].append(_local(kept))
+                lists[1].append(local(kept))
                 lists[2].append(live)
             else:
-                self._copied.append((_local(kept), live))
+                self._copied.append((local(kept), live))
         self._moved = list(alike.values())
 
     def _like(self, tensor: Tensor) -> Tensor:
@@ -189,13 +190,13 @@ class Averages:
         self.follow()
         self.lent = {name: tensor.detach().clone() for name, tensor in self._live.items()}
         for name, average in self._kept.items():
-            _local(self._live[name]).copy_(_local(average))
+            local(self._live[name]).copy_(local(average))
 
     @torch.no_grad()
     def take_out(self) -> None:
         """Restore the weights of the module; safe to call again after an interruption."""
         for name, tensor in self.lent.items():
-            _local(self._place(name)).copy_(_local(tensor))
+            local(self._place(name)).copy_(local(tensor))
         self.lent = {}
 
     def _place(self, name: str) -> Tensor:
@@ -249,7 +250,7 @@ class Averages:
                 new.append(name)
                 self._since[name] = self.count
                 continue
-            _local(average).copy_(_local(part_of(found, average)))
+            local(average).copy_(local(part_of(found, average)))
             for other in begun.keys() & set(names):
                 self._since[name] = int(begun[other])
         self._sort()
@@ -264,12 +265,6 @@ def _counts(tensor: Tensor) -> bool:
     if isinstance(tensor, nn.Parameter) and not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     return tensor.requires_grad or type(tensor.detach()) is Tensor or hasattr(tensor, "placements")
-
-
-def _local(tensor: Any) -> Tensor:
-    """The shard of this rank. Without gradients it shares the storage."""
-    part: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    return part
 
 
 def _divide_again(module: Any) -> None:

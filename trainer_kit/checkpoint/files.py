@@ -26,6 +26,7 @@ from trainer_kit.core.atomic_files import sync_directory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
+from trainer_kit.core.tensors import local
 
 __all__ = [
     "CARRIERS",
@@ -212,8 +213,7 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
     For a tensor that is divided among ranks, the key describes this rank's part. It contains the storage and not the
     address of the data: a rank that holds no elements must find the same tied names as the other ranks.
     """
-    held: Any = tensor
-    part = held.to_local() if hasattr(tensor, "placements") else held
+    part = local(tensor)
     storage, shape = part.untyped_storage()._cdata, tuple(tensor.shape)
     return storage, part.storage_offset(), shape, part.stride(), tensor.dtype, part.is_conj(), part.is_neg()
 

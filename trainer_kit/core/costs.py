@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.display import in_units
+from trainer_kit.core.tensors import local
 
 __all__ = ["Costs", "cost_lines", "held", "optimizer_bytes", "own_part", "part_bytes"]
 
@@ -45,8 +46,7 @@ def part_bytes(tensors: Iterable[Any]) -> int:
         >>> part_bytes([torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)])
         52
     """
-    parts = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-    return sum(part.numel() * part.element_size() for part in parts)
+    return sum(part.numel() * part.element_size() for part in map(local, tensors))
 
 
 def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
@@ -56,7 +56,7 @@ def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
         >>> [len(own_part(torch.zeros(5, 2), 3, rank)) for rank in range(3)]
         [2, 2, 1]
     """
-    shape = list((tensor.to_local() if hasattr(tensor, "to_local") else tensor).shape)
+    shape = list(local(tensor).shape)
     if ranks > 1 and shape and not hasattr(tensor, "to_local"):
         rows = -(-shape[0] // ranks)
         shape[0] = max(0, min(rows, shape[0] - rank * rows))

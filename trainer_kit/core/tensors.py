@@ -1,4 +1,4 @@
-"""Nested batches and tensors: move them to a device, and check that they are finite."""
+"""Nested batches and tensors: move them to a device, find a rank's part, check that they are finite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCKING", "are_finite", "map_movable", "move_to_device"]
+__all__ = ["BLOCKING", "are_finite", "local", "map_movable", "move_to_device"]
 
 # Copies to these are finished when the call returns, whatever one asks for; asking has led to wrong values on mps.
 BLOCKING = ("cpu", "mps")
@@ -86,6 +86,12 @@ def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
     return node
 
 
+def local(tensor: Any) -> Tensor:
+    """The part of a ``DTensor`` that this rank holds; every other tensor as it is."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -100,9 +106,9 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         (True, False)
     """
     for tensor in tensors:
-        part = tensor.detach()
-        if hasattr(part, "to_local"):
-            part = part.to_local()
+        part = local(tensor.detach())
+        if part.is_sparse:
+            part = part._values()
         if not part.numel() or part.dtype not in _FLOATS:
             continue
         # Their smallest and largest, for NaN comes through and nothing as large as the weights is made.

@@ -90,9 +90,7 @@ class Metrics:
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
         if value.__class__ is Tensor or isinstance(value, Tensor):
-            # What no operation just made (a parameter, a buffer) may change in place before the flush.
-            owned = value.grad_fn is not None and not value._is_view()
-            value = value.detach() if owned else value.detach().clone()
+            value = value.detach().clone()  # it may change in place before the flush
             if value.dim():
                 if value.numel() != 1:
                     raise LogError(

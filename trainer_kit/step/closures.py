@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import Precision
-from trainer_kit.strategies.gradients import local
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Closures", "calls_once", "refusal", "refusal_of_scaling", "requires_closure"]

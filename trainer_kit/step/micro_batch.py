@@ -88,7 +88,7 @@ class MicroBatches:
         batch, index, outputs: of the micro-batch that ran last.
         sizes: samples of each micro-batch, over all ranks.
         tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
-        loss: the last one, detached.
+        loss: a copy of the last one.
         losses: those since `first_bad` was asked, each with the steps completed before it and its batch's number.
         skipped: how many times the step returned None.
         padded: how many micro-batches this rank did not have, in windows that were loaded.
@@ -187,28 +187,28 @@ class MicroBatches:
         if self.unusual or output.__class__ is not Tensor:
             return self._unusual(output, index)
         # The usual case in one frame: one loss, as a tensor.
-        detached = self.loss = output.detach()
-        self.losses.append((detached, self.started, self.index))
+        kept = self.loss = output.detach().clone()  # its memory may be written again: by its user, by a compiled step
+        self.losses.append((kept, self.started, self.index))
         if self.wants_outputs:
-            self.outputs = {"loss": detached}
+            self.outputs = {"loss": output.detach()}
         self.contributed = True
         return output if self.factors is None else output * self.factors[index]
 
     def _weighed(self, loss: Tensor, output: Any, index: int, name: str | None = None) -> Tensor:
         self.note(loss)
         if self.wants_outputs:
-            self.outputs = {**output, "loss": self.loss} if isinstance(output, Mapping) else {"loss": self.loss}
+            self.outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
         if self.remembers:
-            self.parts.append((name, loss.detach()))
+            self.parts.append((name, loss.detach().clone()))
         return loss if self._scale is None else self._scale(loss)
 
     def note(self, loss: Tensor) -> None:
         """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
-        detached = self.loss = loss.detach()
-        self.losses.append((detached.clone(), self.started, self.index))  # a compiled step may reuse its memory
+        kept = self.loss = loss.detach().clone()  # as in `forward`
+        self.losses.append((kept, self.started, self.index))
 
     def first_bad(self) -> tuple[int, int, float] | None:
         """The first NaN or infinity among the losses since the last call: its step, batch number and value.
@@ -346,12 +346,12 @@ class MicroBatches:
             if weight is not None:
                 self._metrics.weight = weight * share
             loss = self.forward(index)
-            outputs.append((self.outputs, share))
+            outputs.append((self.outputs, self.loss, share))
             if loss is not None:
                 self.backward(index, loss if share == 1.0 else loss * share)
         self.batch, self._metrics.weight = whole, weight
-        if len(outputs) > 1 and all(isinstance(one, Mapping) and "loss" in one for one, _ in outputs):
-            self.loss = torch.stack([one["loss"] * share for one, share in outputs]).sum()
+        if len(outputs) > 1 and all(isinstance(one, Mapping) and "loss" in one for one, _, _ in outputs):
+            self.loss = torch.stack([loss * share for _, loss, share in outputs if loss is not None]).sum()
             self.outputs = {**outputs[-1][0], "loss": self.loss}
 
     def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:

@@ -11,9 +11,11 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from trainer_kit.checkpoint.files import same_bits
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.core.tensors import local
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.step.micro_batch import MicroBatches
@@ -196,7 +198,7 @@ class ReplayedSteps:
         restore_rng(noise_after, device)
         _put(buffers_after)
         again = _gradients(module)
-        differ = [name for name in first if name not in again or not _same(first[name], again[name])]
+        differ = [name for name in first if name not in again or not same_bits(first[name], again[name])]
         self._compare(micro.started + 1, differ, (loss, loss_again))
         if self._inside is not None:
             self._strategy.exchange_gradients()
@@ -210,7 +212,7 @@ class ReplayedSteps:
 
     def _compare(self, step: int, differ: list[str], losses: tuple[Tensor | None, Tensor | None]) -> None:
         world, (one, other) = self._strategy.world, losses
-        loss = one is not None and other is not None and not _same(one, other)
+        loss = one is not None and other is not None and not same_bits(local(one), local(other))
         rows = world.agree([len(differ), loss])
         ranks = [rank for rank, row in enumerate(rows) if any(row)]
         if not ranks:
@@ -226,7 +228,10 @@ class ReplayedSteps:
 
 
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+    """This rank's part of each, dense."""
+    return {
+        name: local(p.grad.detach()).to_dense().clone() for name, p in module.named_parameters() if p.grad is not None
+    }
 
 
 def _buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
@@ -237,9 +242,3 @@ def _put(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    """Whether all bits are equal, NaN included; of a divided tensor this rank's part."""
-    left, right = (part.to_local() if hasattr(part, "to_local") else part for part in (one, other))
-    return bool(torch.equal(left.nan_to_num(), right.nan_to_num()) and torch.equal(left.isnan(), right.isnan()))

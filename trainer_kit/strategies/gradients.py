@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import local
 
-__all__ = ["clip_gradients", "clip_parts", "clip_sharded_gradients", "local", "spread_overflow", "total_norm"]
+__all__ = ["clip_gradients", "clip_parts", "clip_sharded_gradients", "spread_overflow", "total_norm"]
 
 
 def clip_gradients(
@@ -140,11 +141,6 @@ def _norm(parts: Sequence[Tensor], norm_type: float) -> Tensor:
     """The norm of this rank's shards; an uneven shard may be empty, and an empty tensor has no maximum."""
     held = [part for part in parts if part.numel()]
     return nn.utils.get_total_norm(held, norm_type) if held else parts[0].new_zeros(())
-
-
-def local(gradient: Tensor) -> Tensor:
-    """This rank's shard of a gradient; a tensor that is not sharded is returned unchanged."""
-    return gradient.to_local() if hasattr(gradient, "to_local") else gradient
 
 
 def _unknown(algorithm: str) -> ConfigurationError:

@@ -20,9 +20,10 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, abandon, resharding, sharded_units
-from trainer_kit.strategies.gradients import clip_sharded_gradients, local, spread_overflow
+from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow
 from trainer_kit.strategies.mesh_layout import (
     AXES,
     MeshGroups,

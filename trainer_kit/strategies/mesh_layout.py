@@ -9,9 +9,9 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.tensors import local
 from trainer_kit.strategies.process_group import ProcessGroup, inherit_timeout
 
 __all__ = [
@@ -186,5 +186,5 @@ def parameters_held(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
     whole, held = elsewhere, 0
     for parameter in (parameter for module in modules for parameter in module.parameters()):
         whole += parameter.numel()
-        held += parameter.to_local().numel() if isinstance(parameter, DTensor) else parameter.numel()
+        held += local(parameter).numel()
     return f"this rank holds {held:,} of {whole:,} parameters"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import Group
-from trainer_kit.strategies.gradients import local
+from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import Piece, part_of, whole_of
 
 __all__ = ["TensorParts", "find_pieces", "load_state", "megatron_costs", "optimizer_states"]

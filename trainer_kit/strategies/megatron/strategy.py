@@ -18,8 +18,9 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.gradients import clip_parts, local
+from trainer_kit.strategies.gradients import clip_parts
 from trainer_kit.strategies.megatron.config import check_model, megatron_model, optimizer_options
 from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, load_state, megatron_costs, optimizer_states
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world

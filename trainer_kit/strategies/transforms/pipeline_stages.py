@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
-from trainer_kit.strategies.gradients import local
+from trainer_kit.core.tensors import local
 from trainer_kit.strategies.process_group import ProcessGroup
 
 __all__ = [

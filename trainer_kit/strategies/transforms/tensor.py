@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
+from trainer_kit.core.tensors import local
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn, whole_names
 from trainer_kit.strategies.transforms.transform import Transform
 
@@ -260,7 +261,7 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
     """
     axis = (mesh.mesh_dim_names or ("",))[0]
     whole = [
-        (name, (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).detach())
+        (name, local(p.grad).detach())
         for name, p in named
         if p.grad is not None and not (isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ()))
     ]
