@@ -43,6 +43,7 @@ MAX_DEPTH = 2
 CONTRACTS = {
     "Callback",
     "DataHooks",
+    "DataModule",
     "KwargsHandler",
     "ModuleHooks",
     "Precision",

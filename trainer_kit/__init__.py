@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from trainer_kit.core.lazy import alias_package as _alias_package
+from trainer_kit.core.lazy import find_names as _find_names
+from trainer_kit.core.lazy import other_names as _other_names
 from trainer_kit.core.registry import READERS as _READERS
 
 if TYPE_CHECKING:
@@ -291,6 +294,9 @@ _HOME = {
 # `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
 # module of the package, so the reader is known whichever module is imported first.
 _READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
+_find_names(__name__, ["compat.lightning_names"])
+_alias_package(f"{__name__}.pytorch", __name__)  # `lightning.pytorch` is a module of `lightning`
+_other = _other_names(__name__)
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")
 
 
@@ -302,7 +308,7 @@ def __getattr__(name: str) -> Any:
     elif name in _ROOMS:
         found = importlib.import_module(f"trainer_kit.{name}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _other(name)
     globals()[name] = found
     return found
 

@@ -21,6 +21,7 @@ from trainer_kit.core.display import Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.lazy import other_names
 from trainer_kit.core.location import locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
@@ -39,6 +40,9 @@ from trainer_kit.training.settings import check_switches, make_settings, plain_a
 from trainer_kit.training.watched import watched_evaluation, watched_fit
 
 __all__ = ["Trainer"]
+
+__path__: list[str] = []  # Lightning has modules below this one: `trainer_kit.trainer.states`
+__getattr__ = other_names(__name__)
 
 
 class Trainer(Session):

@@ -107,8 +107,4 @@ _HOME = {
     "Timer": "timer",
     "WeightAveraging": "weight_averaging",
 }
-_ELSEWHERE = {
-    "Checkpoint": "subclass Callback",
-}
-"""Lightning's callbacks that are not here, and what to use instead."""
-__getattr__, __dir__ = lazy_names(__name__, _HOME, _ELSEWHERE)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -10,10 +10,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.lazy import other_names
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.signatures import check_hooks
 
 __all__ = ["DataModule"]
+
+__getattr__ = other_names(__name__)
 
 
 class DataModule(DataHooks, HParamsMixin):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from trainer_kit.core.lazy import other_names
 from trainer_kit.core.signatures import check_hooks, check_overrides
 from trainer_kit.core.tensors import move_to_device
 
@@ -29,6 +30,8 @@ if getattr(rank_zero_only, "rank", None) is None:
     rank_zero_only.rank = int(os.environ.get("RANK", "0") or 0)  # type: ignore[attr-defined]
 
 __all__ = ["Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes", "restore_modes"]
+
+__getattr__ = other_names(__name__)
 
 
 class Callback:

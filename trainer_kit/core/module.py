@@ -15,11 +15,14 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.lazy import other_names
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 
 __all__ = ["TrainModule"]
+
+__getattr__ = other_names(__name__)
 
 
 class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):

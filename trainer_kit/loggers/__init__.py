@@ -54,5 +54,4 @@ _HOME = {
     "WandbLogger": "wandb",
     "read_journal": "journal",
 }
-_GONE = {"NeptuneLogger": "Neptune ended its service in 2026; use another logger, such as MLFlowLogger"}
-__getattr__, __dir__ = lazy_names(__name__, _HOME, _GONE)
+__getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,0 +1,347 @@
+"""Lightning's module paths with the homes of their names here, and the names that are not here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["ELSEWHERE", "LIBRARY", "PATHS"]
+
+LIBRARY: Final = "Lightning"
+
+
+def _at(module: str, *names: str, **renamed: str) -> dict[str, str]:
+    """Names that one module has; by keyword those that are called otherwise there."""
+    return {name: f"{module}:{name}" for name in names} | {name: f"{module}:{own}" for name, own in renamed.items()}
+
+
+def _utilities(*names: str, **renamed: str) -> dict[str, str]:
+    return _at("compat.lightning_utilities", *names, **renamed)
+
+
+_MODULE = _at("core.module", LightningModule="TrainModule")
+_DATA_MODULE = _at("core.datamodule", LightningDataModule="DataModule")
+_CALLBACK = _at("core.hooks", "Callback")
+_SEED = _at("core.seed", "seed_everything")
+_STATES = _at("core.states", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus")
+_LOADER = _at("data", "CombinedLoader")
+_MOVE = _at("core.tensors", move_data_to_device="move_to_device")
+_PRECISIONS = {
+    **_at("precision.native", "MixedPrecision"),
+    **_at("precision.precision", "Precision"),
+    **_at("precision.bitsandbytes", "BitsandbytesPrecision"),
+    **_at("precision.transformer_engine", "TransformerEnginePrecision"),
+}
+_PROFILERS = _at("callbacks.profilers", "AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler")
+_RANK_ZERO = _utilities(
+    "LightningDeprecationWarning",
+    "WarningCache",
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+)
+_SUMMARY = _at("callbacks.model_summary", "summarize", LayerSummary="SummaryRow", ModelSummary="summarize")
+_TYPES = {
+    **_utilities(
+        "DistributedDataParallel",
+        "EVAL_DATALOADERS",
+        "LRSchedulerConfigType",
+        "LRSchedulerPLType",
+        "LRSchedulerType",
+        "LRSchedulerTypeTuple",
+        "LRSchedulerTypeUnion",
+        "OptimizerLRScheduler",
+        "STEP_OUTPUT",
+        "TRAIN_DATALOADERS",
+        OptimizerConfig="LRSchedulerConfigType",
+        OptimizerLRSchedulerConfig="LRSchedulerConfigType",
+    ),
+    **_at("step.optimizers", "LRSchedulerConfig"),
+}
+_UTILITIES = {
+    **_LOADER,
+    **_MOVE,
+    **_RANK_ZERO,
+    **_utilities(
+        "AttributeDict",
+        "FLOAT16_EPSILON",
+        "FLOAT32_EPSILON",
+        "FLOAT64_EPSILON",
+        "GradClipAlgorithmType",
+        "LightningEnum",
+        "grad_norm",
+    ),
+}
+_DEMOS = _at("compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel")
+
+PATHS: Final[dict[str, dict[str, str]]] = {
+    "callbacks.base": _CALLBACK,
+    "callbacks.batch_size_finder": _at("callbacks.tuning", "BatchSizeFinder"),
+    "callbacks.callback": _CALLBACK,
+    "callbacks.device_stats_monitor": _at("callbacks.monitors", "DeviceStatsMonitor"),
+    "callbacks.gradient_accumulation_scheduler": _at(
+        "callbacks.gradient_accumulation", "GradientAccumulationScheduler"
+    ),
+    "callbacks.lambda_function": _at("callbacks.lambda_callback", "LambdaCallback"),
+    "callbacks.lr_finder": _at("callbacks.tuning", "LearningRateFinder"),
+    "callbacks.lr_monitor": _at("callbacks.learning_rate_monitor", "LearningRateMonitor"),
+    "callbacks.on_exception_checkpoint": _at("callbacks.leaving", "OnExceptionCheckpoint"),
+    "callbacks.progress": {
+        **_at("callbacks.progress_bar", "ProgressBar", "TQDMProgressBar"),
+        **_at("callbacks.rich_displays", "RichProgressBar"),
+    },
+    "callbacks.progress.base": _at("callbacks.progress_bar", "ProgressBar"),
+    "callbacks.progress.progress_bar": _at("callbacks.progress_bar", "ProgressBar"),
+    "callbacks.progress.rich_progress": _at("callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"),
+    "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar"),
+    "callbacks.rich_model_summary": _at("callbacks.rich_displays", "RichModelSummary"),
+    "callbacks.spike": _at("callbacks.spike_detection", "SpikeDetection"),
+    "callbacks.stochastic_weight_avg": _at("callbacks.weight_averaging", "StochasticWeightAveraging"),
+    "callbacks.throughput_monitor": _at("callbacks.monitors", "ThroughputMonitor"),
+    "cli": {
+        "__call__": "commands.cli:cli",
+        **_utilities("LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau"),
+    },
+    "core": {**_MODULE, **_DATA_MODULE},
+    "core.datamodule": _DATA_MODULE,
+    "core.hooks": _at("core.hooks", ModelHooks="ModuleHooks"),
+    "core.lightning": _MODULE,
+    "core.mixins": _at("core.hparams", HyperparametersMixin="HParamsMixin"),
+    "core.mixins.hparams_mixin": _at("core.hparams", HyperparametersMixin="HParamsMixin"),
+    "core.module": _MODULE,
+    "core.optimizer": _at("step.optimizers", LightningOptimizer="OptimizerProxy"),
+    "demos": _DEMOS,
+    "demos.boring_classes": {
+        **_DEMOS,
+        **_at(
+            "compat.lightning_demos",
+            "ManualOptimBoringModel",
+            "RandomDataset",
+            "RandomDictDataset",
+            "RandomIterableDataset",
+            "RandomIterableDatasetWithLen",
+        ),
+    },
+    "loggers.base": _utilities("rank_zero_experiment") | _at("core.protocols", "Logger", LightningLoggerBase="Logger"),
+    "loggers.logger": {
+        **_at("core.protocols", "Logger"),
+        **_at("loggers.layout", "DummyLogger"),
+        **_utilities("rank_zero_experiment"),
+    },
+    "plugins": _PRECISIONS,
+    "plugins.precision": _PRECISIONS,
+    "plugins.precision.amp": _at("precision.native", "MixedPrecision"),
+    "plugins.precision.bitsandbytes": _at("precision.bitsandbytes", "BitsandbytesPrecision"),
+    "plugins.precision.precision": _at("precision.precision", "Precision"),
+    "plugins.precision.transformer_engine": _at("precision.transformer_engine", "TransformerEnginePrecision"),
+    "profiler": _PROFILERS,
+    "profilers": _PROFILERS,
+    "profilers.advanced": _at("callbacks.profilers", "AdvancedProfiler"),
+    "profilers.pytorch": _at("callbacks.profilers", "PyTorchProfiler"),
+    "profilers.simple": _at("callbacks.profilers", "SimpleProfiler"),
+    "strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
+    "trainer": {**_SEED, **_STATES},
+    "trainer.states": _STATES,
+    "trainer.supporters": _LOADER,
+    "trainer.trainer": _at("trainer", "Trainer"),
+    "tuner.lr_finder": _at("tuner.learning_rate", "lr_find"),
+    "tuner.tuning": _at("tuner", "Tuner"),
+    "utilities": _UTILITIES,
+    "utilities.apply_func": _MOVE | _utilities("apply_to_collection"),
+    "utilities.cloud_io": _utilities("get_filesystem"),
+    "utilities.combined_loader": _LOADER,
+    "utilities.data": _utilities("AttributeDict", "PossibleUserWarning", "extract_batch_size", "has_iterable_dataset"),
+    "utilities.distributed": _RANK_ZERO,
+    "utilities.enums": _utilities("GradClipAlgorithmType", "LightningEnum"),
+    "utilities.exceptions": _utilities("MisconfigurationException"),
+    "utilities.grads": _utilities("grad_norm"),
+    "utilities.memory": {
+        **_at("accelerator.batch_size", garbage_collection_cuda="release_memory"),
+        **_utilities("is_oom_error"),
+    },
+    "utilities.model_helpers": _utilities("is_overridden"),
+    "utilities.model_summary": _SUMMARY,
+    "utilities.model_summary.model_summary": _SUMMARY,
+    "utilities.parsing": _utilities("AttributeDict"),
+    "utilities.rank_zero": _RANK_ZERO,
+    "utilities.seed": _SEED | _utilities("isolate_rng"),
+    "utilities.types": _TYPES,
+    "utilities.warnings": _RANK_ZERO | _utilities("PossibleUserWarning"),
+}
+"""By module path, the names there with their homes; a module that exists comes first."""
+
+_FABRIC = ("apply_func", "cloud_io", "data", "distributed", "exceptions", "rank_zero", "seed", "types", "warnings")
+PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC})
+PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS})
+_ONLY_ELSEWHERE = (
+    "accelerators",
+    "callbacks.checkpoint",
+    "core.saving",
+    "demos.transformer",
+    "fabric",
+    "fabric.plugins.environments",
+    "loggers.neptune",
+    "plugins.environments",
+    "plugins.io",
+    "plugins.layer_sync",
+    "plugins.precision.deepspeed",
+    "plugins.precision.double",
+    "plugins.precision.fsdp",
+    "plugins.precision.half",
+    "plugins.precision.xla",
+    "profilers.base",
+    "profilers.profiler",
+    "profilers.xla",
+    "strategies.model_parallel",
+    "strategies.parallel",
+    "strategies.single_xla",
+    "utilities.argparse",
+    "utilities.cli",
+    "utilities.compile",
+    "utilities.imports",
+    "utilities.parameter_tying",
+    "utilities.signature_utils",
+)
+PATHS.update({path: {} for path in _ONLY_ELSEWHERE})
+
+_CHECKPOINT_IO = "leave it out: checkpoints are directories written in the background; Trainer(async_save=False) waits"
+_ENVIRONMENT = (
+    "leave it out: torchrun, SLURM and MPI are found by their variables; trainer_kit.core.environment reads them"
+)
+_HARDWARE = 'Trainer(accelerator="cpu"), "gpu" or what torch calls the device; trainer.strategy.device is its device'
+_LOOP = "the loop is one function and has no objects; Trainer arguments and callback hooks change what it does"
+_CLI = "trainer_kit.cli(Module, DataModule) is the command line, with the same options and files"
+_GIVEN = "leave it out, or copy it into your project: nothing here needs it"
+
+ELSEWHERE: Final[dict[str, str]] = {
+    "AbstractClosure": _LOOP,
+    "AcceleratorRegistry": _HARDWARE,
+    "ArgsType": f"{_CLI}: its args= is a list of words",
+    "AsyncCheckpointIO": _CHECKPOINT_IO,
+    "BoringDataModuleNoLen": "a DataModule over RandomIterableDataset",
+    "CPUAccelerator": _HARDWARE,
+    "CUDAAccelerator": _HARDWARE,
+    "Checkpoint": "subclass Callback",
+    "CheckpointHooks": "TrainModule and DataModule have its hooks: on_save_checkpoint, on_load_checkpoint",
+    "CheckpointIO": _CHECKPOINT_IO,
+    "ClusterEnvironment": _ENVIRONMENT,
+    "DDPFullyShardedNativeStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
+    "DDPFullyShardedStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
+    "DDPPlugin": 'trainer_kit.strategies.DDPStrategy(find_unused_parameters=...), or Trainer(strategy="ddp")',
+    "DDPShardedPlugin": 'Trainer(strategy="fsdp")',
+    "DDPShardedStrategy": 'Trainer(strategy="fsdp")',
+    "DDPSpawnPlugin": 'Trainer(strategy="ddp"): it starts the processes',
+    "DDPSpawnStrategy": 'Trainer(strategy="ddp"): it starts the processes',
+    "DeepSpeedPrecision": 'Trainer(strategy="deepspeed_stage_2", precision="bf16-mixed")',
+    "DeepSpeedSummary": "ModelSummary: it counts parameters that are divided over processes",
+    "DoublePrecision": 'Trainer(precision="64-true")',
+    "EPOCH_OUTPUT": "list[STEP_OUTPUT]; on_validation_epoch_end has no outputs: keep them in a list on self",
+    "FSDPPrecision": 'Trainer(strategy="fsdp", precision="bf16-mixed")',
+    "Fabric": "trainer_kit.Accelerator: prepare, backward and your own loop",
+    "GPUAccelerator": _HARDWARE,
+    "GPUStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
+    "HalfPrecision": 'Trainer(precision="bf16-true") or "16-true"',
+    "KubeflowEnvironment": _ENVIRONMENT,
+    "LRSchedulerCallable": "collections.abc.Callable",
+    "LSFEnvironment": _ENVIRONMENT,
+    "LayerSync": "Trainer(sync_batchnorm=True)",
+    "LightningArgumentParser": _CLI,
+    "LightningCLI": _CLI,
+    "LightningEnvironment": _ENVIRONMENT,
+    "LightningLite": "trainer_kit.Accelerator: prepare, backward and your own loop",
+    "LightningTransformer": "examples/lm.py has a language model",
+    "LoggerCollection": "trainer.loggers is the list of loggers",
+    "Loop": _LOOP,
+    "MODEL_REGISTRY": "leave it out: trainer_kit.cli finds subclasses by their class_path",
+    "MODULE_OPTIMIZERS": "torch.optim.Optimizer | list[torch.optim.Optimizer]",
+    "MPIEnvironment": _ENVIRONMENT,
+    "MPSAccelerator": _HARDWARE,
+    "ModelParallelStrategy": "trainer_kit.strategies.MeshStrategy(dp_shard=..., tp=...), and configure_parallel",
+    "NativeMixedPrecisionPlugin": "trainer_kit.precision.MixedPrecision",
+    "NeptuneLogger": "Neptune ended its service in 2026; use another logger, such as MLFlowLogger",
+    "OptimizerCallable": "collections.abc.Callable",
+    "ParallelStrategy": "subclass trainer_kit.strategies.Strategy",
+    "PassThroughProfiler": "leave it out: a Trainer without a profiler measures nothing",
+    "Profiler": "subclass Callback: wrap_hook sees every hook; SimpleProfiler and AdvancedProfiler are such callbacks",
+    "ProgressBarBase": "from trainer_kit.callbacks import ProgressBar",
+    "SIGTERMException": "SystemExit: SIGTERM saves a checkpoint and ends the process with exit code 143",
+    "SLURMEnvironment": _ENVIRONMENT,
+    "SaveConfigCallback": "leave it out: trainer_kit.cli saves config.yaml in the directory of each run",
+    "ServableModule": "export the module: to_onnx, or torch.export",
+    "ServableModuleValidator": "export the module: to_onnx, or torch.export",
+    "SingleDeviceXLAStrategy": "trainer_kit.strategies.XLAStrategy",
+    "StrategyRegistry": "trainer_kit.core.registry.STRATEGIES",
+    "TPUAccelerator": _HARDWARE,
+    "TestTubeLogger": "trainer_kit.loggers.CSVLogger or TensorBoardLogger",
+    "TorchCheckpointIO": _CHECKPOINT_IO,
+    "TorchElasticEnvironment": _ENVIRONMENT,
+    "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
+    "Tqdm": "tqdm.auto.tqdm",
+    "UnrepeatedDistributedSampler": "leave it out: each sample counts once, on any number of processes",
+    "WikiText2": "examples/lm.py has a language model and its data",
+    "XLAAccelerator": _HARDWARE,
+    "XLACheckpointIO": _CHECKPOINT_IO,
+    "XLAEnvironment": _ENVIRONMENT,
+    "XLAPrecision": 'Trainer(strategy="xla", precision="bf16-true")',
+    "XLAProfiler": "torch_xla.debug.profiler",
+    "XLAStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
+    "accelerators.Accelerator": (
+        "Trainer(accelerator=...) takes a word; trainer.strategy.device is the device. "
+        "trainer_kit.Accelerator is something else: Hugging Face Accelerate's class for a loop of your own"
+    ),
+    "accelerators.accelerator": "Trainer(accelerator=...) takes a word; trainer_kit.Accelerator is for your own loop",
+    "accelerators.cpu": _HARDWARE,
+    "accelerators.cuda": _HARDWARE,
+    "accelerators.mps": _HARDWARE,
+    "accelerators.xla": _HARDWARE,
+    "auto_move_data": "self.transfer_batch_to_device(batch, self.device, 0) in forward, or trainer.predict",
+    "cli_lightning_logo": _GIVEN,
+    "collect_init_args": "self.save_hyperparameters()",
+    "convert_zero_checkpoint_to_fp32_state_dict": "trainer-kit checkpoint export: a checkpoint has the whole weights",
+    "demos.mnist_datamodule": "examples/digits.py has data and a network for digits",
+    "disable_possible_user_warnings": "leave it out: this library issues no such warning",
+    "fabric.fabric": "trainer_kit.Accelerator: prepare, backward and your own loop",
+    "find_shared_parameters": "leave it out: tied weights stay tied on every device",
+    "find_usable_cuda_devices": 'Trainer(devices=2) or devices="auto" finds them',
+    "from_compiled": "Trainer(compile=True) compiles training_step and leaves the module as it is",
+    "get_human_readable_count": 'f"{count:,}"',
+    "get_init_args": "self.save_hyperparameters()",
+    "get_nvidia_gpu_stats": "callbacks=[DeviceStatsMonitor()], or torch.cuda.memory_stats()",
+    "get_standard_metrics": "ProgressBar.get_metrics(trainer, module)",
+    "get_torchvision_model": "torchvision.models.get_model(name)",
+    "instantiate_class": f"{_CLI}; outside of it, jsonargparse",
+    "is_cuda_out_of_memory": "utilities.memory.is_oom_error",
+    "is_out_of_cpu_memory": "utilities.memory.is_oom_error",
+    "is_param_in_hook_signature": "inspect.signature(hook).parameters",
+    "is_picklable": "pickle.dumps(value) in a try block",
+    "is_shared_filesystem": "leave it out: every rank reads a checkpoint from its path",
+    "lightning_getattr": "getattr(module, name), or module.hparams[name]",
+    "lightning_hasattr": "hasattr(module, name), or name in module.hparams",
+    "lightning_setattr": "setattr(module, name, value), or module.hparams[name] = value",
+    "lite": "trainer_kit.Accelerator: prepare, backward and your own loop",
+    "load_hparams_from_yaml": "yaml.safe_load",
+    "loops": _LOOP,
+    "measure_flops": "torch.utils.flop_counter.FlopCounterMode; ModelSummary shows FLOPs",
+    "merge_dicts": _GIVEN,
+    "metrics": "the package torchmetrics",
+    "overrides": "leave it out: each sample counts once, on any number of processes",
+    "parse_class_init_keys": "inspect.signature(cls)",
+    "pl_worker_init_function": "leave it out: loader workers are always seeded from seed and epoch",
+    "recursive_detach": "utilities.apply_func.apply_to_collection(values, torch.Tensor, torch.Tensor.detach)",
+    "reset_seed": "seed_everything(seed)",
+    "save_hparams_to_yaml": "yaml.safe_dump(dict(module.hparams))",
+    "serve": "export the module: to_onnx, or torch.export",
+    "set_shared_parameters": "leave it out: tied weights stay tied on every device",
+    "sized_len": "len(loader) in a try block",
+    "strategies.launchers": "Trainer(devices=2) starts processes, torchrun or trainer-kit launch do too",
+    "suggested_max_num_workers": "len(os.sched_getaffinity(0)) // processes",
+    "to_uncompiled": "Trainer(compile=True) compiles training_step and leaves the module as it is",
+    "utilities.deepspeed": "trainer-kit checkpoint export: a checkpoint has the whole weights",
+    "utilities.migration": "load_from_checkpoint reads the weights of a .ckpt file of any version",
+    "utilities.model_registry": "upload checkpoints in a callback or a logger's after_save_checkpoint",
+    "utilities.upgrade_checkpoint": "load_from_checkpoint reads the weights of a .ckpt file of any version",
+    "warning_cache": "trainer_kit.utilities.rank_zero.WarningCache()",
+}
+"""Names and paths that are missing, with what to use; ``path.name`` where a name means this only there."""

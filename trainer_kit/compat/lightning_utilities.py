@@ -1,0 +1,219 @@
+"""Helpers and types of Lightning's `utilities`, by their names there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from lightning_utilities.core.enums import StrEnum as LightningEnum
+from lightning_utilities.core.overrides import is_overridden as _is_overridden
+from lightning_utilities.core.rank_zero import (
+    WarningCache,
+    rank_prefixed_message,
+    rank_zero_debug,
+    rank_zero_deprecation,
+    rank_zero_info,
+    rank_zero_only,
+    rank_zero_warn,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import IterableDataset
+
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.devices import ran_out_of_memory
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback  # sets the rank of `rank_zero_only`
+from trainer_kit.core.hparams import HParams
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.loggers.layout import DummyLogger
+
+__all__ = [
+    "EVAL_DATALOADERS",
+    "FLOAT16_EPSILON",
+    "FLOAT32_EPSILON",
+    "FLOAT64_EPSILON",
+    "STEP_OUTPUT",
+    "TRAIN_DATALOADERS",
+    "AttributeDict",
+    "DistributedDataParallel",
+    "GradClipAlgorithmType",
+    "LRSchedulerConfigType",
+    "LRSchedulerPLType",
+    "LRSchedulerType",
+    "LRSchedulerTypeTuple",
+    "LRSchedulerTypeUnion",
+    "LightningDeprecationWarning",
+    "LightningEnum",
+    "MisconfigurationException",
+    "OptimizerLRScheduler",
+    "PossibleUserWarning",
+    "ReduceLROnPlateau",
+    "WarningCache",
+    "apply_to_collection",
+    "extract_batch_size",
+    "get_filesystem",
+    "grad_norm",
+    "has_iterable_dataset",
+    "is_oom_error",
+    "is_overridden",
+    "isolate_rng",
+    "rank_prefixed_message",
+    "rank_zero_debug",
+    "rank_zero_deprecation",
+    "rank_zero_experiment",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+]
+
+STEP_OUTPUT = Tensor | Mapping[str, Any] | None
+TRAIN_DATALOADERS = Any
+EVAL_DATALOADERS = Any
+LRSchedulerTypeTuple = (LRScheduler, ReduceLROnPlateau)
+LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
+LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
+LRSchedulerPLType = LRSchedulerTypeUnion
+LRSchedulerConfigType = dict[str, Any]
+OptimizerLRScheduler = (
+    Optimizer | Sequence[Optimizer] | tuple[Sequence[Optimizer], Sequence[Any]] | Mapping[str, Any] | None
+)
+FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
+    torch.finfo(dtype).eps for dtype in (torch.float16, torch.float32, torch.float64)
+)
+
+MisconfigurationException = ConfigurationError
+"""What this library raises for a wrong call."""
+AttributeDict = HParams
+extract_batch_size = batch_size_of
+is_oom_error = ran_out_of_memory
+
+_Returned = TypeVar("_Returned")
+
+
+class PossibleUserWarning(UserWarning):
+    """For filters; this library issues none."""
+
+
+class LightningDeprecationWarning(DeprecationWarning):
+    """For filters; this library issues none."""
+
+
+class GradClipAlgorithmType(LightningEnum):
+    """Values of ``gradient_clip_algorithm``."""
+
+    VALUE = "value"
+    NORM = "norm"
+
+
+def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any], Any]:
+    """Decorate the ``experiment`` of a logger: on other ranks than the first it takes every call and does nothing.
+
+    Example:
+        >>> class Mine:
+        ...     @property
+        ...     @rank_zero_experiment
+        ...     def experiment(self):
+        ...         return "a run"
+        >>> Mine().experiment
+        'a run'
+    """
+
+    @wraps(function)
+    def experiment(self: Any) -> Any:
+        return function(self) if getattr(rank_zero_only, "rank", 0) == 0 else DummyLogger().experiment
+
+    return experiment
+
+
+def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+    """Whether a class defines a method that its parent has.
+
+    Args:
+        method_name: of the method.
+        instance: an object of the class; None has no overrides.
+        parent: the class that has the default; found for modules, datamodules and callbacks.
+
+    Raises:
+        ConfigurationError: for another object without ``parent``.
+
+    Example:
+        >>> from trainer_kit.testing import TinyModule
+        >>> is_overridden("training_step", TinyModule()), is_overridden("on_fit_start", TinyModule())
+        (True, False)
+    """
+    if instance is None:
+        return False
+    if parent is None:
+        parent = next((cls for cls in (TrainModule, DataModule, Callback) if isinstance(instance, cls)), None)
+    if parent is None:
+        raise ConfigurationError(f"a {type(instance).__name__} has no known defaults", fix="pass parent=")
+    return _is_overridden(method_name, instance, parent)
+
+
+def get_filesystem(path: Any, **options: Any) -> Any:
+    """The fsspec file system of a path or a URL.
+
+    Args:
+        path: local, or with a protocol such as ``s3://``.
+        options: of the file system.
+
+    Example:
+        >>> get_filesystem("memory://runs").protocol
+        'memory'
+    """
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(str(path), **options)[0]
+
+
+def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
+    """The norm of each parameter's gradient and of all together; reads them from the device.
+
+    Args:
+        module: after its backward.
+        norm_type: of the norm, such as 2 or ``"inf"``.
+        group_separator: in the names, behind ``grad_2.0_norm``.
+
+    Raises:
+        ConfigurationError: for an order that is not above zero.
+
+    Example:
+        >>> layer = nn.Linear(2, 1, bias=False)
+        >>> layer(torch.ones(1, 2)).sum().backward()
+        >>> [(name, round(value, 2)) for name, value in grad_norm(layer, 2).items()]
+        [('grad_2.0_norm/weight', 1.41), ('grad_2.0_norm_total', 1.41)]
+    """
+    order = float(norm_type)
+    if not order > 0:
+        raise ConfigurationError("the order of a norm is above zero", found=f"norm_type={norm_type}")
+    found = {name: p.grad.detach().norm(order) for name, p in module.named_parameters() if p.grad is not None}
+    norms = {f"grad_{order}_norm{group_separator}{name}": float(norm) for name, norm in found.items()}
+    if norms:
+        norms[f"grad_{order}_norm_total"] = float(torch.stack(list(found.values())).norm(order))
+    return norms
+
+
+def has_iterable_dataset(dataloader: object) -> bool:
+    """Whether the loader's dataset is an ``IterableDataset``."""
+    return isinstance(getattr(dataloader, "dataset", None), IterableDataset)
+
+
+@contextmanager
+def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
+    """What is drawn inside is not drawn outside.
+
+    Args:
+        include_cuda: also on the current accelerator.
+    """
+    device = torch.accelerator.current_accelerator() if include_cuda and torch.accelerator.is_available() else None
+    with preserved_rng(device):
+        yield

@@ -1,0 +1,81 @@
+"""What a Trainer is doing, as Lightning's enums and record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_utilities.core.enums import StrEnum
+
+__all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
+
+
+class TrainerStatus(StrEnum):
+    """How far an entry point is."""
+
+    INITIALIZING = "initializing"
+    RUNNING = "running"
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing runs any more."""
+        return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
+
+
+class TrainerFn(StrEnum):
+    """The entry points of a Trainer."""
+
+    FITTING = "fit"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+
+class RunningStage(StrEnum):
+    """What an entry point is doing: in a fit training, the sanity check or validation."""
+
+    TRAINING = "train"
+    SANITY_CHECKING = "sanity_check"
+    VALIDATING = "validate"
+    TESTING = "test"
+    PREDICTING = "predict"
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it validates, tests or checks."""
+        return self in (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+
+    @property
+    def dataloader_prefix(self) -> str:
+        """As in ``val_dataloader`` or ``num_val_batches``."""
+        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """The state of a Trainer at one moment.
+
+    Attributes:
+        status: whether an entry point runs, and how the last one ended.
+        fn: the entry point that runs or ran last.
+        stage: what it is doing; None between entry points.
+
+    Example:
+        >>> TrainerState(TrainerStatus.RUNNING, TrainerFn.FITTING, RunningStage.VALIDATING).stage == "validate"
+        True
+    """
+
+    status: TrainerStatus = TrainerStatus.INITIALIZING
+    fn: TrainerFn | None = None
+    stage: RunningStage | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last entry point ended by itself."""
+        return self.status == TrainerStatus.FINISHED
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing runs any more."""
+        return self.status.stopped
