@@ -152,11 +152,12 @@ def refusal(act, *arguments):
 
 
 @LIMIT
-def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept):
+@pytest.mark.parametrize("flips", [FLIPS // 5, pytest.param(FLIPS, marks=pytest.mark.long)])
+def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept, flips):
     newest = kept / NEWEST
     good = {file: file.read_bytes() for file in files_of(newest)}
     draw = random.Random("damage")
-    for number in range(FLIPS):
+    for number in range(flips):
         file, damage = draw.choice(list(good)), draw.choice(BYTES)
         damage(draw, file)
         case = f"{number}: {damage.__name__} {file.name}"
