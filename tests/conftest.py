@@ -190,11 +190,16 @@ def _forget_the_seed():
 
 # Files and folders whose tests are all slow: left out of `make test-quick`. Most start programs that import torch.
 _SLOW = (
+    "accelerator/test_streams.py",  # nearly all on two or more ranks
     "docs/test_pages.py",
     "docs/test_readme.py",
     "faults/",
     "launch/test_agent.py",
     "launch/test_notebook.py",
+    "parity/test_ddp.py",
+    "parity/test_ddp_around_training.py",
+    "parity/test_other_ranks.py",
+    "parity/test_out_of_memory.py",
     "test_architecture.py",  # part of `make check`
     "testing/test_leaks.py",
     "testing/test_world_size_mark.py",

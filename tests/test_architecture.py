@@ -507,6 +507,13 @@ def test_sentences_are_plain() -> None:
     )
 
 
+def test_names_of_tests_are_plain() -> None:
+    """A failed test is first read by its name; the same words as above made riddles of some."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+    names = [(path, name) for path, text in texts.items() for name in re.findall(r"def (test_\w+)", text)]
+    report([f"{where(path)}: {name}" for path, name in names if TRANSLATED.search(name.replace("_", " "))])
+
+
 def test_the_ways_through_the_house_exist() -> None:
     """`docs/design.md` leads a newcomer from file to file; a stop that was renamed would be a dead end."""
     stops = re.findall(r"`([a-z_/]+\.py):(\w+)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8"))

@@ -179,7 +179,7 @@ def test_a_run_in_tokens_ends_when_so_many_were_seen():
 
 
 @pytest.mark.parametrize("argument", ["max_duration", "val_check_interval"])
-def test_tokens_that_nobody_counts_are_refused_before_the_first_step(argument):
+def test_a_limit_in_tokens_without_a_count_is_refused_before_the_first_step(argument):
     module = Net()
     with pytest.raises(ConfigurationError, match=r"(?s)tokens.*loss_weight"):
         fit(module, val=loader(4), **{"max_epochs": 1, argument: "100tok"})
@@ -237,7 +237,7 @@ def test_an_iterator_is_not_asked_for_more_than_is_used():
     assert Counts.asked == 10
 
 
-def test_a_second_fit_starts_anew():
+def test_a_second_fit_starts_from_scratch():
     trainer = make(max_epochs=2)
     first, second = Net(), Net()
     trainer.fit(first, loader())
@@ -807,7 +807,7 @@ def test_callbacks_stand_for_arguments():
     assert trainer.checkpoint_callbacks == [own]
 
 
-def test_a_checkpoint_goes_on_where_it_was_taken(tmp_path):
+def test_a_checkpoint_resumes_where_it_was_taken(tmp_path):
     """The second half from the checkpoint equals the second half of the whole."""
 
     def module():
@@ -1069,7 +1069,7 @@ def test_predictions_of_several_loaders_are_lists_and_know_which():
     assert make().predict(Which(), [loader(3)]) == [(0, 0, 2), (0, 1, 1)]
 
 
-def test_predictions_that_nobody_wants_are_not_kept():
+def test_predictions_that_are_not_returned_are_not_kept():
     kept = []
 
     class Keeps(Callback):

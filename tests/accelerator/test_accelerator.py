@@ -294,7 +294,7 @@ def test_skipping_reads_nothing_before(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}])
-def test_a_state_saved_in_an_epoch_goes_on_exactly(tmp_path, options):
+def test_a_state_saved_inside_an_epoch_resumes_exactly(tmp_path, options):
     def run(saves=None, resumes=False, stop=None):
         set_seed(11)
         accelerator = Accelerator(
@@ -339,7 +339,7 @@ def test_a_state_saved_in_an_epoch_goes_on_exactly(tmp_path, options):
 
 
 @pytest.mark.parametrize("overflows", [(), (3,)])
-def test_a_scale_goes_on_where_a_state_was_saved_behind_a_step(tmp_path, overflows):
+def test_a_loss_scale_saved_after_a_step_is_restored(tmp_path, overflows):
     def prepared():
         handler = GradScalerKwargs(init_scale=8.0, growth_interval=2)
         accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[handler])
@@ -370,7 +370,7 @@ def test_a_scale_goes_on_where_a_state_was_saved_behind_a_step(tmp_path, overflo
         assert all(torch.equal(a, b) for a, b in zip(found[8:], expected[8:], strict=True))
 
 
-def test_numbering_goes_on_after_a_resume(tmp_path):
+def test_numbering_continues_after_a_resume(tmp_path):
     def make():
         config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
         accelerator = Accelerator(cpu=True, project_config=config)
@@ -386,7 +386,7 @@ def test_numbering_goes_on_after_a_resume(tmp_path):
     assert make().save_state().endswith("checkpoint_3"), "never over what is there"
 
 
-def test_a_rate_that_is_configured_anew_stays_when_its_scheduler_is_restored(tmp_path):
+def test_a_newly_configured_rate_stays_when_its_scheduler_is_restored(tmp_path):
     def made(rate):
         accelerator, model = Accelerator(cpu=True), net()
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
@@ -412,7 +412,7 @@ def test_a_rate_that_is_configured_anew_stays_when_its_scheduler_is_restored(tmp
 
 
 @pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_a_rollback_in_the_process_that_saved_goes_on_as_a_new_process_does(tmp_path, capsys, rate):
+def test_a_rollback_in_the_saving_process_equals_one_in_a_new_process(tmp_path, capsys, rate):
     def made():
         accelerator, model = Accelerator(cpu=True), net()
         kind = torch.optim.Adam if isinstance(rate, torch.Tensor) else torch.optim.SGD
@@ -670,7 +670,7 @@ def test_collectives():
         accelerator.gather(torch.ones(rank + 1))
 
 
-def test_what_is_not_here_is_said():
+def test_wrong_arguments_are_refused():
     with pytest.raises(ConfigurationError, match="this is no DeepSpeedPlugin"):
         Accelerator(cpu=True, deepspeed_plugin=object())
     with pytest.raises(TypeError, match="unexpected argument 'mixed'"):

@@ -186,7 +186,7 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
         accelerator.free_memory()
 
 
-def test_what_the_plugin_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_of_the_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plugin = tk.DeepSpeedPlugin(
         {"zero_optimization": {"stage": "auto", "overlap_comm": True}, "train_micro_batch_size_per_gpu": "auto"},
         gradient_accumulation_steps=4, gradient_clipping=0.5, zero_stage=3, offload_param_device="cpu",

@@ -118,7 +118,7 @@ def test_a_loader_with_a_state_of_its_own(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*batches were read:UserWarning")
-def test_an_iterator_that_can_be_read_once_goes_on_behind_what_was_read(tmp_path):
+def test_a_one_pass_iterator_continues_after_the_batches_read(tmp_path):
     def made():
         accelerator = Accelerator(cpu=True)
         return accelerator, accelerator.prepare_data_loader(iter([torch.tensor([i]) for i in range(8)]))
@@ -146,7 +146,7 @@ def test_states_of_a_loader_do_not_pile_up():
 
 
 @pytest.mark.slow
-def test_one_process_goes_on_where_two_were(tmp_path):
+def test_one_process_resumes_a_state_of_two(tmp_path):
     from trainer_kit.testing import run_distributed
 
     run_distributed(_two_save, 2, str(tmp_path / "state"))

@@ -140,7 +140,7 @@ def test_it_trains_and_saves_as_ddp_does(tmp_path: Path) -> None:
         assert_same(read_weights(tmp_path / "weights"), whole, 0.0)
 
 
-def test_what_is_said_elsewhere_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_set_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     for options, told in (
         ({"pp_degree": 2}, "megatron_lm_pp_degree.*MeshStrategy"),
         ({"use_precision_aware_optimizer": True}, "megatron_lm_use_precision_aware_optimizer"),

@@ -93,7 +93,7 @@ def test_an_optimizer_that_is_not_prepared_beside_one_that_is():
     assert accelerator.sync_gradients
 
 
-def test_where_it_does_no_harm_nothing_is_said():
+def test_harmless_calls_do_not_warn():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 1)
     optimizer = sgd(model)

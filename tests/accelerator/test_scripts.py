@@ -154,7 +154,7 @@ print(json.dumps([p.flatten().tolist() for p in model.parameters()]))
 
 
 @pytest.mark.slow
-def test_a_killed_loop_goes_on_in_the_middle_of_an_epoch(tmp_path):
+def test_a_killed_loop_resumes_in_the_middle_of_an_epoch(tmp_path):
     script = tmp_path / "loop.py"
     script.write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -342,7 +342,7 @@ def test_blocks_are_compiled_each_by_itself():
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, which leaves a profiler's mark out
-def test_a_compiled_model_keeps_gradients_to_itself_where_it_is_told_to():
+def test_a_compiled_model_skips_gradient_exchange_on_request():
     accelerator = tk.Accelerator(cpu=True, dynamo_backend="eager", gradient_accumulation_steps=2)
     own = nn.Linear(2, 1, bias=False)
     model = accelerator.prepare(own)

@@ -170,7 +170,7 @@ def test_a_registered_class_is_made_by_its_name(tmp_path):
         LOGGERS._targets.pop("written", None)
 
 
-def test_what_is_missing_is_said():
+def test_wrong_trackers_are_refused():
     with pytest.raises(ConfigurationError, match="tensorboard needs a directory"):
         Accelerator(cpu=True, log_with="tensorboard").init_trackers("project")
     with pytest.raises(RegistryError, match="tensorbord"):

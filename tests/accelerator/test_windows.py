@@ -312,7 +312,7 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
         torch.testing.assert_close(mine, plain, rtol=1e-2, atol=1e-3)
 
 
-def test_gradients_that_are_gone_are_completed_anew():
+def test_dropped_gradients_are_reduced_again():
     completed = []
     window = Accumulation(1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or [])
     ours, others = (nn.Parameter(torch.ones(2)) for _ in range(2))

@@ -29,7 +29,7 @@ def test_templates(template, insert, values, expected):
     assert CheckpointName(template, insert)(values) == expected
 
 
-def test_a_value_that_nobody_logged_is_zero_and_warned_about_once():
+def test_a_missing_value_is_zero_and_warns_once():
     name = CheckpointName("{val_los:.1f}")
     with pytest.warns(UserWarning, match="uses 'val_los', which was not logged.*did you mean 'val_loss'"):
         assert name({"val_loss": 1.0}) == "val_los=0.0"

@@ -80,7 +80,7 @@ def test_the_state_survives_a_restart(tmp_path):
     assert after.state_key == before.state_key != EarlyStopping("loss", mode="max").state_key
 
 
-def test_a_restart_with_more_patience_goes_on(tmp_path):
+def test_a_restart_with_more_patience_continues(tmp_path):
     run(EarlyStopping("loss", patience=3), 1.0, 2.0, 2.0, 2.0).save_checkpoint(tmp_path / "saved")
     more = EarlyStopping("loss", patience=10)
     done = fit(more, epochs=20, batches=1, val=each("loss", *[2.0] * 9), ckpt_path=tmp_path / "saved")
@@ -184,7 +184,7 @@ def test_bad_arguments(options):
         EarlyStopping("loss", **options)
 
 
-def test_another_fit_begins_anew():
+def test_another_fit_starts_from_scratch():
     stop = EarlyStopping("loss", patience=2)
     first = run(stop, 0.1, 0.2, 0.3)
     assert (len(first.stops), stop.wait_count) == (1, 2)

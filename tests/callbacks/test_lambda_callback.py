@@ -195,7 +195,7 @@ def test_a_restart_keeps_the_schedule(tmp_path):
     assert fired == [26, 13]
 
 
-def test_two_functions_are_told_apart():
+def test_two_functions_have_separate_states():
     def one(trainer, module):
         pass
 

@@ -638,7 +638,7 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in second.state_dict().items())
 
 
-def test_two_alike_are_told_how_to_differ():
+def test_the_error_for_two_alike_names_what_to_change():
     with pytest.raises(
         ConfigurationError, match=r"two callbacks keep their state(.|\n)*another monitor=, mode=, filename="
     ):

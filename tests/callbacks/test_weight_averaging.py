@@ -179,7 +179,7 @@ class Regrown(Norms):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
-def test_what_is_replaced_begins_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replaced_average_starts_from_scratch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def mean(own: list[Any], name: str) -> torch.Tensor:
         return torch.stack([one[name] for one in own]).mean(0)
 

@@ -256,7 +256,7 @@ def test_remove(saved, tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_too_little_space_is_said_before_a_byte_is_written(tmp_path, monkeypatch):
+def test_too_little_space_is_reported_before_a_byte_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"No space left.*\(need 4\.\d+ kB, free 1 kB\)\n  fix:") as caught:

@@ -36,7 +36,7 @@ def write_lock(directory: Path, **changes: object) -> None:
     (directory / LOCK).write_text(json.dumps(owner))
 
 
-def test_the_second_is_refused_and_told_by_whom(tmp_path):
+def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     first = DirectoryLock(tmp_path / "a" / "b")
     with pytest.raises(CheckpointError, match="locked by") as caught:
         DirectoryLock(tmp_path / "a" / "b")
@@ -91,7 +91,7 @@ def test_other_hosts_are_believed(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "a"}', '{"pid": "x", "host": "", "start": ""}'])
-def test_a_torn_lock_hinders_nobody(tmp_path, content):
+def test_an_incomplete_lock_is_ignored(tmp_path, content):
     (tmp_path / LOCK).write_text(content)
     DirectoryLock(tmp_path).release()
     assert os.listdir(tmp_path) == []

@@ -290,7 +290,7 @@ def test_a_dead_run_s_lock_is_taken_over_and_another_host_s_stands(root, host):
         assert locate(f"{root}/{LOCK}").read_bytes() == content.encode()
 
 
-def test_a_torn_lock_hinders_nobody(root):
+def test_an_incomplete_lock_is_ignored(root):
     locate(f"{root}/{LOCK}").write_bytes(b'{"host": "no')
     DirectoryLock(root).release()
     assert not locate(f"{root}/{LOCK}").exists()

@@ -144,7 +144,7 @@ def by_two(tmp_path_factory):
         (0, "plain"),
     ],
 )
-def test_saved_on_two_it_goes_on_on_any_other_layout(by_two, ranks, layout):
+def test_a_checkpoint_of_two_ranks_resumes_on_any_layout(by_two, ranks, layout):
     path, state, after = by_two
     results = run_distributed(load, ranks, str(path), layout) if ranks else [load(path, layout)]
     for said, loaded, end in results:
@@ -404,7 +404,7 @@ def save_behind(path):
 
 
 @pytest.mark.slow
-def test_a_snapshot_is_written_while_training_goes_on(tmp_path, same):
+def test_a_snapshot_is_written_while_training_continues(tmp_path, same):
     run_distributed(save_behind, 2, str(tmp_path / "c"))
     expected = torch.cat([torch.zeros(50, 3), torch.ones(50, 3)])
     assert same(read_checkpoint(tmp_path / "c"), {"model": {"w": expected}})

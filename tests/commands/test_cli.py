@@ -362,7 +362,7 @@ def test_values_that_would_do_harm_or_nothing_are_refused(words, said, capsys, m
         ("{backend: nonsense}", "Invalid backend: 'nonsense'"),
     ],
 )
-def test_wrong_arguments_of_compile_are_told_before_anything_runs(options, said, capsys):
+def test_wrong_arguments_of_compile_are_reported_before_anything_runs(options, said, capsys):
     with pytest.raises(SystemExit) as caught:
         tk.cli(Loose, args=["fit", f"--trainer.compile={options}", "--trainer.barebones=true"])
     assert caught.value.code == 2

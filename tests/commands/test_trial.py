@@ -95,7 +95,7 @@ if os.environ.get("LOCAL_RANK") == "1":
     assert "training comes out differently from a plain loop" in done.stdout
 
 
-def test_a_word_that_nobody_knows(tmp_path):
+def test_an_unknown_word(tmp_path):
     done = call(tmp_path, "--strategy=dpd")
     assert done.returncode == 1
     assert "no strategy is called 'dpd'" in done.stdout

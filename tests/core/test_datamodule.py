@@ -18,7 +18,7 @@ def test_it_goes_by_lightning_s_name_too():
     assert LightningDataModule is DataModule
 
 
-def test_a_loader_that_nobody_defined_is_not_implemented():
+def test_an_undefined_loader_is_not_implemented():
     for name in ("train", "val", "test", "predict"):
         with pytest.raises(NotImplementedError):
             getattr(DataModule(), f"{name}_dataloader")()

@@ -58,7 +58,7 @@ def test_asking_for_a_trainer_that_is_not_there_says_when_there_is_one():
         _ = Net().trainer
 
 
-def test_logging_without_a_trainer_warns_and_goes_on():
+def test_logging_without_a_trainer_warns_and_continues():
     with pytest.warns(UserWarning, match=r"log\('loss'\) outside a Trainer"):
         Net().log("loss", 1.0)
 

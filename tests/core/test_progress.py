@@ -156,7 +156,7 @@ def test_a_count_that_an_older_state_lacks_stays():
     assert (progress.step, progress.tokens) == (7, 5)
 
 
-def test_a_count_that_nobody_knows_is_left_alone():
+def test_an_unknown_count_is_not_changed():
     progress = Progress()
     progress.load_state_dict({"step": 7, "from_the_future": 1})
     assert progress == Progress(step=7)

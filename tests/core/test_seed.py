@@ -42,7 +42,7 @@ def test_the_order_of_the_data_takes_the_last_seed_or_torch_s_own():
     assert order_seed() == 5
 
 
-def test_a_seed_that_nobody_gave_is_drawn_and_returned():
+def test_a_missing_seed_is_drawn_and_returned():
     chosen = seed_everything()
     first = draw()
     seed_everything(chosen)

@@ -147,7 +147,7 @@ def test_leaves_over_one_dataset_come_in_different_orders_that_are_reproducible(
     assert read() == [batch]
 
 
-def test_a_cycle_shuffles_each_pass_anew() -> None:
+def test_a_cycle_shuffles_each_pass() -> None:
     both = CombinedLoader([loader(20, 20, shuffle=True), loader(3, 1)], "max_size_cycle")
     passes = [plain(batch)[0] for batch in Feed(both).epoch(0)]
     assert len({str(order) for order in passes}) == 3

@@ -151,7 +151,7 @@ def test_the_next_batch_is_the_next_batch(make: Any, limit: int | None, ahead: i
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_an_endless_stream_goes_on_over_epochs(ahead: int) -> None:
+def test_an_endless_stream_continues_over_epochs(ahead: int) -> None:
     assert undisturbed(Endless, 2, limit=3) == [[[0], [1], [2]], [[3], [4], [5]]]
     assert_resumes(Endless, limit=3, ahead=ahead)
 
@@ -174,12 +174,12 @@ def stateful_loader(dataset: Any, **options: Any) -> Any:
     return StatefulDataLoader(dataset, **options)
 
 
-def test_torchdata_s_own_loader_goes_on_from_its_state() -> None:
+def test_torchdata_s_own_loader_resumes_from_its_state() -> None:
     assert_resumes(lambda: stateful_loader(Sharded(), batch_size=3))
     assert_resumes(lambda: stateful_loader(range(9), batch_size=2, shuffle=True))
 
 
-def test_a_loader_of_torchdata_s_nodes_goes_on_from_its_state() -> None:
+def test_a_loader_of_torchdata_s_nodes_resumes_from_its_state() -> None:
     from torchdata.nodes import Batcher, IterableWrapper, Loader
 
     assert_resumes(lambda: Loader(Batcher(IterableWrapper(range(9)), 2)))
@@ -264,7 +264,7 @@ def test_a_stream_that_all_ranks_read(size: int) -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1), (2, 4), (4, 2), (3, 1)])
-def test_a_stream_goes_on_on_another_number_of_ranks(then: int, now: int) -> None:
+def test_a_stream_resumes_on_another_number_of_ranks(then: int, now: int) -> None:
     def make() -> Any:
         return DataLoader(Sharded(24), batch_size=1)
 
@@ -364,7 +364,7 @@ def test_plain_loaders_keep_nothing() -> None:
         assert feed.loader_state.state_dict(0, 2) is feed.loader_state.state_dict(1, 0) is None
 
 
-def test_an_iterator_goes_on_over_epochs_by_reading_up_to_there() -> None:
+def test_an_iterator_resumes_over_epochs_by_reading_to_its_position() -> None:
     def stream() -> Iterator[Any]:
         while True:
             yield torch.rand(1)  # what is read and thrown away draws nothing

@@ -65,7 +65,7 @@ class TestStreams:
         with pytest.raises(DataError, match="no batches left for another pass"):
             list(feed.epoch(1))
 
-    def test_a_generator_that_is_not_at_its_end_goes_on(self) -> None:
+    def test_a_generator_before_its_end_continues(self) -> None:
         feed = Feed(number for number in range(4))
         first = feed.epoch(0)
         assert [next(first), next(first)] == [0, 1]

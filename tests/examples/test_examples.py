@@ -115,7 +115,7 @@ def test_custom_logger_has_every_value(run: Run) -> None:
 
 
 @pytest.mark.slow
-def test_raw_loop_goes_on_where_it_was(tmp_path: Path, run: Run) -> None:
+def test_raw_loop_resumes_at_its_position(tmp_path: Path, run: Run) -> None:
     whole = run("raw_loop", "--epochs", "3", "--root", "whole")
     run("raw_loop", "--epochs", "3", "--root", "parts", "--stop-after", "1")
     resumed = run("raw_loop", "--epochs", "3", "--root", "parts", "--resume")

@@ -178,7 +178,7 @@ def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept, flips):
 
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
 @pytest.mark.parametrize("damage", KINDS)
-def test_a_run_goes_on_from_the_checkpoint_before(kept, capsys, damage, name):
+def test_a_run_continues_from_the_checkpoint_before_the_damaged_one(kept, capsys, damage, name):
     file = kept / NEWEST / name
     damage(random.Random(name), file)
     with pytest.raises(CheckpointError):
@@ -222,7 +222,7 @@ def test_every_flipped_bit_of_the_index_is_noticed(kept):
         assert lookup(kept, "last") == kept / NEWEST, bytes(bad)
 
 
-def test_a_damaged_lock_is_taken_over_or_said(kept):
+def test_a_damaged_lock_is_taken_over_or_reported(kept):
     lock = DirectoryLock(kept)
     good = json.loads((kept / ".lock").read_bytes())
     lock.release()

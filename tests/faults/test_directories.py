@@ -149,7 +149,7 @@ def test_two_runs_one_directory(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_what_a_dead_run_left_is_discarded_and_said_once(tmp_path, capsys, programs):
+def test_leftovers_of_a_dead_run_are_discarded_and_reported_once(tmp_path, capsys, programs):
     code = (
         "import os, sys; from trainer_kit.checkpoint import commit;"
         "commit.dump_manifest = lambda content: os._exit(0); commit.write_checkpoint(sys.argv[1], {})"

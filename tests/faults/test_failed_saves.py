@@ -126,7 +126,7 @@ def fit(directory, breaks, *callbacks, **options):
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.EDQUOT])
-def test_training_goes_on_and_the_next_interval_tries_again(tmp_path, capsys, monkeypatch, error):
+def test_training_continues_and_the_next_interval_tries_again(tmp_path, capsys, monkeypatch, error):
     trainer, keeper, seen = fit(tmp_path, Breaks({3, 4, 5, 6}, monkeypatch, error))
     assert trainer.global_step == 8
     assert seen == {0: [], 1: [], 2: [2], 3: [2], 4: [2], 5: [2], 6: [2], 7: [2], "end": [2, 8]}

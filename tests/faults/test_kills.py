@@ -171,7 +171,7 @@ def attempt(server: Server, directory: Path, **kill: Any) -> bool:
 
 @pytest.mark.parametrize("aimed", [False, True], ids=["at any time", "inside saves"])
 @pytest.mark.parametrize("kills", KILLS)
-def test_it_ends_as_if_nobody_had_killed_it(
+def test_a_killed_run_ends_as_the_uninterrupted_one(
     server: Server, undisturbed: Any, tmp_path: Path, kills: int, aimed: bool
 ) -> None:
     whole, seconds = undisturbed(1)

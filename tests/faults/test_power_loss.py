@@ -134,7 +134,7 @@ def test_what_was_reported_saved_is_there(tmp_path, capsys, keep):
     assert count >= LOSSES // 2
 
 
-def test_what_is_said_of_a_full_disk_is_true(tmp_path, capsys):
+def test_the_message_about_a_full_disk_is_true(tmp_path, capsys):
     disk, size = tmp_path / "disk", 400_000
     with mounted(disk, "-t", "tmpfs", "-o", f"size={size}", "none"):
         fit(disk, 1, -1)

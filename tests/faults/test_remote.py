@@ -84,7 +84,7 @@ def same(one, two):
     return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
 
 
-def test_a_resume_from_a_url_is_the_run_that_nobody_disturbed():
+def test_a_resume_from_a_url_equals_the_uninterrupted_run():
     _, keeper, whole = fit("memory://team/run")
     assert [record.step for record in checkpoints("memory://team/run")] == list(range(1, 15))
     assert keeper.best_model_path == keeper.last_model_path == "memory://team/run/step-00000014"
@@ -211,7 +211,7 @@ class Breaks(Callback):
 
 @pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("error", [ConnectionError("reset by peer"), RuntimeError("reset by peer")])
-def test_a_failed_upload_is_reported_and_training_goes_on(bucket, capsys, after, error):
+def test_a_failed_upload_is_reported_and_training_continues(bucket, capsys, after, error):
     breaks = Breaks(bucket, {3, 4, 5, 6}, after, error)
     trainer, keeper, _ = fit("bucket://run", callbacks=[breaks], max_steps=8, every_n_train_steps=2, save_top_k=1)
     assert trainer.global_step == 8
@@ -507,7 +507,7 @@ print(json.dumps({
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks and kills")
-def test_a_run_that_is_killed_in_uploads_ends_as_the_one_that_nobody_killed(tmp_path, programs):
+def test_a_run_killed_in_uploads_ends_as_the_uninterrupted_one(tmp_path, programs):
     done = programs.run_code(RUNS, str(tmp_path), timeout=100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -146,7 +146,7 @@ def is_over(directory: Path) -> bool:
 @pytest.mark.parametrize("aimed", [False, True], ids=["at any time", "at a file operation"])
 @pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_it_ends_as_if_nobody_had_killed_it(
+def test_a_killed_run_ends_as_the_uninterrupted_one(
     server: Server, undisturbed: Any, tmp_path: Path, ranks: int, kills: int, aimed: bool
 ) -> None:
     whole, seconds = undisturbed(ranks, 2)

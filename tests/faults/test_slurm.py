@@ -113,7 +113,7 @@ def asked():
     [({}, "71"), ({"SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "3"}, "70_3")],
     ids=["job", "array"],
 )
-def test_usr1_saves_and_requeues_once_and_the_requeued_job_goes_on(batch, variables, name):
+def test_usr1_saves_and_requeues_once_and_the_requeued_job_continues(batch, variables, name):
     with batch("1", **JOB, **variables, wait="1") as process:
         wait_for("step-0")
         out, err = told(process, signal.SIGUSR1)

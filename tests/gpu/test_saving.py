@@ -69,7 +69,7 @@ def test_a_resumed_run_is_the_same_in_every_bit(kind: str, tmp_path: Path, monke
 
 
 @on_each_device
-def test_memory_is_told_and_given_back(kind: str) -> None:
+def test_memory_is_reported_and_released(kind: str) -> None:
     device = device_of(kind)
     accelerator = tk.Accelerator(cpu=kind == "cpu")
     model = torch.nn.Linear(64, 64)

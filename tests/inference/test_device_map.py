@@ -166,7 +166,7 @@ def test_a_layer_that_is_larger_than_every_device_is_named() -> None:
         infer(nn.Sequential(net[1], net[0], net[1]), {0: "30kB"})
 
 
-def test_an_idle_accelerator_is_said_and_fallback_uses_it() -> None:
+def test_an_idle_accelerator_is_reported_and_fallback_uses_it() -> None:
     inner = nn.Sequential(OrderedDict(one=nn.Linear(10, 4), two=nn.Linear(4, 4), three=nn.Linear(4, 8)))  # 176, 80, 160
     with pytest.warns(UserWarning, match=r"no layer is on 0: .* takes 176 B"):
         assert infer(inner, {0: 256}) == {"": "disk"}

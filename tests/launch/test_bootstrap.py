@@ -67,7 +67,7 @@ def test_a_module_and_a_directory_run() -> None:
     assert _rank("package", "2").stdout == "__main__ ['2']\n"
 
 
-def test_an_exception_is_told_and_not_printed() -> None:
+def test_an_exception_is_reported_and_not_printed() -> None:
     ran = _rank(_script("def inner():\n    raise ValueError('bad')\ninner()"))
     assert (ran.returncode, ran.stderr) == (1, "")
     told = _report()
@@ -123,7 +123,7 @@ def test_without_a_place_to_write_the_exception_is_printed() -> None:
     assert ran.stderr.endswith("ValueError: bad\n")
 
 
-def test_under_torchs_agent_it_is_told_and_printed() -> None:
+def test_under_torchs_agent_an_exception_is_reported_and_printed() -> None:
     code = "from trainer_kit.launch import report_errors; report_errors(lambda: 'step 2'); raise ValueError('bad')"
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCHELASTIC_ERROR_FILE": "error.json"}
     ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)

@@ -90,7 +90,7 @@ def test_they_must_be_started_alike(port: int) -> None:
     assert "processes=3 on machine 1, 2 on machine 0" in str(told[1])
 
 
-def test_nobody_comes_twice(port: int) -> None:
+def test_no_process_registers_twice(port: int) -> None:
     def twice(machine: Machines):
         machine.meet(ABOUT)
         again = Machines(2, 1, "127.0.0.1", port, timeout=20)

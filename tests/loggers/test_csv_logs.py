@@ -64,7 +64,7 @@ def test_earlier_steps_find_their_row(tmp_path):
     assert text(logger) == "step,a\n10,10.0\n15,0.25\n20,0.5\n30,30.0\n"
 
 
-def test_an_explicit_version_goes_on_where_another_process_stopped(tmp_path):
+def test_an_explicit_version_continues_the_file_of_another_process(tmp_path):
     first = CSVLogger(tmp_path, version="mine")
     for step in range(4):
         first.log_metrics({"loss": 1 / (step + 1)}, step)
@@ -108,7 +108,7 @@ def test_a_torn_row_is_cut_off_on_reopening(tmp_path):
     assert text(again) == "step,a,b\n0,1.0,2.0\n2,4.0,5.0\n"
 
 
-def test_an_empty_file_is_begun_anew(tmp_path):
+def test_an_empty_file_gets_a_header(tmp_path):
     logger = CSVLogger(tmp_path, version=0)
     Path(logger.log_dir).mkdir(parents=True)
     logger.path.write_bytes(b"")
@@ -135,7 +135,7 @@ def test_what_could_not_be_written_is_written_later(tmp_path):
 
 
 @pytest.mark.slow
-def test_what_a_killed_process_left_is_removed_by_who_goes_on(tmp_path, programs):
+def test_the_next_process_removes_what_a_killed_one_left(tmp_path, programs):
     def files():
         return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
 

@@ -236,7 +236,7 @@ def test_the_room_exports_its_names_and_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLLogger, TensorBoardLogger])
-def test_reopening_goes_on_where_an_earlier_process_wrote(tmp_path, kind):
+def test_reopening_continues_in_the_directory_of_an_earlier_process(tmp_path, kind):
     first = kind(tmp_path)
     first.log_metrics({"loss": 1.0}, step=1)
     first.finalize("interrupted")

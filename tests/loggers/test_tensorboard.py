@@ -68,7 +68,7 @@ def test_scalars_come_back(make, tmp_path):
 
 
 @pytest.mark.parametrize("writers", [0, 9, 99])
-def test_writing_goes_on_after_finalize(make, monkeypatch, writers):
+def test_writing_continues_after_finalize(make, monkeypatch, writers):
     """The count of the process's writers is in the names of files, which TensorBoard reads in order."""
     counter = event_file_writer.AtomicCounter(writers)
     monkeypatch.setattr(event_file_writer, "_global_uid", counter)

@@ -349,7 +349,7 @@ def test_the_project_comes_from_the_environment_where_none_is_given(monkeypatch)
     assert WandbLogger().name == "trainer_kit_logs"
 
 
-def test_a_resumed_run_goes_on_under_its_id_unless_another_one_is_asked_for(tmp_path):
+def test_a_resumed_run_keeps_its_id_unless_another_is_given(tmp_path):
     before = WandbLogger(save_dir=tmp_path, id="first", offline=True)
     drawn, given = WandbLogger(save_dir=tmp_path, offline=True), WandbLogger(save_dir=tmp_path, id="mine", offline=True)
     assert (before.state_dict(), drawn.state_dict()) == ({"id": "first"}, {})

@@ -206,7 +206,7 @@ class Uneven(IterableDataset[Batch]):
 
 
 @pytest.mark.world_size(2)
-def test_nobody_hears_of_a_batch_that_a_rank_does_not_have() -> None:
+def test_no_hook_is_called_for_a_padding_batch() -> None:
     for length in (1, 3):
         with case(length=length):
             heard = Heard()
@@ -270,7 +270,7 @@ def test_three_ranks_count_each_sample_once() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_several_loaders_are_told_apart_and_in_order() -> None:
+def test_values_of_several_loaders_are_separate_and_in_order() -> None:
     class Two(Predicting):
         def test_step(self, batch: Batch, batch_idx: int, dataloader_idx: int) -> None:
             self.log("size", float(len(batch[1])), reduce_fx="sum")
@@ -434,7 +434,7 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_resumes_in_one_process(tmp_path: Path) -> None:
     def run(module: Any, devices: int, size: int, ckpt: Any = None, **options: Any) -> None:
         saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1) if ckpt is None else None
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
@@ -449,7 +449,7 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(tmp_path: Path) -> Non
 
 
 @pytest.mark.world_size(2)
-def test_a_fit_in_a_rank_alone_disturbs_nobody() -> None:
+def test_a_fit_on_one_rank_does_not_affect_the_others() -> None:
     net = make_net().double()
     mine = copy_of(net)
     if rank() == 1:

@@ -89,7 +89,7 @@ def test_a_loss_whose_memory_is_written_again_is_the_one_that_was_returned(hook:
         train(Reusing(2, float("nan")), make_batches(7), log_every_n_steps=5)
 
 
-def test_a_loss_that_manual_optimization_returns_to_nobody_is_looked_at_too() -> None:
+def test_losses_of_manual_optimization_are_checked_too() -> None:
     class Manual(Classifier):
         automatic_optimization = False
 

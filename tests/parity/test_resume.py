@@ -263,7 +263,7 @@ def test_augmentation_is_the_same_with_any_number_of_workers(tmp_path: Path) -> 
     assert not torch.equal(apart.net[0].weight, here.net[0].weight)
 
 
-def test_an_epoch_that_max_steps_cut_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_an_epoch_cut_by_max_steps_continues_at_its_position(tmp_path: Path) -> None:
     module, again = Everything(), Everything()
     whole = run(tmp_path / "whole", module)
     run(tmp_path / "parts", Everything(), max_steps=6)
@@ -293,7 +293,7 @@ class Stream(torch.utils.data.IterableDataset[Batch]):
         yield from zip(*make_batches(1, size=20)[0], strict=True)
 
 
-def test_a_seed_that_nobody_gave_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_a_drawn_seed_is_in_the_checkpoint(tmp_path: Path) -> None:
     module, again = Everything(), Everything()
     run(tmp_path, module, seed=None)
     run(tmp_path, again, ckpt=tmp_path / "step-00000005", save=False)

@@ -143,7 +143,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
     assert again.dataset.read == 2 * (1 + 2)  # type: ignore[attr-defined]  # the last batch, and two new ones
 
 
-def test_a_state_that_no_checkpoint_holds_is_said_before_the_first_step(tmp_path: Path) -> None:
+def test_a_state_that_no_checkpoint_holds_is_reported_before_the_first_step(tmp_path: Path) -> None:
     class Odd(Samples):
         def state_dict(self) -> dict[str, Any]:
             return {"i": self.i, "file": object()}
@@ -175,7 +175,7 @@ def test_a_failure_inside_a_window_keeps_the_window(tmp_path: Path) -> None:
     assert again.given == module.given[4:]
 
 
-def test_the_generator_of_a_validation_loader_goes_on_too(tmp_path: Path) -> None:
+def test_the_generator_of_a_validation_loader_is_restored_too(tmp_path: Path) -> None:
     class Validated(Model):
         def __init__(self) -> None:
             super().__init__()

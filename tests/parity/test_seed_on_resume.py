@@ -39,7 +39,7 @@ def seen(path, max_steps, **options):
 
 
 @pytest.mark.parametrize(("options", "as_before"), [({}, True), ({"seed": 99}, False)])
-def test_the_order_goes_on(tmp_path, options, as_before):
+def test_the_order_of_the_data_continues(tmp_path, options, as_before):
     seed_everything(1)
     whole = seen(tmp_path / "whole", 6)
     seed_everything(1)

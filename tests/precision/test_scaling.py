@@ -227,7 +227,7 @@ def test_a_step_that_is_not_taken_after_clipping() -> None:
     assert module.norms[0] == pytest.approx(module.norms[1], rel=1e-6)
 
 
-def test_scaling_goes_on_after_an_error_in_a_step() -> None:
+def test_scaling_continues_after_an_error_in_a_step() -> None:
     class Failing(Net):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             if self.trainer.global_step == 1:

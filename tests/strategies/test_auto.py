@@ -87,7 +87,7 @@ def test_what_does_not_fit_is_divided_and_trains_alike() -> None:
     run_distributed(check_the_choice, 2)
 
 
-def test_it_is_told_beforehand() -> None:
+def test_a_model_that_does_not_fit_is_reported_beforehand() -> None:
     module = Built()
     module.configure_model()
     with mock.patch(MEMORY, return_value=959):

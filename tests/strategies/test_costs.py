@@ -142,7 +142,7 @@ def check_model_axes() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_said_is_what_ranks_hold() -> None:
+def test_reported_sizes_are_what_ranks_hold() -> None:
     run_distributed(check_what_ranks_hold, 2, timeout=110)
 
 

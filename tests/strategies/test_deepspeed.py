@@ -42,7 +42,7 @@ AUTO: dict[str, Any] = {
 }
 
 
-def test_auto_stands_for_what_the_run_says(tmp_path: Path) -> None:
+def test_auto_takes_the_values_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "zero3.json"
     path.write_text(json.dumps(AUTO))
     config = with_arguments(read_config(path), 3, True, False)
@@ -148,7 +148,7 @@ def test_words() -> None:
         assert (strategy.stage, strategy.describe(), processes, start) == (stage, line, 2, "agent")
 
 
-def test_what_the_launcher_was_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = {
         "distributed_type": "DEEPSPEED",
         "zero_stage": "3",

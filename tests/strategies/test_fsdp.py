@@ -242,7 +242,7 @@ def test_a_step_without_a_loss_is_refused() -> None:
         run_distributed(without_a_loss, 2)
 
 
-def test_what_the_launcher_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {
         "distributed_type": "FSDP",
         "fsdp_version": "1",

@@ -68,7 +68,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_it_is_told_what_it_needs_and_trains_as_ddp_does() -> None:
+def test_megatron_gets_its_arguments_and_trains_like_ddp() -> None:
     _, expected = train("ddp", save="ddp", max_steps=2)
     _, to_the_end = train("ddp")
     calls = install()

@@ -185,7 +185,7 @@ def test_a_script_in_a_process_for_each_device(
         assert out.getvalue() == (f"__main__ {[str(script), '--lr', '1']} 1 2\n" if ran else "")
 
 
-def test_what_several_processes_cannot_do_is_said_before_the_first_step(calls: list[Any]) -> None:
+def test_options_unsupported_on_several_processes_are_refused_before_the_first_step(calls: list[Any]) -> None:
     with pytest.raises(StrategyError, match="weights in parts need one process"):
         started(shard_parameters=True)
     with pytest.raises(StrategyError, match="weights in parts need one process"):

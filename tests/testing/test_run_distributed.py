@@ -97,7 +97,7 @@ def test_the_first_exception_is_raised_with_its_traceback(rank: int) -> None:
     ("how", "told"),
     [("unpicklable", "Unpicklable: 1 and 2"), ("exit", "exited with code"), ("kill", "killed by SIGKILL")],
 )
-def test_what_cannot_travel_is_told(how: str, told: str) -> None:
+def test_values_that_cannot_be_pickled_are_named(how: str, told: str) -> None:
     with pytest.raises(RankError, match=told) as caught:
         run_distributed(_fail, 2, 1, how)
     assert str(caught.value).startswith("rank 1 of 2 failed")

@@ -89,7 +89,7 @@ def storage(monkeypatch):
     made.open.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, storage):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, storage):
     seen = {}
 
     def look(trainer):
@@ -146,7 +146,7 @@ def test_a_save_that_is_due_waits_for_the_one_under_way(tmp_path, storage):
     assert [record.step for record in checkpoints(tmp_path)] == [2, 4, 6, 8]
 
 
-def test_a_failure_is_told_at_the_next_step(tmp_path, storage, capsys):
+def test_a_failed_save_is_reported_at_the_next_step(tmp_path, storage, capsys):
     def fails(trainer):
         storage.error = errno.EIO
 
@@ -200,7 +200,7 @@ def test_what_is_saved_by_hand_is_there_at_once(tmp_path, storage):
     fit(tmp_path, At(step3=saves))
 
 
-def test_a_long_wait_and_a_slow_storage_are_told(tmp_path, storage, capsys, monkeypatch):
+def test_a_long_wait_and_a_slow_storage_are_reported(tmp_path, storage, capsys, monkeypatch):
     monkeypatch.setattr(saving, "_SLOW", 0.05)
     monkeypatch.setattr(saving, "_PATIENCE", 0.3)
 
@@ -216,7 +216,7 @@ def test_a_long_wait_and_a_slow_storage_are_told(tmp_path, storage, capsys, monk
     assert "step 4" not in said
 
 
-def test_a_slow_storage_that_training_waits_for_is_told_so(tmp_path, storage, capsys, monkeypatch):
+def test_a_slow_storage_that_training_waits_for_is_reported(tmp_path, storage, capsys, monkeypatch):
     monkeypatch.setattr(saving, "_SLOW", 0.3)
     monkeypatch.setattr(saving, "_PATIENCE", 0.05)
 
@@ -312,7 +312,7 @@ def test_a_second_signal_waits_for_no_storage(tmp_path, monkeypatch, capsys, whe
     assert "saved step" not in capsys.readouterr().out
 
 
-def test_it_has_ended_for_whoever_it_wakes():
+def test_a_save_has_ended_when_it_wakes_a_waiting_thread():
     looked = threading.Event()
     background = Background(lambda: 3, done=looked.wait)
     assert background.wait(10)
@@ -376,7 +376,7 @@ def fit_with_failures(directory):
 
 
 @pytest.mark.world_size(2)
-def test_every_rank_is_told_at_the_same_step(tmp_path):
+def test_every_rank_is_notified_at_the_same_step(tmp_path):
     told = []
 
     class Request:

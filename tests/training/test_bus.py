@@ -30,7 +30,7 @@ def call(listeners, *given):
         listener(*given)
 
 
-def test_a_hook_that_nobody_overrides_has_no_listener():
+def test_a_hook_without_an_override_has_no_listener():
     class Idle(Callback):
         def helper(self):
             pass
@@ -105,7 +105,7 @@ def test_the_scope_knows_the_hook_being_called():
     assert seen == ["on_train_start", "on_validation_epoch_end"]
 
 
-def test_a_hook_on_the_instance_or_wrapped_is_heard():
+def test_a_hook_on_the_instance_or_a_wrapped_hook_is_called():
     heard = []
 
     def wrapped(method):

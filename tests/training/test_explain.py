@@ -114,7 +114,7 @@ def test_limits_count():
     assert lines(trainer(limit_train_batches=5).explain(Net(), loader()))["steps/epoch"].startswith("5 ")
 
 
-def test_what_nobody_knows_is_said():
+def test_unknown_numbers_are_named_as_unknown():
     found = lines(trainer().explain(Net(), (batch for batch in loader())))
     assert (found["batch"], found["steps/epoch"]) == ("unknown", "unknown")
 
@@ -136,7 +136,7 @@ def test_the_loop_names_who_listens_in_order():
     assert text.index("on_train_start") < text.index("training_step") < text.index("on_validation_end")
 
 
-def test_hooks_that_nobody_hears_are_left_out():
+def test_hooks_without_listeners_are_left_out():
     text = trainer().explain(Net(), loader())
     assert "on_train_start" in text
     assert "on_train_end" not in text

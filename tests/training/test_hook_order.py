@@ -227,7 +227,7 @@ def test_everything_is_restored_at_one_point_before_on_fit_start(make_cast, tmp_
     ]
 
 
-def test_on_save_checkpoint_is_not_heard_before_anything_was_trained(tmp_path):
+def test_on_save_checkpoint_is_not_called_before_the_first_step(tmp_path):
     class Late(Callback):
         """Its state exists from the start of training on, as Lightning's own callbacks have it."""
 

@@ -109,7 +109,7 @@ def test_a_turn_is_one_batch_whatever_the_optimizers_do():
     assert same(module, reference)
 
 
-def test_hooks_of_each_step_are_heard_in_order():
+def test_hooks_of_each_step_are_called_in_order():
     heard = []
 
     class Hears(Callback):

@@ -20,7 +20,7 @@ def quiet(**settings: Any) -> Trainer:
     return Trainer(accelerator="cpu", barebones=True, **settings)
 
 
-def test_the_reason_of_a_stop_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_reason_of_a_stop_is_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet(max_epochs=5)
 
     @trainer.on("train_step_end")
@@ -57,7 +57,7 @@ def test_a_log_outside_a_trainer_warns_where_it_stands() -> None:
     assert caught[0].filename == __file__
 
 
-def test_what_can_be_read_only_once_is_told_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loaders_that_can_be_read_once_are_reported_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
     def fit(count: int = 3, **options: Any) -> str:
         data = (torch.randn(2, 32) for _ in range(count))
         Trainer(accelerator="cpu", barebones=True, **options).fit(TinyModule(), data)
@@ -69,7 +69,7 @@ def test_what_can_be_read_only_once_is_told_before_the_first_step(capsys: pytest
     assert fit(max_epochs=1) == fit(max_steps=3) == fit(count=6, max_epochs=3, limit_train_batches=2) == ""
 
 
-def test_what_is_said_does_not_depend_on_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+def test_messages_do_not_depend_on_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
     class Talks(DataModule):
         def setup(self, stage: str) -> None:
             self.trainer.print("in setup, ahead of the bar's own")
@@ -106,7 +106,7 @@ def test_a_second_fit_starts_at_step_zero_and_prints_so(capsys: pytest.CaptureFi
     assert trained == [1, 2, 3, 4, 5, 6] * 3
 
 
-def test_a_fit_from_a_checkpoint_says_where_it_starts_and_not_that_it_starts_anew(
+def test_a_fit_from_a_checkpoint_prints_its_start_and_not_that_it_is_new(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, module = quiet(max_epochs=1), TinyModule()

@@ -732,7 +732,7 @@ def test_a_metric_object_is_computed_and_reset_at_the_end_of_the_epoch():
     assert trainer.module.mean.update_count == 0
 
 
-def test_a_metric_object_in_validation_starts_anew_each_time():
+def test_a_metric_object_is_reset_before_each_validation():
     class Only(WithMetric):
         training_step = Net.training_step
 

@@ -239,7 +239,7 @@ def test_a_scheduler_on_a_validation_metric_sees_this_epoch_s():
     assert [float(metric) for metric in scheduler.metrics] == [0.0, 1.0, 2.0]
 
 
-def test_a_metric_that_nobody_logged_is_an_error_with_what_was_logged():
+def test_a_missing_metric_is_an_error_that_lists_the_logged_ones():
     config = {"scheduler": Counting(), "monitor": "val_loss", "reduce_on_plateau": True}
     with pytest.raises(ConfigurationError, match=r"(?s)'val_loss', which was not logged.*logged so far: loss"):
         fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))
@@ -364,7 +364,7 @@ def test_an_optimizer_that_evaluates_again_runs_the_window_again():
 
 
 @pytest.mark.parametrize(("given", "algorithm"), [({}, "norm"), ({"gradient_clip_algorithm": "value"}, "value")])
-def test_clip_gradients_without_a_value_clips_as_the_trainer_was_told(given, algorithm):
+def test_clip_gradients_without_a_value_uses_the_trainers_value(given, algorithm):
     """As in Lightning: an override may decide when, and leave to the Trainer how much."""
     seen = []
 

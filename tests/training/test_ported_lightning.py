@@ -373,7 +373,7 @@ def test_a_checkpoint_has_lightnings_keys_and_the_users(fitted):
     assert Net.load_from_checkpoint(fitted.best.best_model_path, lr=0.5).hparams.lr == 0.5
 
 
-def test_a_run_goes_on_from_a_checkpoint(fitted, tmp_path):
+def test_a_run_continues_from_a_checkpoint(fitted, tmp_path):
     model, data, printer = Net(width=6, lr=0.02, note="hello"), Data(), Printer()
     options = {"logger": Memory(), "default_root_dir": tmp_path, "gradient_clip_val": 0.5, **CPU, **QUIET}
     trainer = L.Trainer(max_epochs=3, callbacks=[printer], **options)

@@ -53,7 +53,7 @@ def test_folding_early_changes_nothing():
         assert reduced([whole], False, None) == reduced([parts], False, None)
 
 
-def test_one_rank_asks_nobody_twice():
+def test_equal_names_are_not_exchanged():
     class Two:
         rank, size, calls = 0, 2, 0
 

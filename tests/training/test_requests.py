@@ -276,7 +276,7 @@ def test_a_requested_checkpoint_holds_the_step_that_was_finished(tmp_path):
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
 
 
-def test_a_request_with_a_path_is_told_when_it_is_saved(tmp_path):
+def test_a_request_with_a_path_is_notified_of_its_save(tmp_path):
     class Request:
         reason, path, weights_only = "mine", tmp_path / "mine", True
         told = ()

@@ -155,7 +155,7 @@ def test_another_root_or_logger_is_another_run(script, capsys, other, tmp_path):
     assert capsys.readouterr().out.count("starting a new run") == 2
 
 
-def test_other_arguments_are_told(script, capsys):
+def test_changed_arguments_are_reported(script, capsys):
     script(["--lr", "0.1"])
     first = fit(broken=5)
     script(["--lr", "0.2"])
@@ -185,7 +185,7 @@ def test_a_finished_fit_of_an_unfinished_script_is_loaded(script, capsys):
     assert Path(fit().log_dir).name == "version_2"
 
 
-def test_a_script_that_died_while_it_told_that_it_was_over_is_loaded(script, monkeypatch):
+def test_a_script_that_died_while_it_recorded_its_end_is_loaded(script, monkeypatch):
     execution = script()
     fit(), fit()
     write, calls = runs.write_record, []

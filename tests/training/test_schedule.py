@@ -144,7 +144,7 @@ def test_it_is_due_every_so_often_even_where_nothing_else_is():
     assert schedule(log_every=10**9).due(Progress(step=1000), 1) <= 1256
 
 
-def test_what_nobody_can_foresee_is_looked_at_after_each_step():
+def test_unpredictable_limits_are_checked_after_each_step():
     for unit in ("sp", "tok", "s"):
         plan = schedule(max_duration=Duration(1000, unit), log_every=100)
         assert plan.due(Progress(step=3), 1) == 4

@@ -105,7 +105,7 @@ def test_scaled_gradients_equal_the_loop_written_by_hand():
     assert precision.scaler.get_scale() == theirs.get_scale() == 8192.0
 
 
-def test_hooks_are_heard_for_each_loss_and_each_optimizer():
+def test_hooks_are_called_for_each_loss_and_each_optimizer():
     heard = []
 
     class Hears(Callback):

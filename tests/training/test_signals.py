@@ -147,7 +147,7 @@ def test_a_signal_during_validation_inside_an_epoch_ends_after_it(tmp_path, numb
 
 
 @NUMBERS
-def test_what_was_saved_goes_on_to_the_same_end(tmp_path, number):
+def test_a_run_resumed_after_a_signal_ends_with_the_same_weights(tmp_path, number):
     torch.manual_seed(0)
     start = Tiny().state_dict()
     whole, broken, resumed = Tiny(), Tiny(), Tiny()
@@ -191,7 +191,7 @@ def test_an_evaluation_ends_at_once_but_not_without_its_teardown(number, verb):
     assert ends.heard == [outcome(number), "teardown"]
 
 
-def test_a_handler_of_the_users_own_for_sigusr1_is_heard_everywhere():
+def test_the_users_handler_of_sigusr1_is_called_everywhere():
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
@@ -204,7 +204,7 @@ def test_a_handler_of_the_users_own_for_sigusr1_is_heard_everywhere():
     assert trainer.global_step == 4
 
 
-def test_a_handler_of_the_users_own_is_heard_outside_the_loop():
+def test_the_users_handler_is_called_outside_the_loop():
     heard = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:

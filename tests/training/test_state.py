@@ -147,7 +147,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(saved):
     assert whole.callback_metrics["loss_epoch"] == rest.callback_metrics["loss_epoch"]
 
 
-def test_an_option_that_is_configured_otherwise_today_keeps_today_s_value_and_is_said(saved, capsys):
+def test_a_newly_configured_option_keeps_its_new_value_and_is_reported(saved, capsys):
     made = resume(saved[1], Net(momentum=0.5))
     assert made.optimizers[0].param_groups[0]["momentum"] == 0.5
     assert made.optimizers[0].param_groups[0]["lr"] == 0.0125
@@ -163,7 +163,7 @@ def test_the_state_of_a_callback_that_is_gone_is_passed_over(saved):
     assert resume(saved[1]).global_step == 9
 
 
-def test_a_callback_without_state_in_the_checkpoint_starts_anew(saved):
+def test_a_callback_without_state_in_the_checkpoint_starts_fresh(saved):
     class Other(Remembers):
         pass
 
@@ -369,7 +369,7 @@ class Left(TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_function_that_reduced_and_did_not_come_back_is_nan_and_said(tmp_path):
+def test_a_reduction_function_missing_after_a_resume_gives_nan_and_is_reported(tmp_path):
     batches = [torch.ones(2, 1)] * 4
     trainer = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[keeper := Inside(tmp_path, at=2)])
     trainer.fit(Left(0), batches)

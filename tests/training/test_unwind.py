@@ -33,7 +33,7 @@ def test_without_an_exception_only_the_cleanup_runs_in_order():
     assert calls == [("a", None), ("b", None)]
 
 
-def test_an_exception_is_told_first_and_arrives_as_it_was():
+def test_listeners_get_the_exception_first_and_the_caller_gets_it_unchanged():
     calls, error = [], Boom("first")
     with pytest.raises(Boom) as caught, unwinding("a", "b", calls=calls):
         raise error
@@ -52,7 +52,7 @@ def test_what_fails_meanwhile_becomes_a_note(second):
     assert [name for name, _ in calls] == ["failed", "a", "b"]
 
 
-def test_whoever_is_told_may_fail_too():
+def test_a_listener_of_the_exception_may_fail_too():
     calls, error = [], Boom("first")
     with pytest.raises(Boom), unwinding("a", calls=calls, fails={"failed": ValueError("second")}):
         raise error

@@ -108,7 +108,7 @@ def test_a_window_that_weighs_nothing_is_an_error():
         turns(windows(loader(4), 2, loss_weight=lambda batch: 0.0))
 
 
-def test_an_epoch_goes_on_where_progress_stands():
+def test_an_epoch_continues_at_the_position_in_progress():
     assert turns(windows(loader(10), 2), Progress(epoch_batch=3)) == [
         (3, [[6, 7], [8, 9]], [0.5, 0.5], [2, 2]),
     ]
