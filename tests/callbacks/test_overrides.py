@@ -19,7 +19,7 @@ from trainer_kit.callbacks import (
     Timer,
     TQDMProgressBar,
 )
-from trainer_kit.checkpoint.store import lookup
+from trainer_kit.checkpoint.store import lookup, read_index
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy
@@ -122,11 +122,20 @@ def test_a_name_of_the_users_own():
     assert not os.path.exists("run/outside")
 
 
-def test_a_template_for_the_last_one_is_refused():
-    class Keeper(ModelCheckpoint):
-        CHECKPOINT_NAME_LAST = "{epoch}-last"
+def test_a_template_names_the_last_one():
+    keeper = ModelCheckpoint(save_top_k=-1)
+    keeper.CHECKPOINT_NAME_LAST = "{epoch}-last"
+    fit(keeper, epochs=2)
+    assert sorted(read_index(keeper.dirpath)) == ["epoch=1-last", "last"]
+    assert str(lookup(keeper.dirpath, "epoch=1-last")) == keeper.last_model_path
 
-    with pytest.raises(ConfigurationError, match="one name for the newest checkpoint"):
+
+@pytest.mark.parametrize("name", ["", "a/b", "{epoch"])
+def test_a_name_for_the_last_one_that_is_none(name):
+    class Keeper(ModelCheckpoint):
+        CHECKPOINT_NAME_LAST = name
+
+    with pytest.raises(ConfigurationError, match="checkpoint filename"):
         fit(Keeper())
 
 

@@ -96,7 +96,7 @@ def test_what_cannot_be_exported(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         export(checkpoint, tmp_path / "taken.pt")
     assert (tmp_path / "taken.pt").read_text() == "mine"
-    with pytest.raises(ConfigurationError, match=r"(?s)model\.onnx.*huggingface, safetensors, torch"):
+    with pytest.raises(ConfigurationError, match=r"(?s)model\.onnx.*huggingface, lightning, safetensors, torch"):
         export(checkpoint, tmp_path / "model.onnx")
     with pytest.raises(ConfigurationError, match="'onnx'"):
         export(checkpoint, tmp_path / "model.pt", "onnx")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import trainer_kit as tk
 from trainer_kit.checkpoint.manifest import read_manifest
-from trainer_kit.state.collect import OF_A_RUN
+from trainer_kit.checkpoint.read import OF_A_RUN
 from trainer_kit.testing import TinyModule
 
 QUIET: dict[str, Any] = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}

@@ -361,7 +361,7 @@ class CheckpointFiles:
         next_try: describes when the next checkpoint is due; set by the callback.
         name_of: makes a path from values and a version; set by the callback.
         first_version: the first number of the version counter.
-        alias: another name of the newest checkpoint in the index, or "".
+        alias: makes another name of the newest checkpoint in the index, or None.
     """
 
     def __init__(
@@ -378,7 +378,10 @@ class CheckpointFiles:
         self.weights_only, self.versions, self.ranked = weights_only, versions, ranked
         self.next_try: Callable[[], str] = str
         self.name_of: Callable[..., str] = name
-        self.first_version, self.alias = 1, ""
+        self.first_version = 1
+        self.alias: CheckpointName | None = None
+        self._aliases: dict[str, str] = {}  # by path, until it is durable
+        self._marked = ""
         self.asked_step = 0
         self._unrated = ""  # the checkpoint requested at `asked_step` without a score
         self._default = dirpath is None
@@ -468,7 +471,9 @@ class CheckpointFiles:
         if trainer.is_global_zero or not together:
             metrics = trainer.callback_metrics
             epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
-            path = self._free({**metrics, "epoch": int(epoch), "step": int(step)}, trainer.global_step)
+            values = {**metrics, "epoch": int(epoch), "step": int(step)}
+            path = self._free(values, trainer.global_step)
+            self._aliases[path] = self.alias(values) if self.alias is not None else ""
         if together and trainer.world_size > 1:
             path = trainer.strategy.world.broadcast(path)
         self.asked_step, self._unrated = trainer.global_step, "" if score is not None else path
@@ -512,13 +517,13 @@ class CheckpointFiles:
     def _saved(self, path: str) -> str | None:
         ready = self.retention.confirm(path)
         best = self.retention.durable_best if self.ranked else ""
-        return self._delete_replaced(
-            path,
-            ready,
-            {name: value for name, value in (("last", path), (self.alias, path), ("best", best)) if name and value},
-        )
+        alias, before = self._aliases.pop(path, ""), self._marked
+        self._marked = alias
+        names: dict[str, str | None] = {before: None} if before else {}
+        names |= {name: value for name, value in ((alias, path), ("last", path), ("best", best)) if name and value}
+        return self._delete_replaced(path, ready, names)
 
-    def _delete_replaced(self, path: str, ready: list[str], names: Mapping[str, str]) -> str | None:
+    def _delete_replaced(self, path: str, ready: list[str], names: Mapping[str, str | None]) -> str | None:
         """Point ``names`` of the index at checkpoints, then delete those that the durable ``path`` replaced.
 
         Returns:

@@ -181,17 +181,6 @@ class ModelCheckpoint(Callback):
         name = join.join([*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])])
         return name if self.dirpath is None else str(locate(self.dirpath) / name)
 
-    def _alias(self) -> str:
-        """`CHECKPOINT_NAME_LAST`, or "" if it is ``last``."""
-        alias = self.CHECKPOINT_NAME_LAST
-        if "{" in alias or alias in ("best", ""):
-            raise ConfigurationError(
-                "CHECKPOINT_NAME_LAST is one name for the newest checkpoint in the index of its directory",
-                found=repr(alias),
-                fix='put fields into filename=; "last" always means the newest checkpoint',
-            )
-        return "" if alias == "last" else alias
-
     @property
     def dirpath(self) -> str | None:
         """The absolute directory, or its URL; None before the directory of the run is known."""
@@ -264,7 +253,8 @@ class ModelCheckpoint(Callback):
         others = (other._files for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
         self._files.next_try, self._files.name_of = self._next_try, self.format_checkpoint_name
         self._files.first_version = self.STARTING_VERSION
-        self._files.alias = self._alias()
+        last = self.CHECKPOINT_NAME_LAST
+        self._files.alias = None if last == "last" else CheckpointName(last, self.auto_insert_metric_name)
         self._files.open(trainer, (files for files in others if files is not self._files))
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from trainer_kit.checkpoint.background import HostBuffers
     from trainer_kit.checkpoint.commit import write_checkpoint
     from trainer_kit.checkpoint.compare import Difference, diff
+    from trainer_kit.checkpoint.lightning import import_lightning
     from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
     from trainer_kit.checkpoint.sharded import (
         ShardedSnapshot,
@@ -31,6 +32,7 @@ __all__ = [
     "checkpoints",
     "diff",
     "export",
+    "import_lightning",
     "read_checkpoint",
     "read_divided",
     "read_sharded",
@@ -51,6 +53,7 @@ _HOME = {
     **dict.fromkeys(("export", "read_weights"), "weights"),
     **dict.fromkeys(("read_checkpoint", "verify_checkpoint"), "read"),
     "HostBuffers": "background",
+    "import_lightning": "lightning",
     "write_checkpoint": "commit",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -403,7 +403,8 @@ def _stored_ties(file: Any) -> dict[str, str]:
 
 EXTRA_STATE: Final = "_extra_state"
 """The suffix of state_dict keys under which torch stores what modules keep besides tensors."""
-_UNSAFE: Final = "if you trust its author, load it yourself and save only its state_dict, best as safetensors"
+_UNSAFE: Final = "if you trust its author, load it yourself, and save it with tensors and plain values alone"
+_REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 
 
 def torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> Any:
@@ -424,7 +425,10 @@ def torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> 
                     raise ValueError("it is compressed, as torch.save never writes it")
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile file can cause any error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        text, refused = str(error).strip(), _REFUSED.search(str(error))
+        reason = text.splitlines()[0] if text else type(error).__name__
+        if refused is not None:
+            reason = f"it holds {refused[1]}, and a class could run code"
         raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from trainer_kit.core.errors import CheckpointError, did_you_mean
 from trainer_kit.core.location import Location, locate
 
 __all__ = [
+    "OF_A_RUN",
     "descriptions",
     "files_for",
     "is_complete",
@@ -44,6 +45,16 @@ __all__ = [
     "step_of",
     "verify_checkpoint",
 ]
+
+OF_A_RUN: Final = frozenset(
+    (
+        *("buffers", "callbacks", "configuration", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
+        *("inside_step", "loaders", "loggers", "lr_schedulers", "metrics", "optimizer_states", "owes_validation"),
+        *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
+        *("averaging_state", "current_model_state"),  # of callbacks that average weights
+    )
+)
+"""Parts of a checkpoint that only a resumed run restores; they are not read where only the weights are wanted."""
 
 
 def read_checkpoint(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -35,6 +36,7 @@ __all__ = [
     "read_index",
     "repair",
     "set_aside",
+    "similar",
 ]
 
 _INDEX: Final = "index.json"
@@ -243,6 +245,30 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_
         found.sort(key=lambda item: (item[2].name != named, item[0] > last))
     whole, weights = ([entry for *_, entry in found if known[entry][1] is holds] for holds in (True, False))
     return whole if run is not None else [*whole, *weights]
+
+
+def similar(path: Location, directories: Iterable[Location] = (), newest: str | None = None) -> str | None:
+    """Return what to pass instead of a path that does not exist, for the ``fix`` of an error; None if nothing is near.
+
+    Args:
+        path: as the user gave it, perhaps Lightning's name of a file.
+        directories: of checkpoints, besides the one of ``path``.
+        newest: what means the newest checkpoint, where the caller takes such a word.
+    """
+    stem = path.name.removesuffix(".ckpt")
+    names = {one.name: str(one) for place in reversed([path.parent, *directories]) for one in candidates(place)}
+    if stem in names:
+        return f"pass {names[stem]}: a checkpoint is a directory, not a .ckpt file"
+    word = re.sub(r"-v\d+$", "", stem).lower()
+    if word in ("last", "best"):
+        found = f'"{word}"' if newest else lookup(path.parent, word)
+        if found is not None:
+            return f'pass {found}: "{word}" is a name in the index of a directory, not a file'
+    close = difflib.get_close_matches(stem, names, n=1)
+    if close:
+        return f"did you mean {names[close[0]]}?"
+    near = [*filter(None, [newest]), *([f"one of: {', '.join(list(names.values())[:5])}"] if names else [])]
+    return f"pass {', or '.join(near)}" if names else None
 
 
 def newest_verified(

@@ -32,6 +32,7 @@ from trainer_kit.checkpoint.files import (
     write_file,
 )
 from trainer_kit.checkpoint.layout import TensorLayout, layouts_of, tensors_in
+from trainer_kit.checkpoint.lightning import lightning_hparams, to_lightning
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
     LAYOUT,
@@ -43,6 +44,7 @@ from trainer_kit.checkpoint.manifest import (
 )
 from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
+from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
@@ -101,6 +103,8 @@ def _read(file: Location, device: torch.device | str, parts: Collection[str] | N
     if isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
             return _read(here / file.name, device, parts)
+    if not file.exists():
+        raise CheckpointError(file, None, "does not exist", fix=similar(file))
     if weight_format(file) == "safetensors":
         return {"state_dict": read_tensors(file, device)}
     loaded = torch_load(file, device)
@@ -228,8 +232,8 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
         CheckpointError: as for `read_weights`.
     """
     file = locate(path)
-    content = _read(file, "cpu", None if whole else {"hyper_parameters"})
-    kept = content.setdefault("hyper_parameters", {})
+    content = _read(file, "cpu", None if whole else {"hyper_parameters", "hparams_name"})
+    kept = content["hyper_parameters"] = lightning_hparams(content)
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
     return content
@@ -306,7 +310,7 @@ def read_index(index: Path) -> dict[str, str]:
     return places
 
 
-ExportFormat = Literal["huggingface", "safetensors", "torch"]
+ExportFormat = Literal["huggingface", "lightning", "safetensors", "torch"]
 _SUFFIXES: Final[dict[str, ExportFormat]] = {
     "": "huggingface",
     ".safetensors": "safetensors",
@@ -332,7 +336,8 @@ def export(
         target: the file or directory to make; missing parents are made.
         format: ``"safetensors"``: one file. ``"huggingface"``: a directory with ``model.safetensors``, or, if it
             would be larger than a shard, ``model-00001-of-0000n.safetensors`` and ``model.safetensors.index.json``.
-            ``"torch"``: a ``torch.save`` file (a zip file with a pickle, for ``torch.load(weights_only=True)``). None:
+            ``"torch"``: a ``torch.save`` file (a zip file with a pickle, for ``torch.load(weights_only=True)``).
+            ``"lightning"``: such a file that Lightning reads, with hyperparameters, optimizers and progress too. None:
             by the suffix of ``target``; without a suffix Hugging Face's. A tied weight is stored once, under its first
             name.
         max_shard_size: bytes, or ``"5GB"``, ``"200MB"``, ``"1GiB"``; a single tensor may be larger.
@@ -341,8 +346,8 @@ def export(
         ``target``, absolute.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, the target exists or cannot be written, or a tensor has a dtype
-            that safetensors does not hold.
+        CheckpointError: the checkpoint is damaged, the target exists or cannot be written, a tensor has a dtype
+            that safetensors does not hold, or Lightning's file would hold a value that is not plain.
         ConfigurationError: the format or the size is invalid.
 
     Example:
@@ -362,8 +367,13 @@ def export(
     kind, limit = _choose(path, format), in_bytes(max_shard_size, "max_shard_size", least=1)
     if os.path.lexists(path):
         raise CheckpointError(path, None, "it exists already", fix="use another name, or delete it first")
-    weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
-    if kind != "torch":
+    weights: dict[str, Any]
+    if kind == "lightning":
+        held = {"state_dict": checkpoint} if isinstance(checkpoint, Mapping) else _read(locate(checkpoint), "cpu", None)
+        weights = to_lightning(held)
+    else:
+        weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+    if kind in ("huggingface", "safetensors"):
         _check_dtypes("the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights)
     work = hidden_path(path, "tmp")
     try:
@@ -400,14 +410,16 @@ def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:
             )
 
 
-def _write(work: Path, kind: str, weights: dict[str, Tensor], limit: int) -> None:
+def _write(work: Path, kind: str, weights: dict[str, Any], limit: int) -> None:
     if kind == "safetensors":
         write_file(work, safetensors_bytes(weights)[1])
-    elif kind == "torch":
+    elif kind in ("lightning", "torch"):
         with open(work, "xb") as file:
             torch.save(weights, file)
             file.flush()
             os.fsync(file.fileno())
+        if kind == "lightning":
+            torch_load(work, "cpu", mapped=True)  # a hyperparameter may be of a class that torch refuses to read
     else:
         work.mkdir()
         _write_shards(work, weights, limit)

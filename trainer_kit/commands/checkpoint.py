@@ -1,4 +1,4 @@
-"""``trainer-kit checkpoint``: list, verify, compare, export and repair checkpoints; ``merge-weights``: join files."""
+"""``trainer-kit checkpoint``: list, verify, compare, convert and repair checkpoints; ``merge-weights``: join files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DIRECTORY = _Place(exists=True, file_okay=False, path_type=Path)
 
 @click.group()
 def checkpoint() -> None:
-    """List, verify, compare, export and repair checkpoints."""
+    """List, verify, compare, export, import and repair checkpoints."""
 
 
 @checkpoint.command("ls")
@@ -101,15 +101,33 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
 @click.argument("target", type=FilePath(path_type=Path))
 @click.option(
     "--format",
-    type=click.Choice(["huggingface", "safetensors", "torch"]),
+    type=click.Choice(["huggingface", "lightning", "safetensors", "torch"]),
     help="By default the suffix of TARGET decides; none is huggingface.",
 )
+@click.option("--lightning", "format", flag_value="lightning", help="A .ckpt file from which Lightning resumes.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout.")
 def _export(source: Location, target: Path, format: str | None, max_shard_size: str) -> None:
     """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
     from trainer_kit.checkpoint.weights import export
 
     click.echo(export(source, target, format, max_shard_size=max_shard_size))  # type: ignore[arg-type]
+
+
+@checkpoint.command("import")
+@click.argument("file", type=FilePath(exists=True, dir_okay=False, path_type=Path))
+@click.argument("target", required=False)
+def _import(file: Path, target: str | None) -> None:
+    """Convert Lightning's FILE (.ckpt) to the checkpoint TARGET; by default FILE without its suffix."""
+    from trainer_kit.checkpoint.lightning import import_lightning
+    from trainer_kit.checkpoint.manifest import read_manifest
+    from trainer_kit.checkpoint.read import read_info
+
+    path = import_lightning(file, target)
+    info, resumes = read_info(path), "progress" in read_manifest(path)["parts"]
+    way = f'fit(ckpt_path="{path}")' if resumes else f'weights alone: fit(ckpt_path="{path}", weights_only=True)'
+    click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {way}")
+    if info["left_out"]:
+        click.echo(f"not taken over: the state of {', '.join(info['left_out'])}")
 
 
 @checkpoint.command("repair")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -29,7 +29,6 @@ from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
-    "OF_A_RUN",
     "collect",
     "fitting",
     "module_state",
@@ -40,16 +39,6 @@ __all__ = [
     "restore",
     "without_own_buffers",
 ]
-
-OF_A_RUN: Final = frozenset(
-    (
-        *("buffers", "callbacks", "configuration", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
-        *("inside_step", "loaders", "loggers", "lr_schedulers", "metrics", "optimizer_states", "owes_validation"),
-        *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
-        *("averaging_state", "current_model_state"),  # of callbacks that average weights
-    )
-)
-"""Parts of a checkpoint that only a resumed run restores; they are not read where only the weights are wanted."""
 
 
 def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
@@ -302,7 +291,7 @@ def ranks_differ(strategy: Strategy, state: Mapping[str, Any]) -> str | None:
     """How the ranks differ from those that saved; None where each rank's generators and buffers still match."""
     world, then = strategy.world, len(state.get("rng", ()))
     if then != world.size:
-        return f"{then} ranks on {world.size}"
+        return f"{then} ranks on {world.size}" if then else "without random states"
     # Ranks that get the same batch have agreed on what they draw.
     today = [int(row[0]) for row in world.agree([strategy.data.rank])]
     if state.get("data_ranks", today) == today:  # older checkpoints do not say
@@ -370,7 +359,7 @@ def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int 
     data = run.strategy.data
     ranks = len(state.get("loaders") or state["rng"])
     feed, rank = run.windows.feed, data.rank
-    if ranks != data.size and global_batch_size is not None:
+    if ranks and ranks != data.size and global_batch_size is not None:
         run.say(
             f"global_batch_size={global_batch_size} stays: a batch is {feed.per_rank_batch_size} samples on each rank,"
             f" of {data.size} now and {ranks} before"

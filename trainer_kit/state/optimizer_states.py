@@ -12,6 +12,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.checkpoint.lightning import BY_POSITION
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.step.run import Fit
@@ -127,6 +128,9 @@ def restore_optimizer(
         )
     today, now = configured(optimizer), _options(optimizer)
     then = saved.get(_CONFIGURED, today)
+    if saved.get(BY_POSITION):
+        _check_positions(strategy, own, saved["param_groups"])
+        names = {}
     state: dict[nn.Parameter, Any] = {}
     groups, kept_today = [], {}
     for number, (group, old) in enumerate(zip(own, saved["param_groups"], strict=True)):
@@ -147,6 +151,29 @@ def restore_optimizer(
         groups.append({**now[number], **options})
     strategy.load_optimizer_state(optimizer, groups, state)
     return kept_today
+
+
+def _check_positions(strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], groups: Sequence[Any]) -> None:
+    """Refuse state without names where a position may be another parameter's.
+
+    Raises:
+        CheckpointError: a rank may have only some parameters, or the groups are of other sizes.
+    """
+    then, now = [len(group["params"]) for group in groups], [len(group) for group in own]
+    if strategy.sharded:
+        raise CheckpointError(
+            "optimizer_states",
+            None,
+            f"an imported file names no parameters, and {strategy.name} divides them among ranks",
+            fix='continue it for a step with strategy="ddp" or on one device, and resume from what that run saves',
+        )
+    if then != now:
+        raise CheckpointError(
+            "optimizer_states",
+            "param_groups",
+            f"an imported file names no parameters: it has groups of {then}, and the optimizer of {now} parameters",
+            fix="configure the optimizer over the same parameters, or pass weights_only=True",
+        )
 
 
 def _following(own: Mapping[str, Any], weight: Any, parameter: nn.Parameter) -> dict[str, Any]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +10,14 @@ from typing import Any, final
 
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
-from trainer_kit.checkpoint.read import is_complete, read_checkpoint, read_info, step_of
-from trainer_kit.checkpoint.store import candidates, newest_verified, set_aside
+from trainer_kit.checkpoint.read import OF_A_RUN, is_complete, read_checkpoint, read_info, step_of
+from trainer_kit.checkpoint.store import candidates, newest_verified, set_aside, similar
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import Group
-from trainer_kit.state.collect import OF_A_RUN, fitting, own_part
+from trainer_kit.state.collect import fitting, own_part
 from trainer_kit.state.records import RUN, read_records
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, clean_directory, discarded, distinct, named_directories
 from trainer_kit.step.bus import Bus
@@ -119,21 +117,9 @@ class Search:
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
         if not there:
-            raise CheckpointError(path, None, "does not exist", fix=self._similar(path))
+            raise CheckpointError(path, None, "does not exist", fix=similar(path, self._directories(), '"last"'))
         if several:
             raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
-
-    def _similar(self, path: Location) -> str | None:
-        """What to pass instead of a path that does not exist: a reserved word, or a similar name."""
-        word = re.sub(r"(-v\d+)?(\.ckpt)?$", "", path.name).lower()
-        if word in ("last", "best"):
-            return f'pass "{word}": it is a name in the index of a directory, not a file'
-        directories = [path.parent, *self._directories()]
-        names = {one.name: str(place / one.name) for place in reversed(directories) for one in candidates(place)}
-        close = difflib.get_close_matches(path.name.removesuffix(".ckpt"), names, n=1)
-        if close:
-            return f"did you mean {names[close[0]]}?"
-        return f'pass "last", or one of: {", ".join(list(names.values())[:5])}' if names else None
 
     def _newest(self, whole_first: bool) -> Location | None:
         """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
@@ -274,9 +260,12 @@ def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:
 
 def holds_weights(path: Location | None) -> CheckpointError:
     """The error for a run that cannot continue because the checkpoint holds weights alone."""
-    return CheckpointError(
-        path, None, "holds weights, not a run", fix="pass weights_only=True to start a new run from them"
-    )
+    fix = "pass weights_only=True to start a new run from them"
+    if path is not None and path.name.endswith(".ckpt") and not path.is_dir():
+        target = str(path).removesuffix(".ckpt")
+        fix = f'if Lightning wrote it: trainer-kit checkpoint import {path}, and ckpt_path="{target}"; or {fix}'
+        return CheckpointError(path, None, "a file of weights; a run resumes from a checkpoint directory", fix=fix)
+    return CheckpointError(path, None, "holds weights, not a run", fix=fix)
 
 
 def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> None:
