@@ -170,7 +170,7 @@ COMMANDS = {
         "report",
         "test",
     ],
-    ("checkpoint",): ["diff", "export", "ls", "repair", "verify"],
+    ("checkpoint",): ["diff", "export", "import", "ls", "repair", "verify"],
 }
 
 
