@@ -1,13 +1,14 @@
-"""Hooks are checked when the class is created: by name, and by how many positional arguments they take."""
+"""Misspelt hooks are refused when the class is created; other mistakes in hooks when a Trainer is given an object."""
 
 from __future__ import annotations
 
 import pytest
 
-from trainer_kit import Callback, DataModule, TrainModule
+from trainer_kit import Callback, DataModule, Trainer, TrainModule
 from trainer_kit.core.errors import HookError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.signatures import takes
+from trainer_kit.testing import TinyModule
 
 
 def test_an_unknown_hook_of_a_callback_is_refused_with_the_nearest():
@@ -24,20 +25,49 @@ def test_an_unknown_hook_of_a_module_is_refused():
             def on_training_start(self): ...
 
 
+@pytest.mark.parametrize("name", ["traning_step", "validaton_step"])
+def test_misspelt_steps_are_refused(name):
+    with pytest.raises(HookError, match=rf"(?s)Old.{name} is not a hook.*did you mean '(training|validation)_step'"):
+        type("Old", (TrainModule,), {name: lambda self, *arguments: None})
+
+
+def use(cls):
+    """Hand an object of the class to a Trainer, at its first entry point."""
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    if issubclass(cls, Callback):
+        Trainer(callbacks=cls(), fast_dev_run=True, **quiet)
+    elif issubclass(cls, DataModule):
+        Trainer(fast_dev_run=True, **quiet).fit(TinyModule(), datamodule=cls())
+    else:
+        Trainer(fast_dev_run=True, **quiet).validate(cls(), [])
+
+
 @pytest.mark.parametrize(
     ("base", "name", "fix"),
     [
-        (TrainModule, "training_epoch_end", "define on_train_epoch_end .*keep them on self"),
-        (TrainModule, "validation_epoch_end", "define on_validation_epoch_end "),
-        (TrainModule, "on_epoch_end", "define on_train_epoch_end$"),
+        (TinyModule, "training_epoch_end", "define on_train_epoch_end .*keep them on self"),
+        (TinyModule, "validation_epoch_end", "define on_validation_epoch_end "),
+        (TinyModule, "on_epoch_end", "define on_train_epoch_end$"),
+        (TinyModule, "on_val_epoch_end", "did you mean 'on_validation_epoch_end'"),
         (Callback, "on_batch_start", "define on_train_batch_start$"),
-        (TrainModule, "traning_step", "did you mean 'training_step'"),
-        (TrainModule, "validaton_step", "did you mean 'validation_step'"),
+        (Callback, "on_something", "use one of: on_"),
+        (DataModule, "on_data", "use one of: on_"),
     ],
 )
-def test_former_hooks_and_misspelt_steps_are_refused(base, name, fix):
+def test_other_unknown_hooks_are_refused_where_they_are_used(base, name, fix):
+    old = type("Old", (base,), {name: lambda self, *arguments: None})  # a package may define it and not use it
     with pytest.raises(HookError, match=rf"(?s)Old.{name} is not a hook.*fix:   {fix}"):
-        type("Old", (base,), {name: lambda self, *arguments: None})
+        use(type("Derived", (old,), {}))
+
+
+def test_a_subclass_puts_a_hook_right():
+    class Old(Callback):
+        def on_train_start(self): ...
+
+    class New(Old):
+        def on_train_start(self, trainer, module): ...
+
+    use(New)
 
 
 @pytest.mark.parametrize("name", ["train_step", "pretraining_step", "retraining_step", "training_step_2", "best_step"])
@@ -53,31 +83,36 @@ def test_an_unknown_hook_of_a_datamodule_is_refused():
 
 
 def test_too_few_parameters_are_refused_with_the_right_ones():
+    class Short(Callback):
+        def on_train_start(self): ...
+
     with pytest.raises(
         HookError, match=r"(?s)found: def on_train_start\(self\).*on_train_start\(self, trainer, module\)"
     ):
-
-        class Short(Callback):
-            def on_train_start(self): ...
+        use(Short)
 
 
 def test_too_many_parameters_are_refused():
-    with pytest.raises(HookError, match="cannot take"):
+    class Long(TinyModule):
+        def on_train_batch_end(self, outputs, batch, batch_idx, dataloader_idx): ...
 
-        class Long(TrainModule):
-            def on_train_batch_end(self, outputs, batch, batch_idx, dataloader_idx): ...
+    with pytest.raises(HookError, match="cannot take"):
+        use(Long)
 
 
 def test_keyword_only_parameters_are_refused():
-    with pytest.raises(HookError, match="cannot take"):
+    class ByName(Callback):
+        def on_train_start(self, *, trainer, module): ...
 
-        class ByName(Callback):
-            def on_train_start(self, *, trainer, module): ...
+    with pytest.raises(HookError, match="cannot take"):
+        use(ByName)
 
 
 def test_names_of_parameters_are_free():
     class FromLightning(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, i): ...
+
+    use(FromLightning)
 
 
 def test_star_arguments_and_defaults_fit_every_hook():
@@ -85,13 +120,18 @@ def test_star_arguments_and_defaults_fit_every_hook():
         def on_train_batch_end(self, *args, **kwargs): ...
         def on_train_start(self, trainer, module, extra=None): ...
 
+    use(Loose)
+
 
 def test_an_optional_last_parameter_may_be_left_out():
     class Loaders(Callback):
         def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx): ...
 
-    class One(TrainModule):
+    class One(TinyModule):
         def on_validation_batch_start(self, batch, batch_idx): ...
+
+    use(Loaders)
+    use(One)
 
 
 def test_methods_with_other_names_are_nobodys_business():
@@ -99,25 +139,22 @@ def test_methods_with_other_names_are_nobodys_business():
         def one_epoch(self): ...
         def _on_something(self): ...
 
+    use(Free)
+
 
 def test_attributes_that_are_no_functions_are_not_hooks():
-    class Free(TrainModule):
+    class Free(TinyModule):
         on_device = True
 
-
-def test_only_the_new_class_is_checked():
-    class Base(Callback):
-        def on_train_start(self, trainer, module): ...
-
-    class Derived(Base):
-        pass
+    use(Free)
 
 
 def test_a_method_of_a_protocol_that_is_no_hook_is_checked_too():
-    with pytest.raises(HookError, match="setup"):
+    class Old(DataModule):
+        def setup(self): ...
 
-        class Old(DataModule):
-            def setup(self): ...
+    with pytest.raises(HookError, match="setup"):
+        use(Old)
 
 
 def test_takes_counts_positional_arguments():

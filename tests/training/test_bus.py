@@ -232,9 +232,10 @@ def test_a_misspelt_hook_fails_when_the_class_is_made():
         lambda self, *, trainer, module, outputs, batch, batch_idx: None,
     ],
 )
-def test_a_hook_with_the_wrong_parameters_fails_when_the_class_is_made(hook):
+def test_a_hook_with_the_wrong_parameters_fails_when_a_trainer_is_given_it(hook):
+    wrong = type("Wrong", (Callback,), {"on_train_batch_end": hook})
     with pytest.raises(HookError, match=r"def on_train_batch_end\(self, trainer, module, outputs, batch, batch_idx\)"):
-        type("Wrong", (Callback,), {"on_train_batch_end": hook})
+        Trainer(callbacks=[wrong()])
 
 
 def test_hooks_may_take_anything_or_have_defaults():

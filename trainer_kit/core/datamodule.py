@@ -12,7 +12,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.hparams import HParamsMixin
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.protocols import TrainerLike
-from trainer_kit.core.signatures import check_hooks
+from trainer_kit.core.signatures import check_names
 
 __all__ = ["DataModule"]
 
@@ -33,7 +33,7 @@ class DataModule(DataHooks, HParamsMixin):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_hooks(cls, DataHooks)
+        check_names(cls, DataHooks)
 
     def state_dict(self) -> Mapping[str, Any]:
         """What of the data must survive a restart."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from trainer_kit.core.lazy import other_names
-from trainer_kit.core.signatures import check_hooks, check_overrides
+from trainer_kit.core.signatures import check_names, check_overrides
 from trainer_kit.core.tensors import move_to_device
 
 if TYPE_CHECKING:
@@ -38,7 +38,8 @@ class Callback:
     """Something that happens around the loop.
 
     Subclass it and override the hooks you need; hooks that are not overridden cost nothing. Every hook is called by
-    position as ``hook(trainer, module, ...)``. Misspelt hooks and wrong parameters fail when the class is created.
+    position as ``hook(trainer, module, ...)``. A misspelt hook fails when the class is created; every other unknown
+    ``on_*`` name, and wrong parameters, when a Trainer is given an object of the class.
 
     Attributes:
         order: ``"early"``, ``"normal"`` or ``"late"``; within one, the order of the list given to the Trainer.
@@ -57,7 +58,7 @@ class Callback:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_hooks(cls, Callback)
+        check_names(cls, Callback)
         check_overrides(cls, Callback)
 
     @property
@@ -261,7 +262,7 @@ class ModuleHooks:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_hooks(cls, ModuleHooks, DataHooks)
+        check_names(cls, ModuleHooks, DataHooks)
 
     def on_fit_start(self) -> None:
         """Everything is built, moved, wrapped and restored."""

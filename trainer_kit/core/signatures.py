@@ -1,4 +1,4 @@
-"""Checks of a class when it is created: names and parameters of hooks, and overrides that would never be called."""
+"""Checks of a class when it is created, and when it is used: its hooks, and overrides that would never be called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 
-__all__ = ["check_hooks", "check_overrides", "leave_out", "takes"]
+__all__ = ["check_hooks", "check_names", "check_overrides", "leave_out", "takes"]
 
 
 # Hooks of earlier versions of Lightning that are not called any more, and their replacements.
@@ -23,41 +23,82 @@ _FORMER = {
     "test_epoch_end": "on_test_epoch_end",
 }
 
+_OURS: Final = "trainer_kit."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def check_hooks(cls: type, *specifications: type) -> None:
-    """Refuse methods of ``cls`` that look like hooks and are none, and hooks with wrong parameters.
+def check_names(cls: type, *specifications: type) -> None:
+    """Refuse methods of ``cls`` whose names are a typing mistake away from a hook or a step, when ``cls`` is created.
 
-    These are ``on_*`` methods that no specification knows, hooks that there were once, and misspelt steps.
+    All other checks wait for `check_hooks`: a package may define classes that no program hands to a Trainer.
 
     Args:
-        cls: the class to check; only what its own body defines is looked at.
+        cls: the class that is being created; only what its own body defines is looked at.
+        specifications: the classes that write the hooks out.
+
+    Raises:
+        HookError: with the nearest known name.
+    """
+    hooks = _hooks(specifications)
+    for name, method in vars(cls).items():
+        if inspect.isfunction(method) and name not in hooks and name not in _FORMER:
+            known = [*(hook for hook in hooks if hook.startswith("on_"))] if name.startswith("on_") else []
+            known += [step for step in _STEPS if step not in name]  # retraining_step is a different name
+            if (name.startswith("on_") or name.endswith("_step")) and (near := _nearest(name, known)):
+                raise _no_hook(cls, name, near)
+
+
+def check_hooks(cls: type, *specifications: type) -> None:
+    """Refuse methods that look like hooks and are none, and hooks with wrong parameters, of a class that is used.
+
+    These are ``on_*`` methods that no specification knows, and hooks that there were once.
+
+    Args:
+        cls: the class of an object that a Trainer is given; its bases of this library and of others are not looked at.
         specifications: the classes that write the hooks out.
 
     Raises:
         HookError: with the nearest known name, or with the parameters that were expected.
     """
-    hooks = {name: value for spec in specifications for name, value in vars(spec).items() if inspect.isfunction(value)}
-    for name, method in vars(cls).items():
-        if name.startswith("__") or not inspect.isfunction(method):
-            continue
-        if name not in hooks:
-            if fix := _meant(name, hooks):
-                raise HookError(
-                    f"{cls.__name__}.{name} is not a hook and would never be called",
-                    found=f"def {name} in {cls.__module__}.{cls.__qualname__}",
-                    fix=fix,
-                )
-            continue
-        expected = list(inspect.signature(hooks[name]).parameters.values())
-        required = [parameter for parameter in expected if parameter.default is parameter.empty]
-        if not (takes(method, len(expected)) or takes(method, len(required))):
-            raise HookError(
-                f"{cls.__name__}.{name} cannot take what it is called with",
-                found=f"def {name}{inspect.signature(method)}",
-                fix=f"def {name}({', '.join(parameter.name for parameter in expected)})",
-            )
+    hooks, seen = _hooks(specifications), set[str]()
+    users = (base for base in cls.__mro__ if issubclass(base, specifications) and not base.__module__.startswith(_OURS))
+    for base in users:
+        own = {name: value for name, value in vars(base).items() if name not in seen and inspect.isfunction(value)}
+        seen |= vars(base).keys()
+        for name, method in own.items():
+            if name in hooks:
+                _check_parameters(base, name, method, hooks[name])
+            elif fix := _meant(name, hooks):
+                raise _no_hook(base, name, fix)
+
+
+def _hooks(specifications: Collection[type]) -> dict[str, Callable[..., Any]]:
+    every = {name: value for spec in specifications for name, value in vars(spec).items() if inspect.isfunction(value)}
+    return {name: value for name, value in every.items() if not name.startswith("__")}
+
+
+def _no_hook(cls: type, name: str, fix: str) -> HookError:
+    return HookError(
+        f"{cls.__name__}.{name} is not a hook and would never be called",
+        found=f"def {name} in {cls.__module__}.{cls.__qualname__}",
+        fix=fix,
+    )
+
+
+def _check_parameters(cls: type, name: str, method: Callable[..., Any], hook: Callable[..., Any]) -> None:
+    expected = list(inspect.signature(hook).parameters.values())
+    required = [parameter for parameter in expected if parameter.default is parameter.empty]
+    if not (takes(method, len(expected)) or takes(method, len(required))):
+        raise HookError(
+            f"{cls.__name__}.{name} cannot take what it is called with",
+            found=f"def {name}{inspect.signature(method)}",
+            fix=f"def {name}({', '.join(parameter.name for parameter in expected)})",
+        )
+
+
+def _nearest(name: str, known: Collection[str]) -> str | None:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.9)
+    return f"did you mean {near[0]!r}?" if near else None
 
 
 def _meant(name: str, hooks: Collection[str]) -> str | None:
@@ -66,11 +107,7 @@ def _meant(name: str, hooks: Collection[str]) -> str | None:
         outputs = " (it takes no outputs: keep them on self)" if not name.startswith("on_") else ""
         return f"define {former}{outputs}"
     if name.startswith("on_"):
-        return did_you_mean(name, (hook for hook in hooks if hook.startswith("on_")))
-    if name.endswith("_step"):
-        steps = [step for step in _STEPS if step not in name]  # retraining_step is a different name
-        if near := difflib.get_close_matches(name, steps, n=1, cutoff=0.9):
-            return f"did you mean {near[0]!r}?"
+        return did_you_mean(name.replace("_val_", "_validation_"), (hook for hook in hooks if hook.startswith("on_")))
     return None
 
 
@@ -85,7 +122,6 @@ def takes(method: Callable[..., Any], count: int) -> bool:
     return True
 
 
-_OURS: Final = "trainer_kit."
 _HOOKS: Final = "override a hook (on_train_batch_end, on_validation_end, ...) or a public method instead"
 
 

@@ -17,12 +17,12 @@ from torch.nn.parameter import is_lazy
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.location import Location
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
-from trainer_kit.core.signatures import takes
+from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.collect import collect, restore
@@ -81,6 +81,7 @@ def check_module(module: Any, stage: str) -> None:
         raise ConfigurationError(
             f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it before everything else"
         )
+    check_hooks(type(module), ModuleHooks, DataHooks)
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):
         raise ConfigurationError(

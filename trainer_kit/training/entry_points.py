@@ -39,6 +39,7 @@ from trainer_kit.core.errors import (
 from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.signatures import check_hooks
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
@@ -103,6 +104,8 @@ class EntryPoint:
         if self.module is None:
             raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
         check_module(self.module, stage)
+        if isinstance(datamodule, DataModule):
+            check_hooks(type(datamodule), DataHooks)
         self.unwinding = Teardown()
         self.bus: Bus
         self._before = trainer.callbacks
