@@ -12,6 +12,7 @@ from trainer_kit.commands.config import config
 from trainer_kit.commands.doctor import doctor, env
 from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
+from trainer_kit.commands.migrate import migrate
 from trainer_kit.commands.report import report
 from trainer_kit.commands.trial import trial
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
@@ -38,5 +39,17 @@ def main() -> None:
     """Start runs of trainer_kit, and manage their files."""
 
 
-for _command in (checkpoint, config, doctor, env, estimate_memory, explain, launch, merge_weights, report, trial):
+for _command in (
+    checkpoint,
+    config,
+    doctor,
+    env,
+    estimate_memory,
+    explain,
+    launch,
+    merge_weights,
+    migrate,
+    report,
+    trial,
+):
     main.add_command(_command)

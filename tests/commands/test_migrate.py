@@ -1,0 +1,355 @@
+"""`trainer-kit migrate`: what it rewrites, that the result trains, and what it reports of code that will not move."""
+
+from __future__ import annotations
+
+import importlib.util
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from trainer_kit.commands.main import main
+
+SCRIPT = """
+import torch
+import lightning as L
+import lightning.pytorch as pl   # two names of one package
+from lightning import Trainer, pytorch as again
+from lightning.pytorch.callbacks import (
+    Callback,  # a comment that stays
+    EarlyStopping,
+)
+
+
+class Count(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.seen += len(batch[0])
+
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+        self.layer = torch.nn.Linear( 3,1 )
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = torch.nn.functional.mse_loss(self.layer(x), y)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+torch.manual_seed(0)
+module = Net()
+data = torch.utils.data.TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+trainer = L.pytorch.Trainer(max_epochs=3, callbacks=[Count(), EarlyStopping("loss")], barebones=False,
+                            logger=False, enable_checkpointing=False, accelerator="cpu", devices=1,
+                            enable_progress_bar=False, enable_model_summary=False)
+trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=8))
+assert again.Trainer is pl.Trainer is L.Trainer is Trainer
+"""
+
+
+def call(*words: object) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["migrate", *map(str, words)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.output
+
+
+def report_of(text: str, tmp_path: Path, name: str = "code.py") -> list[str]:
+    """The lines of the report on one file, ``LINE: problem`` and fixes, without the summary."""
+    file = tmp_path / name
+    file.write_text(text)
+    _, output = call(file, "--check")
+    lines = output.splitlines()
+    *found, _summary = lines[:-1] if lines[-1].startswith("write the files") else lines
+    return [line.partition(f"{name}:")[2] or line.strip() for line in found]
+
+
+@pytest.mark.slow
+def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    code, output = call(tmp_path)
+    assert code == 0
+    assert "-import lightning as L\n" in output
+    assert "+import trainer_kit as L\n" in output
+    assert script.read_text() == SCRIPT
+    assert call(tmp_path, "--check")[0] == 1
+
+    code, output = call(tmp_path, "--write")
+    assert (code, output) == (0, "1 files read, 1 rewritten; 6 of 6 imported names exist here; 0 findings\n")
+    moved = script.read_text()
+    assert "lightning" not in moved
+    kept = [line for line in SCRIPT.splitlines() if "lightning" not in line and "L.pytorch" not in line]
+    assert [line for line in moved.splitlines() if line in kept] == kept
+    assert "trainer = L.Trainer(max_epochs=3, " in moved
+
+    module = runpy.run_path(str(script))["module"]
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 1)
+    x, y = torch.randn(32, 3), torch.randn(32, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    for start in [*range(0, 32, 8)] * 3:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(layer(x[start : start + 8]), y[start : start + 8]).backward()
+        optimizer.step()
+    assert module.seen == 96
+    assert torch.equal(module.layer.weight, layer.weight)
+    assert call(tmp_path, "--check")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("import pytorch_lightning\npytorch_lightning.Trainer()", "import trainer_kit\ntrainer_kit.Trainer()"),
+        ("import lightning.pytorch\nx = lightning.pytorch.Trainer", "import trainer_kit\nx = trainer_kit.Trainer"),
+        ("import lightning.pytorch.callbacks as c, os", "import trainer_kit.callbacks as c, os"),
+        ("from lightning import pytorch", "import trainer_kit as pytorch"),
+        ("from lightning import pytorch as pl", "import trainer_kit as pl"),
+        ("from lightning import pytorch as pl, Trainer", "from trainer_kit import pytorch as pl, Trainer"),
+        ("from pytorch_lightning.callbacks import *", "from trainer_kit.callbacks import *"),
+        ("from accelerate import Accelerator as A", "from trainer_kit import Accelerator as A"),
+        ("import accelerate\nf(accelerate=1)\nx.accelerate", "import trainer_kit\nf(accelerate=1)\nx.accelerate"),
+        ("patch('pytorch_lightning.Trainer.fit')", "patch('trainer_kit.Trainer.fit')"),
+        ("'lightning.pytorch.nothing.like.this'", "'lightning.pytorch.nothing.like.this'"),
+        ("from lightning_utilities import core", "from lightning_utilities import core"),
+        ("from .lightning import x\nimport mylightning", "from .lightning import x\nimport mylightning"),
+        ("try:\r\n\timport lightning as L\r\nexcept ImportError:\r\n\tL=None", None),
+    ],
+)
+def test_python_that_is_rewritten(before: str, after: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_bytes(before.encode())
+    call(file, "--write")
+    assert file.read_bytes().decode() == (before.replace("lightning", "trainer_kit") if after is None else after)
+
+
+def test_a_file_keeps_its_coding_and_mode(tmp_path: Path) -> None:
+    file = tmp_path / "code.py"
+    file.write_bytes("# -*- coding: latin-1 -*-\nfrom lightning import Trainer  # é\n".encode("latin-1"))
+    file.chmod(0o755)
+    call(file, "--write")
+    assert file.read_bytes() == "# -*- coding: latin-1 -*-\nfrom trainer_kit import Trainer  # é\n".encode("latin-1")
+    assert file.stat().st_mode & 0o777 == 0o755
+
+
+def test_nothing_is_run_and_unreadable_files_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import lightning\nraise SystemExit('ran')\n")
+    (tmp_path / "b.py").write_text("import lightning\nprint 'two'\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "c.py").write_text("import lightning")
+    code, output = call(tmp_path, "--check")
+    assert code == 1
+    assert "b.py:2: not read: " in output
+    assert "2 files read, 1 to rewrite" in output
+
+
+def test_configurations(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    before = (
+        "trainer:\n  _target_: lightning.pytorch.Trainer   # hydra\n  gpus: 2\n  max_epochs: ${epochs}\n"
+        'callbacks:\n- class_path: "pytorch_lightning.callbacks.EarlyStopping"\n'
+        "  init_args:\n    monitor: val_loss\n    on_nan: stop\n"
+        "- {_target_: lightning.pytorch.callbacks.Nothing}\n- {_target_: mine.Thing}\n"
+    )
+    file.write_text(before)
+    _, output = call(file, "--check")
+    assert "run.yaml:3: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator=\"gpu\", devices=2\n" in output
+    assert "run.yaml:9: EarlyStopping has no argument 'on_nan' (on_nan=stop)\n" in output
+    assert "run.yaml:10: module 'trainer_kit.callbacks' has no attribute 'Nothing'" in output
+    call(file, "--write")
+    moved = before.replace("lightning.pytorch.Trainer ", "trainer_kit.Trainer ")
+    assert file.read_text() == moved.replace("pytorch_lightning.callbacks.Early", "trainer_kit.callbacks.Early")
+
+
+def test_arguments_hooks_and_overrides_are_reported(tmp_path: Path) -> None:
+    text = """
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+class Base(pl.LightningModule):
+    pass
+
+class Net(Base):
+    def training_step(self, batch, batch_idx, optimizer_idx): ...
+    def validation_epoch_end(self, outputs): ...
+    def on_epoch_end(self): ...
+    def on_anything_of_mine(self): return self.on_gpu
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure, on_tpu, native): ...
+    def on_train_batch_start(self, batch, batch_idx, dataloader_idx): ...
+    def training_step_for_one(self, batch, other, third, fourth): return self._trainer_state
+    @property
+    def on_epoch_property(self): ...
+
+class Keep(ModelCheckpoint):
+    FILE_EXTENSION = ".pt"
+    def _save_topk_checkpoint(self, trainer, metrics): ...
+
+trainer = pl.Trainer(gpus=args.gpus, strategy="dp", precision="fp16-mixed", accelerator="gpu", resume_from_checkpoint=p)
+trainer.fit(Net(), train_dataloader=loader)
+pl.Trainer.from_argparse_args(args)
+"""
+    found = report_of(text, tmp_path)
+    lines = {}
+    for line in found:
+        number, colon, problem = line.partition(": ")
+        if number.isdigit():
+            lines[int(number)] = lines.get(int(number), "") + problem
+            last = int(number)
+        elif colon:
+            lines[last] += f" | {line}"
+    assert "cannot take what it is called with | fix: leave optimizer_idx out" in lines.pop(9)
+    assert "fix: define on_validation_epoch_end (it takes no outputs" in lines.pop(10)
+    assert "fix: define on_train_epoch_end" in lines.pop(11)
+    assert "nothing defines self.on_gpu" in lines.pop(12)
+    assert "fix: leave optimizer_idx out" in lines.pop(13)
+    assert "fix: def on_train_batch_start(self, batch, batch_idx)" in lines.pop(14)
+    assert "nothing defines self._trainer_state" in lines.pop(15)
+    assert "Keep.FILE_EXTENSION would never be called" in lines.pop(20)
+    assert "Keep._save_topk_checkpoint would never be called" in lines.pop(21)
+    wrong = lines.pop(23)
+    assert "Trainer has no argument 'gpus' (gpus=args.gpus) | fix: accelerator=\"gpu\", devices=args.gpus" in wrong
+    assert "no strategy is called 'dp'" in wrong
+    assert "unknown precision 'fp16-mixed'" in wrong
+    assert "| fix: trainer.fit(..., ckpt_path=p)" in wrong
+    assert "accelerator" not in wrong.replace('accelerator="gpu", devices', "")
+    assert "fit has no argument 'train_dataloader'" in lines.pop(24)
+    assert "Trainer has no 'from_argparse_args'" in lines.pop(25)
+    assert not lines
+
+
+def test_attributes_of_the_trainer_are_reported(tmp_path: Path) -> None:
+    text = """
+import lightning as L
+
+class Count(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        trainer.fit_loop.epoch_loop.batch_progress
+        trainer._data_connector.attach_data(pl_module)
+        trainer.callback_metrics["x"] = pl_module.trainer.global_step
+        pl_module.trainer.world_size = 2
+        trainer.seen_by_me = 1
+
+class Net(L.LightningModule):
+    def forward(self, x):
+        self.trainer.progress_bar_dict
+        return self.trainer.strategy.barrier(), self.trainer.current_epoch, self.register_buffer
+
+def run(trainer: "L.Trainer", other):
+    trainer.nothing_of_this_name
+    other.trainer.fit_loop
+
+class Mine:
+    def on_train_start(self, a, trainer):
+        trainer.fit_loop
+"""
+    found = [line for line in report_of(text, tmp_path) if not line.startswith("fix")]
+    assert [line.partition(":")[0] for line in found] == ["6", "7", "9", "14", "18"]
+    assert "Trainer has no fit_loop" in found[0].replace("the Trainer", "Trainer")
+    assert "Trainer._data_connector is private" in found[1]
+    assert "Trainer.world_size cannot be set" in found[2]
+
+
+def test_files_versions_strings_and_probes_are_reported(tmp_path: Path) -> None:
+    text = '''
+"""Reads last.ckpt."""
+import importlib
+import torch, lightning.pytorch as pl
+from importlib.util import find_spec
+
+path = "runs/last.ckpt"
+state = torch.load(path_of_checkpoint)["state_dict"]
+data = torch.load("data.pt")
+if pl.__version__ < "2" or find_spec("pytorch_lightning"):
+    importlib.import_module("lightning.pytorch.nothing")
+'''
+    found = [line for line in report_of(text, tmp_path) if not line.startswith("fix")]
+    assert [line.partition(":")[0] for line in found] == ["7", "8", "10", "10", "11", "11"]
+    assert "'runs/last.ckpt': checkpoints are directories" in found[0]
+    assert "torch.load reads no checkpoint directory" in found[1]
+    assert "this becomes the version of trainer_kit" in found[3]
+
+
+def test_imports_of_what_is_not_here_are_reported(tmp_path: Path) -> None:
+    text = """
+from lightning.pytorch.callbacks import EarlyStopping, Checkpoint
+from lightning.pytorch.nowhere import Thing
+import pytorch_lightning as pl
+pl.nothing.at.all(1)
+"""
+    found = report_of(text, tmp_path)
+    problems = [line for line in found if line[0].isdigit()]
+    assert [line.partition(":")[0] for line in problems] == ["2", "3", "5"]
+    assert "lightning.pytorch.callbacks.Checkpoint" in problems[0]
+    assert found[1] == "fix: subclass Callback"
+
+
+def test_scripts_of_accelerate(tmp_path: Path) -> None:
+    text = """
+from accelerate import Accelerator
+from accelerate.nowhere import thing
+
+accelerator = Accelerator(mixed_precision="bf16", fp17=True)
+model = accelerator.prepare(model)
+accelerator.backwards(loss)
+accelerator._models.clear()
+
+class Loop:
+    def __init__(self):
+        self.accelerator = Accelerator()
+"""
+    found = [line for line in report_of(text, tmp_path) if not line.startswith("fix")]
+    assert [line.partition(":")[0] for line in found] == ["3", "5", "7", "8"]
+    assert "Accelerator has no argument 'fp17'" in found[1]
+    assert "Accelerator has no 'backwards'" in found[2]
+
+
+def test_modules_without_faults_have_no_findings(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text(
+        "from pytorch_lightning import LightningModule\n"
+        "class Base(LightningModule):\n"
+        "    def training_step(self, batch): return self.shared(batch).mean()\n"
+        "    def validation_step(self, batch, batch_idx, dataloader_idx=0): self.log('x', self.scale, batch_size=1)\n"
+    )
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom base import Base\nfrom mixins import Unknown\n"
+        "class Net(Base):\n"
+        "    def __init__(self, width):\n"
+        "        super().__init__()\n"
+        "        self.save_hyperparameters()\n"
+        "        self.register_buffer('scale', torch.ones(1))\n"
+        "    def shared(self, batch): return self.hparams.width * self.scale\n"
+        "class Mixed(Unknown, Base):\n"
+        "    def on_train_start(self): return self.of_unknown\n"
+    )
+    code, output = call(tmp_path, "--check")
+    assert (code, output.splitlines()[0]) == (
+        1,
+        "2 files read, 1 to rewrite; 1 of 1 imported names exist here; 0 findings",
+    )
+
+
+def test_without_libcst_the_command_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "libcst" else found(name, *rest)
+    )
+    code, output = call(tmp_path)
+    assert code == 2
+    assert "pip install 'trainer-kit[migrate]'" in output
+
+
+@pytest.mark.slow
+def test_other_commands_do_not_import_libcst() -> None:
+    code = "import sys, trainer_kit.commands.main; sys.exit('libcst' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0

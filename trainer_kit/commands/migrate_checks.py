@@ -1,0 +1,207 @@
+"""Asks this library whether it takes an argument, a hook or an attribute; its own refusals are the answers."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, NamedTuple, final
+
+from trainer_kit.accelerator import Accelerator
+from trainer_kit.accelerator.composition import plugins
+from trainer_kit.commands.migrate_names import reason
+from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+from trainer_kit.core.arguments import known_arguments
+from trainer_kit.core.errors import TrainerKitError, did_you_mean
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.registry import PRECISIONS, STRATEGIES
+from trainer_kit.core.signatures import takes
+from trainer_kit.precision.aliases import WORDS, make_precision
+from trainer_kit.trainer import Trainer
+
+__all__ = ["Answer", "example_of", "follow", "wrong_arguments", "wrong_members"]
+
+_STEPS: Final = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
+"""How many arguments a step is called with, at most."""
+
+
+class Answer(NamedTuple):
+    """Why the library refuses something: the kind of thing, the problem, the fix."""
+
+    kind: str
+    problem: str
+    fix: str | None = None
+
+
+@final
+class _Shown(str):
+    """A value of which only the source text is known."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Answer]]:
+    """By name, the keyword arguments that a class or function of this library refuses.
+
+    Args:
+        callee: the class or function; it is not called.
+        given: by name, the value where it is a constant (else None), and its source.
+    """
+    try:
+        known = inspect.signature(callee).parameters
+    except (TypeError, ValueError):  # a builtin
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()) and callee is not Accelerator:
+        return
+    for name, (value, source) in given.items():
+        try:
+            if name not in known and not (callee is Accelerator and _is_plugin(name)):
+                _refuse_argument(callee, name, source, list(known))
+            elif callee is Trainer and isinstance(value, (str, int)):
+                _check_word(name, value)
+        except TrainerKitError as error:
+            problem, fix = reason(error)
+            yield name, Answer("argument", f"{problem} ({name}={source})", fix)
+
+
+def _is_plugin(name: str) -> bool:
+    """Whether an Accelerator takes this argument for an engine."""
+    try:
+        plugins({name: None}, {})
+    except TypeError:
+        return False
+    return True
+
+
+def _refuse_argument(callee: Any, name: str, source: str, known: Sequence[str]) -> None:
+    if isinstance(callee, type):
+        former = FORMER_ARGUMENTS if callee is Trainer else {}
+        constructor = next(vars(one)["__init__"] for one in callee.__mro__ if "__init__" in vars(one))
+        known_arguments(former)(constructor)(**{name: _Shown(source)})
+    fix = did_you_mean(name, known, otherwise="leave it out")
+    raise TrainerKitError(f"{callee.__name__} has no argument {name!r}", fix=fix)
+
+
+def _check_word(name: str, value: Any) -> None:
+    """Refuse words of the Trainer that need no device to be known as wrong."""
+    if name == "strategy" and value != "auto" and value not in STRATEGIES.names():
+        STRATEGIES.get(value)
+    if name == "precision" and str(value).lower() not in WORDS and value not in PRECISIONS.names():
+        make_precision(value)
+
+
+def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Answer]]:
+    """The members with which the library refuses a class, each tried alone on a class without code of the user.
+
+    Args:
+        name: of the class.
+        bases: the classes of this library that it extends.
+        body: what it defines.
+    """
+    for member in body:
+        if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            attribute, value = member.name, _stub(member)
+        elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name):
+            attribute, value = member.targets[0].id, None
+        else:
+            continue
+        if value is None and not isinstance(member, ast.Assign):
+            continue
+        try:
+            types.new_class(name, bases, {}, lambda space, item=(attribute, value): space.update([item]))  # type: ignore[misc]
+        except TrainerKitError as error:
+            yield member, Answer("hook", *reason(error))
+        except TypeError:  # bases that go together only with the user's own
+            return
+        else:
+            if (
+                value is not None
+                and issubclass(bases[0], TrainModule)
+                and (wrong := _uncallable(name, attribute, value))
+            ):
+                yield member, wrong
+
+
+def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
+    """A function with the parameters of one in a source, and nothing else of it; None for a property and the like."""
+    if any(
+        not isinstance(one, ast.Name) or one.id in ("property", "staticmethod", "classmethod")
+        for one in function.decorator_list
+    ):
+        return None
+    parameters = copy.deepcopy(function.args)
+    for one in [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, parameters.vararg, parameters.kwarg]:
+        if one is not None:
+            one.annotation = None
+    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
+    parameters.kw_defaults = [one and ast.Constant(None) for one in parameters.kw_defaults]
+    made = ast.FunctionDef(function.name, parameters, [ast.Pass()], [], None, lineno=1, col_offset=0)
+    space: dict[str, Any] = {"__name__": "migrated"}
+    exec(compile(ast.fix_missing_locations(ast.Module([made], [])), "<stub>", "exec"), space)
+    return space[function.name]
+
+
+def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
+    """Why the loop cannot call an override that is no hook: it needs more arguments than the loop has."""
+    original = vars(TrainModule).get(name)
+    if name in _STEPS:
+        counts = range(2, _STEPS[name] + 2)
+    elif inspect.isfunction(original) and not name.startswith("__"):
+        positional = [p for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        counts = range(1, len(positional) + 1)
+    else:
+        return None
+    if any(takes(method, count) for count in counts):
+        return None
+    parameters = str(inspect.signature(method))
+    if "optimizer_idx" in parameters:
+        fix = (
+            "leave optimizer_idx out; several optimizers: configure_optimizers returns them by name and training_step "
+            "a loss for each name, or self.automatic_optimization = False"
+        )
+    else:
+        fix = f"at most {counts[-1] - 1} arguments are given"
+    return Answer("hook", f"{owner}.{name}{parameters} cannot take what it is called with", fix)
+
+
+@cache
+def example_of(kind: type) -> Any:
+    """A Trainer or an Accelerator without a run, whose attributes can be asked for."""
+    if kind is Trainer:
+        return Trainer(accelerator="cpu", devices=1, barebones=True)
+    return kind(cpu=True) if kind is Accelerator else kind
+
+
+def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple[Any, Answer | None]:
+    """What a chain of attributes leads to, as far as it stays within this library, and what is wrong on the way.
+
+    Args:
+        value: where it begins.
+        attributes: their names.
+        stored: whether the last one is assigned to.
+    """
+    for position, name in enumerate(attributes, 1):
+        owner = value.__name__ if isinstance(value, type) else type(value).__name__
+        if name.startswith("_") and not name.startswith("__"):
+            return None, Answer("private", f"{owner}.{name} is private: here it is absent or another thing")
+        own = getattr(type(value), name, None) if not isinstance(value, type) else None
+        if stored and position == len(attributes) and isinstance(own, property) and own.fset is None:
+            return None, Answer("attribute", f"{owner}.{name} cannot be set")
+        try:
+            value = getattr(value, name)
+        except AttributeError as error:
+            if stored and position == len(attributes) and not hasattr(error, "fix") and ": " not in str(error):
+                return None, None  # an attribute of the user's own
+            problem, fix = reason(error)
+            return None, Answer("attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None)
+        except Exception:  # what only a run can answer
+            return None, None
+        if not type(value).__module__.startswith("trainer_kit") and position < len(attributes):
+            return None, None
+    return value, None

@@ -1,0 +1,167 @@
+"""Which dotted names of Lightning and Accelerate are which of this library, and whether these exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Final, final
+
+__all__ = [
+    "PACKAGES",
+    "Finding",
+    "bound_names",
+    "dotted",
+    "imported",
+    "look_up",
+    "mentions",
+    "name_here",
+    "needs",
+    "reason",
+    "renamed",
+]
+
+PACKAGES: Final = {
+    "accelerate": "trainer_kit",
+    "lightning": "trainer_kit",
+    "lightning.fabric": "trainer_kit.fabric",
+    "lightning.pytorch": "trainer_kit",
+    "lightning_fabric": "trainer_kit.fabric",
+    "pytorch_lightning": "trainer_kit",
+}
+"""By package of Lightning or Accelerate, what has its names here."""
+_DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+_MENTION: Final = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if '.' not in name)})\b")
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """A place that will not move, or not as it is.
+
+    Attributes:
+        path: the file.
+        line: in it, from 1.
+        kind: what it is about, in one word, by which findings are counted.
+        problem: what is wrong.
+        fix: what to do about it.
+    """
+
+    path: str
+    line: int
+    kind: str
+    problem: str
+    fix: str | None = None
+
+
+def mentions(text: str) -> bool:
+    """Whether a text may name one of the packages."""
+    return _MENTION.search(text) is not None
+
+
+def renamed(name: str) -> str | None:
+    """The name here of a dotted name of Lightning or Accelerate; None for other packages.
+
+    Example:
+        >>> renamed("lightning.pytorch.callbacks.EarlyStopping"), renamed("lightning_utilities.core")
+        ('trainer_kit.callbacks.EarlyStopping', None)
+    """
+    head = name
+    while head not in PACKAGES:
+        head, dot, _ = head.rpartition(".")
+        if not dot:
+            return None
+    return PACKAGES[head] + name[len(head) :]
+
+
+def name_here(text: str) -> str | None:
+    """What a text that is a dotted name of Lightning or Accelerate is here; None for others, and where nothing is."""
+    new = renamed(text) if _DOTTED.fullmatch(text) else None
+    try:
+        return new if new is not None and look_up(new) is not None else None
+    except (ImportError, AttributeError):
+        return None
+
+
+@cache
+def _module(name: str) -> ModuleType:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return import_module(name)
+
+
+def imported(module: str, name: str) -> Any:
+    """What ``from module import name`` binds.
+
+    Raises:
+        ImportError: there is no such name.
+        AttributeError: the same.
+    """
+    try:
+        return getattr(_module(module), name)
+    except AttributeError as error:
+        try:
+            return _module(f"{module}.{name}")
+        except ModuleNotFoundError as missing:
+            raise error if missing.name == f"{module}.{name}" else missing from None
+
+
+@cache
+def look_up(name: str) -> Any:
+    """The object of a dotted name that begins with a package.
+
+    Raises:
+        ImportError: there is no such name.
+        AttributeError: the same, of a class or an object.
+    """
+    first, *rest = name.split(".")
+    found: Any = _module(first)
+    for part in rest:
+        found = imported(found.__name__, part) if isinstance(found, ModuleType) else getattr(found, part)
+    return found
+
+
+def needs(error: BaseException) -> str | None:
+    """The package that an existing name needs and that is not installed here; None where the name is missing."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return None if package in ("", "trainer_kit") else package
+
+
+def reason(error: BaseException) -> tuple[str, str | None]:
+    """Problem and fix of an error, from its fields or else its text."""
+    if hasattr(error, "problem"):
+        return error.problem, getattr(error, "fix", None)
+    text = str(error)
+    if found := re.search(r"^(.*?)\n\s*(?:found:.*\n\s*)?fix: +(.*)$", text, re.DOTALL):
+        return found[1], found[2]
+    if found := re.fullmatch(r"(?:type object )?'(\w+)'(?: object)? has no attribute '(\w+)'.*", text):
+        return f"{found[1]} has no {found[2]!r}", None
+    problem, colon, fix = text.partition(": ")
+    return problem, fix if colon else None
+
+
+def dotted(node: ast.AST) -> str | None:
+    """``a.b.c`` as a text; None for other expressions."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+def bound_names(tree: ast.AST) -> dict[str, str]:
+    """What a file's imports of the packages bind, wherever they stand: by local name, the dotted name there."""
+    bound = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if renamed(alias.name) is not None:
+                    root = alias.name.partition(".")[0]
+                    bound[alias.asname or root] = alias.name if alias.asname else root
+        elif isinstance(node, ast.ImportFrom) and not node.level and renamed(node.module or "") is not None:
+            bound.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
+    return bound

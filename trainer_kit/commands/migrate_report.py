@@ -1,0 +1,381 @@
+"""Finds what of Lightning or Accelerate code will not move, by place; what is wrong is what the library answers."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import yaml
+from torch import nn
+
+from trainer_kit.accelerator import Accelerator
+from trainer_kit.commands.migrate_checks import Answer, example_of, follow, wrong_arguments, wrong_members
+from trainer_kit.commands.migrate_names import (
+    PACKAGES,
+    Finding,
+    dotted,
+    imported,
+    look_up,
+    name_here,
+    needs,
+    reason,
+    renamed,
+)
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
+from trainer_kit.trainer import Trainer
+
+__all__ = ["Project"]
+
+_FILE: Final = re.compile(r"\.ckpt\b")
+_CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGNORECASE)
+_PROBES: Final = re.compile(r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$")
+_PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
+_AS_FILE: Final = (
+    "trainer.checkpoint_callback.best_model_path, or ckpt_path='best' or 'last'; load_from_checkpoint reads the "
+    "weights of .ckpt files too"
+)
+_AS_PICKLE: Final = Answer(
+    "checkpoint",
+    "torch.load reads no checkpoint directory",
+    "load_from_checkpoint(path), or trainer_kit.checkpoint.read_weights(path) for the state_dict alone",
+)
+_VERSION: Final = Answer(
+    "version",
+    "this becomes the version of trainer_kit",
+    "keep the branch for the newest version, without the comparison",
+)
+
+
+@final
+@dataclass(frozen=True)
+class _Source:
+    path: str
+    tree: ast.AST
+    bound: Mapping[str, str]
+
+    def new_name(self, node: ast.AST) -> str | None:
+        """The dotted name of an expression after the move; None where it is no name of the packages."""
+        name = dotted(node) or ""
+        root, dot, rest = name.partition(".")
+        return renamed(f"{self.bound[root]}{dot}{rest}") if root in self.bound else None
+
+    def library(self, node: ast.AST) -> Any:
+        """What an expression names after the move; None where that is nothing of this library."""
+        new = self.new_name(node)
+        try:
+            return None if new is None else look_up(new)
+        except (ImportError, AttributeError):
+            return None
+
+
+@final
+class Project:
+    """The files that move together: a class of one may be the base of a class of another.
+
+    Attributes:
+        names: how many names of the packages are imported.
+        resolved: how many of them this library has.
+    """
+
+    def __init__(self) -> None:
+        self.names = self.resolved = 0
+        self._sources: list[_Source] = []
+        self._classes: dict[str, list[tuple[_Source, ast.ClassDef]]] = {}
+        self._attributes: set[str] = set()
+        self._found: list[Finding] = []
+
+    def add_python(self, path: str, tree: ast.AST, bound: Mapping[str, str]) -> None:
+        """Take in a file, with what its imports bind."""
+        source = _Source(path, tree, bound)
+        self._sources.append(source)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                self._classes.setdefault(node.name, []).append((source, node))
+                self._attributes.add(node.name)
+                targets = [t for s in node.body for t in getattr(s, "targets", [getattr(s, "target", None)])]
+                self._attributes.update(target.id for target in targets if isinstance(target, ast.Name))
+            elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                self._attributes.add(node.name)
+            elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                self._attributes.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # register_buffer("mean", ...)
+                self._attributes.add(node.value)
+
+    def add_yaml(self, path: str, text: str) -> None:
+        """Report classes of a configuration that do not exist here, and arguments that these do not take."""
+        try:
+            targets = list(_targets(guarded_root(text)))
+        except YamlProblem:
+            return
+        for node, arguments in targets:
+            new = renamed(node.value)
+            if new is None:
+                continue
+            try:
+                callee = look_up(new)
+            except (ImportError, AttributeError) as error:
+                self.report(path, node.start_mark.line + 1, Answer("configuration", *reason(error)))
+                continue
+            given = {key.value: (_constant(value), value.value) for key, value in arguments if _is_word(key)}
+            lines = {key.value: key.start_mark.line + 1 for key, _ in arguments}
+            for name, answer in wrong_arguments(callee, given):
+                self.report(path, lines[name], answer)
+
+    def findings(self) -> list[Finding]:
+        """Everything that will not move."""
+        for source in self._sources:
+            _Reader(self, source).visit(source.tree)
+        return self._found
+
+    def report(self, path: str, line: int, answer: Answer) -> None:
+        """Add a finding."""
+        self._found.append(Finding(path, line, answer.kind, answer.problem, answer.fix or None))
+
+    def defines(self, attribute: str) -> bool:
+        """Whether anything in the project has, or is given, this attribute."""
+        return attribute in self._attributes
+
+    def bases(self, source: _Source, cls: ast.ClassDef, seen: tuple[str, ...] = ()) -> tuple[tuple[type, ...], bool]:
+        """The classes of this library that a class extends, and whether all that it extends is known."""
+        found: list[type] = []
+        known = True
+        for base in cls.bases:
+            node = base.value if isinstance(base, ast.Subscript) else base
+            name = (dotted(node) or "").rpartition(".")[2]
+            here = source.library(node)
+            if isinstance(here, type):
+                found.append(here)
+                continue
+            homes = [] if name in seen else self._classes.get(name, [])
+            homes = [one for one in homes if one[0] is source] or homes
+            if len(homes) == 1:
+                above, complete = self.bases(*homes[0], (*seen, name))
+                found += above
+                known &= complete
+            else:
+                known &= name in _PLAIN
+        several = list(dict.fromkeys(found))
+        return tuple(o for o in several if not any(o is not p and issubclass(p, o) for p in several)), known
+
+
+def _is_word(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.value.isidentifier() and not node.value.startswith("_")
+
+
+def _constant(node: yaml.Node) -> Any:
+    return node.value if isinstance(node, yaml.ScalarNode) and "$" not in node.value else None
+
+
+def _targets(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, list[tuple[yaml.Node, yaml.Node]]]]:
+    """Each ``_target_`` and ``class_path`` below a node, with the arguments beside it."""
+    if isinstance(node, yaml.MappingNode):
+        values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
+        if isinstance(values.get("_target_"), yaml.ScalarNode):
+            yield values["_target_"], node.value
+        if isinstance(values.get("class_path"), yaml.ScalarNode):
+            arguments = values.get("init_args")
+            yield values["class_path"], arguments.value if isinstance(arguments, yaml.MappingNode) else []
+        for _, value in node.value:
+            yield from _targets(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            yield from _targets(value)
+
+
+@final
+class _Reader(ast.NodeVisitor):
+    """Reads one file; what a name may be is known from imports, annotations, constructors and hooks."""
+
+    def __init__(self, project: Project, source: _Source) -> None:
+        self._project, self._source = project, source
+        self._types: dict[str, type] = {}
+        """By dotted name, what is known to be a Trainer or an Accelerator."""
+        self._own: tuple[tuple[type, ...], bool] = (), False
+        """What the class that is being read extends, and whether all of that is known."""
+        self._concerned = bool(source.bound)
+
+    def _report(self, node: ast.stmt | ast.expr, answer: Answer | None) -> None:
+        if answer is not None:
+            self._project.report(self._source.path, node.lineno, answer)
+
+    # -- imports -------------------------------------------------------------------------------------------------
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            if (new := renamed(alias.name)) is not None:
+                self._import(node, alias.name, lambda new=new: look_up(new))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        package = node.module or ""
+        new = None if node.level else renamed(package)
+        if new is None:
+            return
+        for alias in node.names:
+            old = f"{package}.{alias.name}"
+            if alias.name == "__version__":
+                self._report(node, _VERSION)
+            elif alias.name == "*" or old in PACKAGES:
+                self._import(node, old, lambda old=old: look_up(PACKAGES.get(old, new)))
+            else:
+                self._import(node, old, lambda name=alias.name: imported(new, name))
+
+    def _import(self, node: ast.stmt, old: str, find: Any) -> None:
+        self._project.names += 1
+        try:
+            found = find()
+        except (ImportError, AttributeError) as error:
+            if needs(error) is None:
+                self._report(node, Answer("import", f"{old}: {reason(error)[0]}", reason(error)[1]))
+            else:
+                self._project.resolved += 1
+            return
+        self._project.resolved += 1
+        if found is Accelerator and not old.startswith("accelerate."):
+            self._report(node, Answer("collision", f"{old} described hardware; trainer_kit.Accelerator runs a loop"))
+
+    # -- classes and functions -----------------------------------------------------------------------------------
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        outside, types = self._own, self._types
+        bases, _ = self._own = self._project.bases(self._source, node)
+        if bases:
+            self._concerned = True
+            for member, answer in wrong_members(node.name, bases, node.body):
+                self._report(member, answer)
+            if any(issubclass(base, (TrainModule, DataModule)) for base in bases):
+                self._types = {**types, "self.trainer": Trainer}
+        self.generic_visit(node)
+        self._own, self._types = outside, types
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        types = self._types
+        self._types = dict(types)
+        parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        hook = any(issubclass(base, Callback) for base in self._own[0]) and hasattr(Callback, node.name)
+        for place, one in enumerate(parameters):
+            annotation = one.annotation
+            if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+                annotation = _parsed(annotation.value)
+            kind = None if annotation is None else self._source.library(annotation)
+            if kind in (Trainer, Accelerator):
+                self._types[one.arg] = kind
+            elif hook and place == 1 and len(parameters) > 1:
+                self._types[one.arg] = Trainer
+            elif hook and place == 2:
+                self._types[f"{one.arg}.trainer"] = Trainer
+        self.generic_visit(node)
+        self._types = types
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self.visit(node.value)
+        made = self._source.library(node.value.func) if isinstance(node.value, ast.Call) else None
+        for target in node.targets:
+            name = dotted(target)
+            if name is not None and made in (Trainer, Accelerator):
+                self._types[name] = made
+            else:
+                self._types.pop(name or "", None)
+            self.visit(target)
+
+    # -- expressions ---------------------------------------------------------------------------------------------
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = dotted(node)
+        if name is None:
+            self.generic_visit(node)
+            return
+        root, _, rest = name.partition(".")
+        if root in self._source.bound:
+            if rest == "__version__":
+                self._report(node, _VERSION)
+            else:
+                self._check_name(node)
+            return
+        self._report(node, self._resolve(node, name)[1])
+
+    def _check_name(self, node: ast.Attribute) -> None:
+        new = self._source.new_name(node)
+        assert new is not None
+        try:
+            look_up(new)
+        except (ImportError, AttributeError) as error:
+            owner = node.value
+            if isinstance(owner, ast.Attribute) and self._source.library(owner) is None:
+                self._check_name(owner)  # the first that is missing is reported
+            elif needs(error) is None:
+                self._report(node, Answer("attribute", *reason(error)))
+
+    def _resolve(self, node: ast.Attribute, name: str) -> tuple[Any, Answer | None]:
+        stored = not isinstance(node.ctx, ast.Load)
+        for known, kind in self._types.items():
+            if name.startswith(f"{known}."):
+                return follow(example_of(kind), name[len(known) + 1 :].split("."), stored)
+        bases, known_all = self._own
+        first, *rest = name.split(".")
+        if first != "self" or not bases or not rest or self._project.defines(rest[0]):
+            return None, None
+        base = bases[0]
+        if hasattr(base, rest[0]) or rest[0] in dir(_made(base)):
+            return getattr(base, rest[0], None) if len(rest) == 1 else None, None
+        if not known_all or stored or hasattr(nn.Module, rest[0]):  # a callback may be a module as well
+            return None, None
+        return None, Answer("attribute", f"nothing defines self.{rest[0]}: {base.__name__} has no such attribute")
+
+    def visit_Call(self, node: ast.Call) -> None:
+        callee = self._source.library(node.func)
+        name = dotted(node.func)
+        if callee is None and isinstance(node.func, ast.Attribute) and name is not None:
+            callee = self._resolve(node.func, name)[0]
+        given = {
+            one.arg: (one.value.value if isinstance(one.value, ast.Constant) else None, ast.unparse(one.value))
+            for one in node.keywords
+            if one.arg is not None
+        }
+        if callable(callee):
+            for argument, answer in wrong_arguments(callee, given):
+                line = next(one.value for one in node.keywords if one.arg == argument)
+                self._report(line, answer)
+        if self._concerned and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
+            self._report(node, _AS_PICKLE)
+        first = node.args[0] if node.args else None
+        if name is not None and _PROBES.search(name) and isinstance(first, ast.Constant):
+            package = re.match(r"[\w.]*", str(first.value))
+            if package is not None and renamed(package[0]) is not None and name_here(package[0]) is None:
+                problem = f"{name}({first.value!r}) asks for the other library"
+                self._report(node, Answer("probe", problem, "leave it out"))
+        self.generic_visit(node)
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if not isinstance(node.value, ast.Constant):  # a docstring
+            self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if not isinstance(node.value, str):
+            return
+        if self._concerned and _FILE.search(node.value):
+            problem = f"{node.value!r}: checkpoints are directories, named without a suffix"
+            self._report(node, Answer("checkpoint", problem, _AS_FILE))
+        head, _, _ = node.value.partition(".")
+        package = head if head in ("pytorch_lightning", "lightning_fabric") else ".".join(node.value.split(".")[:2])
+        if package in PACKAGES and re.fullmatch(r"\w+(\.\w+)+", node.value) and name_here(node.value) is None:
+            self._report(node, Answer("string", f"{node.value!r} names nothing here"))
+
+
+def _parsed(text: str) -> ast.expr | None:
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+def _made(base: type) -> Any:
+    """An object of a class whose constructor needs nothing, for attributes that it sets; else the class."""
+    return base() if base in (TrainModule, DataModule, Callback) else base

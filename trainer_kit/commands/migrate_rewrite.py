@@ -1,0 +1,125 @@
+"""Rewrites the imports and dotted names of Lightning and Accelerate in a source, and leaves all else as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, final
+
+import libcst as cst
+from libcst.helpers import get_full_name_for_node
+
+from trainer_kit.commands.migrate_names import PACKAGES, name_here, renamed
+
+__all__ = ["TARGET", "rewrite_python", "rewrite_yaml"]
+
+TARGET: Final = re.compile(r"""\b(?:_target_|class_path)["']?\s*:\s*["']?([A-Za-z_][\w.]*\w)""")
+"""The name of a class in a configuration of Hydra or of Lightning's command line."""
+
+
+def rewrite_yaml(text: str) -> str:
+    """The text with the ``_target_`` and ``class_path`` of this library, where it has such a class.
+
+    Example:
+        >>> rewrite_yaml("_target_: lightning.pytorch.Trainer  # the loop")
+        '_target_: trainer_kit.Trainer  # the loop'
+    """
+
+    def replace(found: re.Match[str]) -> str:
+        return found[0][: found.start(1) - found.start()] + (name_here(found[1]) or found[1])
+
+    return TARGET.sub(replace, text)
+
+
+def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
+    """The source with the imports, attributes and strings of this library.
+
+    Args:
+        source: the bytes of the file; coding, line ends and formatting stay.
+        bound: what its imports bind, from `bound_names`.
+
+    Raises:
+        libcst.ParserSyntaxError: it is no Python.
+
+    Example:
+        >>> rewrite_python(b"import lightning as L  # ours now", {"L": "lightning"})
+        b'import trainer_kit as L  # ours now'
+    """
+    return cst.parse_module(source).visit(_Rewrite(bound)).bytes
+
+
+def _name_of(node: cst.CSTNode | None) -> str:
+    return "" if node is None else get_full_name_for_node(node) or ""
+
+
+def _expression(name: str) -> cst.Attribute | cst.Name:
+    made = cst.parse_expression(name)
+    assert isinstance(made, (cst.Attribute, cst.Name))
+    return made
+
+
+def _alias(alias: cst.ImportAlias) -> cst.ImportAlias:
+    new = renamed(_name_of(alias.name))
+    return alias if new is None else alias.with_changes(name=_expression(new))
+
+
+@final
+class _Rewrite(cst.CSTTransformer):
+    def __init__(self, bound: Mapping[str, str]) -> None:
+        super().__init__()
+        self._bound = bound
+        # Packages that are imported under their own names: each use of these names changes too.
+        self._plain = {name: PACKAGES[name] for name, old in bound.items() if name == old and name in PACKAGES}
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
+        return updated_node.with_changes(names=[_alias(one) for one in original_node.names])
+
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.BaseSmallStatement:
+        package = _name_of(original_node.module)
+        new = None if original_node.relative else renamed(package)
+        if new is None:
+            return updated_node
+        names = original_node.names
+        if not isinstance(names, cst.ImportStar) and len(names) == 1:
+            target = PACKAGES.get(f"{package}.{_name_of(names[0].name)}")
+            if target == new:  # `from lightning import pytorch as pl`: that is the package itself
+                name = cst.ensure_type(names[0].name, cst.Name)
+                return cst.Import([cst.ImportAlias(_expression(target), names[0].asname or cst.AsName(name))])
+        return updated_node.with_changes(module=_expression(new))
+
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        new = self._plain.get(original_node.value)
+        return updated_node if new is None else _expression(new)
+
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        root, _, rest = _name_of(original_node).partition(".")
+        new = PACKAGES.get(f"{self._bound[root]}.{rest}") if root in self._bound and rest else None
+        if new is None:
+            return updated_node.with_changes(attr=original_node.attr)
+        # `L.pytorch` is L itself.
+        same = new == renamed(self._bound[root]) and root not in self._plain
+        return cst.Name(root) if same else _expression(new)
+
+    def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
+        return updated_node.with_changes(keyword=original_node.keyword)
+
+    def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
+        return updated_node.with_changes(name=original_node.name)
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        return updated_node.with_changes(name=original_node.name)
+
+    def leave_ClassDef(self, original_node: cst.ClassDef, updated_node: cst.ClassDef) -> cst.ClassDef:
+        return updated_node.with_changes(name=original_node.name)
+
+    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
+        new = name_here(original_node.raw_value)
+        if new is None:
+            return updated_node
+        return updated_node.with_changes(value=original_node.value.replace(original_node.raw_value, new))
