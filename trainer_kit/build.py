@@ -57,7 +57,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 }
 """The options of a strategy that a word implies."""
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
-for _word in ("ddp", "ddp_notebook", "ddp_fork", "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
+_FORKED = ("ddp_notebook", "ddp_fork", "ddp_spawn")
+for _word in ("ddp", *_FORKED, "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
     STRATEGIES.supply(_word, _CLASSES.get(_word.split("_")[0], _MESH))
 _XLA = ("xla", "tpu", "xla_fsdp")
 for _word in _XLA:
@@ -81,7 +82,6 @@ for _word, _name in {
     "wandb": "WandbLogger",
 }.items():
     LOGGERS.supply(_word, f"trainer_kit.loggers:{_name}")
-_FORKED = ("ddp_notebook", "ddp_fork")
 
 
 def with_launchers(

@@ -92,6 +92,7 @@ class Trainer(Session):
             ``tk.callbacks``.
         detect_anomaly: torch's; slow.
         barebones: no logger, callback, bar, summary or sanity check.
+        enable_autolog_hparams: whether loggers get what ``save_hyperparameters`` keeps.
         plugins: a precision object.
         sync_batchnorm: convert batch norms; on accelerators only.
         reload_dataloaders_every_n_epochs: refused unless 0.
@@ -167,6 +168,7 @@ class Trainer(Session):
         profiler: Any = None,
         detect_anomaly: bool = False,
         barebones: bool = False,
+        enable_autolog_hparams: bool = True,
         plugins: Any = None,
         sync_batchnorm: bool = False,
         reload_dataloaders_every_n_epochs: int = 0,

@@ -113,10 +113,10 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
 
 def test_an_attribute_of_lightnings_trainer_says_what_to_use_instead():
     trainer = Trainer(barebones=True)
-    with pytest.raises(AttributeError, match=r"no fit_loop: limits are arguments.*ckpt_path"):
-        trainer.fit_loop.max_epochs = 4
-    with pytest.raises(AttributeError, match=r"no predict_loop: trainer\.predict returns the predictions"):
-        trainer.predict_loop = None
-    assert not hasattr(trainer, "state")
+    with pytest.raises(AttributeError, match=r"no validate_loop: trainer\.validate returns the values"):
+        trainer.validate_loop = None
+    with pytest.raises(AttributeError, match=r"no scaler: trainer\.precision_plugin"):
+        _ = trainer.scaler
+    assert not hasattr(trainer, "profiler")
     assert trainer.num_nodes == 1
     assert trainer.strategy.device is not None

@@ -36,7 +36,6 @@ FORMER_ARGUMENTS: Final = {
     "log_gpu_memory": "log torch.cuda.memory_allocated() in a callback's on_train_step_end",
     "track_grad_norm": "log the norms in on_before_optimizer_step",
     "model_registry": "leave it out; upload checkpoints in a callback or a logger's after_save_checkpoint",
-    "enable_autolog_hparams": "leave it out; save_hyperparameters(logger=False) keeps them from the loggers",
     # what is shown
     "progress_bar_refresh_rate": "callbacks=[TQDMProgressBar(refresh_rate={value})]",
     "process_position": "callbacks=[TQDMProgressBar(process_position={value})]",

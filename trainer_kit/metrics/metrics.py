@@ -66,6 +66,14 @@ class Metrics:
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has the values; what is under way belongs to the run.
+        return {name: getattr(self, name) for name in ("progress", "callback", "logged", "progress_bar")}
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        Metrics.__init__(self, kept["progress"])
+        vars(self).update(kept)
+
     def log(
         self,
         name: str,

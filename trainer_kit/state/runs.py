@@ -283,6 +283,11 @@ class RunFiles:
             new = replace(new, id=old.id, number=old.number, execution=old.execution, started=old.started)
         return new, old
 
+    def replace_loggers(self, loggers: Sequence[Any]) -> None:
+        """Log with these from the next entry point on."""
+        self.loggers = list(loggers)
+        self._forget_directory()
+
     def _forget_directory(self) -> None:
         """Ask the loggers for their directory again: they may continue in another one."""
         if self.journal is not None and self.journal.save_dir != self._logger_directory():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs
-from trainer_kit.core.errors import PrecisionError
+from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.signatures import check_overrides
@@ -139,6 +139,33 @@ class Strategy(ABC):
     def broadcast(self, value: Any, src: int = 0) -> Any:
         """The value of rank ``src``, on every rank (Lightning's ``trainer.strategy.broadcast(value)``)."""
         return self.world.broadcast(value, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: str = "mean") -> Tensor:
+        """The mean, sum, min or max of a tensor over all ranks (Lightning's ``trainer.strategy.reduce(tensor)``).
+
+        Args:
+            tensor: of one shape on every rank, or a number; it stays as it is.
+            group: refused: the reduction is over all ranks.
+            reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"`` or ``"max"``.
+        """
+        if group is not None:
+            raise StrategyError("reduce goes over all ranks", found="a group", fix="leave group out")
+        op = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
+        if op not in ("mean", "sum", "min", "max"):
+            raise StrategyError("unknown reduction", found=f"reduce_op={reduce_op!r}", fix="mean, sum, min or max")
+        own = torch.as_tensor(tensor, device=self.device)
+        own = own.float() if op == "mean" and not own.is_floating_point() else own.clone()
+        return own if self.world.size == 1 else self.world.all_reduce(own, op)
+
+    @property
+    def global_rank(self) -> int:
+        """This process's rank (Lightning's name)."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes (Lightning's name)."""
+        return self.world.size
 
     def configure(self, **facts: Any) -> str | None:
         """Take what the run knows, to complete the engine's own configuration and to refuse contradictions.

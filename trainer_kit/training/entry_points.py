@@ -40,6 +40,7 @@ from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.signatures import check_hooks
+from trainer_kit.core.states import TrainerStatus
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
@@ -71,7 +72,7 @@ from trainer_kit.training.compose import (
     trainable_in_eval,
 )
 from trainer_kit.training.loaders import find_loaders
-from trainer_kit.training.session import Session, TunesFit
+from trainer_kit.training.session import Session, TunesFit, nothing
 from trainer_kit.training.settle import settle_end
 
 __all__ = ["EntryPoint", "on_processes", "run_on_processes"]
@@ -125,6 +126,7 @@ class EntryPoint:
     ) -> None:
         if error is not None:
             _note_batch(error, self.module)
+            self.trainer.status = TrainerStatus.INTERRUPTED
             if ran_out_of_memory(error):
                 add_note(error, _note_memory(self.trainer, self.stage))
         self.unwinding.__exit__(kind, error, traceback)
@@ -140,6 +142,7 @@ class EntryPoint:
         self._switch_back = _switched(trainer.switches)
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
+        trainer.status, trainer.last_verb, trainer.restored_from = TrainerStatus.RUNNING, stage, None
         self._attach()
         trainer.metrics.attach(trainer.strategy, module)
         trainer.requests.clear()
@@ -200,7 +203,9 @@ class EntryPoint:
         trainer.metrics.leave()
         trainer.metrics.hook = ""
         trainer.sanity_checking = False
-        trainer.requests.wake = trainer.find_train_loaders = lambda: None
+        trainer.requests.wake = trainer.find_train_loaders = nothing
+        if error is None:
+            trainer.status = TrainerStatus.FINISHED
         if self.stage != "fit":
             trainer._callbacks = self._before
         self.module.untoggle_optimizer(None)
@@ -243,6 +248,7 @@ class EntryPoint:
                 f"this fit starts at step 0 with new optimizers; the last one ended at step {trainer.trained_before}"
                 ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
             )
+        trainer.restored_from = None if path is None else str(path)
         state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
@@ -260,6 +266,8 @@ class EntryPoint:
         self.unwinding.cleanup.append(watch_groups(run))
         run.id = "" if files.record is None else files.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
+        trainer.continues = False
+        run.schedule.mark_checked(run.progress)  # of a fit that continues the counts of the last one
         if state is not None and path is not None:
             self._restore(run, read_rest(state, path, weights_only, trainer.strategy, module), found)
         if run.checkpoints:
@@ -348,6 +356,7 @@ class EntryPoint:
         chosen = ckpt_path is None and self.fitted and callbacks and callbacks[0].best_model_path
         search = Search(trainer.files, callbacks, trainer.strategy.world, fits=False)
         path = search.find("best" if chosen else ckpt_path)
+        trainer.restored_from = None if path is None else str(path)
         if path is not None:
             why = f": {_best(callbacks[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
             trainer.say(f"{self.stage}: weights of {path}{why}")
@@ -375,7 +384,7 @@ class EntryPoint:
             return
         values: dict[str, Any] = {}
         for owner in (self.datamodule, self.module):
-            if owner is not None and vars(owner).get("_log_hparams"):
+            if trainer.enable_autolog_hparams and owner is not None and vars(owner).get("_log_hparams"):
                 values.update(owner.hparams)
         deliveries = trainer.files.deliveries
         silent = deliveries.start("log_hyperparams", values) if values else []

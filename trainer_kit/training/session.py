@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, final, runtime_checkable
 
@@ -16,12 +19,13 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
-from trainer_kit.core.environment import Environment
+from trainer_kit.core.environment import Environment, list_devices
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
 from trainer_kit.core.protocols import CheckpointRequest, SetsAccumulation
+from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
@@ -37,9 +41,10 @@ from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.loaders import training_feed
+from trainer_kit.training.loop_views import FitLoop, PredictLoop
 from trainer_kit.training.settings import Settings
 
-__all__ = ["Session", "TunesFit"]
+__all__ = ["Session", "TunesFit", "nothing"]
 
 
 @final
@@ -57,6 +62,24 @@ class _Elsewhere:
 
     def __set__(self, instance: Any, value: Any) -> NoReturn:
         self.__get__(instance)
+
+
+@final
+class _Argument:
+    """An argument of the Trainer, as it was given: a number, a word, or the name of an object."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else instance.arguments[self._name]
+
+    def __set__(self, instance: Any, value: Any) -> NoReturn:
+        raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
+
+
+def nothing(*arguments: Any) -> None:
+    """What is called where nothing listens."""
 
 
 @runtime_checkable
@@ -85,6 +108,10 @@ class Session:
         precision_plugin: the dtypes of computations.
         files: the run's directory, loggers and record.
         state_verb: fit, validate, test, predict, or empty between entry points.
+        last_verb: of the entry point that runs, or ran last.
+        status: how far it is.
+        restored_from: the checkpoint that it has loaded, or None.
+        continues: whether the next fit continues the counts of the last one.
         arguments: of the Trainer, for the run's record.
         origins: the source of each value that a launcher or a file may give.
         sharded_alternative: the strategy that replaces this one where the model does not fit; None: no other does.
@@ -131,14 +158,17 @@ class Session:
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
         self.state_verb, self.sanity_checking = "", False
+        self.status, self.last_verb = TrainerStatus.INITIALIZING, ""
+        self.restored_from: str | None = None
+        self.continues = False
         self.module: Any = None
         self.datamodule: Any = None
         self.train_dataloader: Any = None
         self.val_dataloaders: Any = None
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
-        self.find_train_loaders: Callable[[], Any] = lambda: None  # no fit is being set up
-        self.note: Callable[[str, str], Any] = lambda kind, text: None  # no report
+        self.find_train_loaders: Callable[[], Any] = nothing  # no fit is being set up
+        self.note: Callable[[str, str], Any] = nothing  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
@@ -218,6 +248,66 @@ class Session:
     def num_nodes(self) -> int:
         """Machines."""
         return max(1, self.world_size // max(1, self.processes))
+
+    @property
+    def device_ids(self) -> list[int]:
+        """The indices of this node's devices; on the CPU, of its processes."""
+        return list_devices(self.arguments["devices"], self.strategy.device.type)
+
+    @property
+    def state(self) -> TrainerState:
+        """What this Trainer is doing, as Lightning's record."""
+        stage: RunningStage | None = None
+        if self.sanity_checking:
+            stage = RunningStage.SANITY_CHECKING
+        elif self.state_verb == "fit":
+            stage = RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
+        elif self.state_verb:
+            stage = RunningStage(self.state_verb)
+        return TrainerState(self.status, TrainerFn(self.last_verb) if self.last_verb else None, stage)
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the last entry point ended by an exception or a signal."""
+        return self.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def received_sigterm(self) -> bool:
+        """Whether this process got SIGTERM in this entry point; the run ends after the step."""
+        return self.requests.signal == signal.SIGTERM
+
+    @property
+    def ckpt_path(self) -> str | None:
+        """The checkpoint that the running or last entry point has loaded."""
+        return self.restored_from
+
+    @property
+    def fit_loop(self) -> FitLoop:
+        """The limits of this Trainer by Lightning's names, to be read and set."""
+        return FitLoop(self)
+
+    def set_limit(self, name: str, value: int | None) -> None:
+        """Set ``max_epochs`` or ``max_steps`` for the running fit; between fits, the next one continues the last.
+
+        Args:
+            name: of the limit.
+            value: at least -1, which is no limit, as None is.
+        """
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
+            raise ConfigurationError(
+                f"{name} is a whole number of at least -1", found=f"fit_loop.{name} = {value!r}", fix="-1 is no limit"
+            )
+        number = None if value == -1 else value
+        changes: dict[str, Any] = {name: number, **({"endless": value == -1} if name == "max_epochs" else {})}
+        self.settings = replace(self.settings, **changes)
+        if self.state_verb == "fit" and self.run is not None:
+            setattr(self.run.schedule, name, number)
+        self.continues = not self.state_verb and self.progress.step > 0
+
+    @property
+    def predict_loop(self) -> PredictLoop:
+        """Where a prediction is, by Lightning's names."""
+        return PredictLoop(self)
 
     @property
     def training(self) -> bool:
@@ -458,6 +548,10 @@ class Session:
         """All callbacks, in the order in which they are called."""
         return self._callbacks
 
+    @callbacks.setter
+    def callbacks(self, callbacks: Sequence[Any]) -> None:
+        self.set_callbacks(callbacks)
+
     def set_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Replace the callbacks, and sort them into their order."""
         if self.state_verb:
@@ -490,6 +584,11 @@ class Session:
         return self.first_callback("stopped_epoch")
 
     @property
+    def early_stopping_callbacks(self) -> list[Any]:
+        """All `EarlyStopping` callbacks."""
+        return [callback for callback in self._callbacks if hasattr(callback, "stopped_epoch")]
+
+    @property
     def progress_bar_callback(self) -> Any:
         """The progress bar, or None."""
         return self.first_callback("refresh_rate")
@@ -501,15 +600,33 @@ class Session:
             return self.files.loggers
         return [DummyLogger(one) if getattr(one, "writes_alone", False) else one for one in self.files.loggers]
 
+    @loggers.setter
+    def loggers(self, loggers: Sequence[Any]) -> None:
+        if self.state_verb:
+            raise ConfigurationError("loggers cannot change while an entry point runs", found=self.state_verb)
+        self.files.replace_loggers(loggers)
+
     @property
     def logger(self) -> Any:
         """The first logger, or None; with ``fast_dev_run`` one that takes every call and writes nothing."""
         return DummyLogger() if self.settings.fast else next(iter(self.loggers), None)
 
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = [] if logger is None or logger is False else [logger]
+
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the running fit."""
         return [] if self.run is None else self.run.stepper.made.optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Any) -> None:
+        raise ConfigurationError(
+            "optimizers are part of checkpoints and schedules, and cannot be exchanged",
+            found="trainer.optimizers = ...",
+            fix="return them from configure_optimizers, or change their param_groups",
+        )
 
     @property
     def manual_optimizers(self) -> list[Any]:
@@ -546,9 +663,9 @@ class Session:
         return self.metrics.logged_at(name)
 
     @property
-    def logged_metrics(self) -> dict[str, float]:
-        """The values that the loggers got last, by name."""
-        return dict(self.metrics.logged)
+    def logged_metrics(self) -> dict[str, Tensor]:
+        """The values that the loggers got last, by name; on the CPU."""
+        return {name: torch.tensor(value) for name, value in self.metrics.logged.items()}
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
@@ -571,8 +688,9 @@ class Session:
 
     def begin_fit(self) -> None:
         """Reset counts, values and requests of an earlier fit."""
-        self.trained_before = self.progress.step
-        self.progress.load_state_dict(Progress().state_dict())
+        self.trained_before = 0 if self.continues else self.progress.step
+        if not self.continues:
+            self.progress.load_state_dict(Progress().state_dict())
         self.metrics.forget()
         self.requests.clear()
         self.forget_loaders()
@@ -675,6 +793,35 @@ class Session:
         """Where checkpoints go by default; a URL where the root directory is one."""
         return self.files.checkpoint_dir
 
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build a module inside on the device and in the dtype of the run; for a sharded one, in host memory.
+
+        Args:
+            empty_init: accepted for Lightning's sake, but for True.
+
+        Example:
+            >>> from trainer_kit import Trainer
+            >>> with Trainer(precision="bf16-true", accelerator="cpu", devices=1, logger=False).init_module():
+            ...     layer = torch.nn.Linear(2, 1)
+            >>> layer.weight.dtype
+            torch.bfloat16
+        """
+        if empty_init:
+            raise ConfigurationError(
+                "init_module runs the constructor as it is",
+                found="empty_init=True",
+                fix="leave it out; build layers in configure_model to have them placed as they are made",
+            )
+        with self.precision_plugin.init_context(), nullcontext() if self.strategy.sharded else self.strategy.device:
+            yield
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.state_verb:
+            raise ConfigurationError("a Trainer cannot be pickled while an entry point runs", found=self.state_verb)
+        # What belongs to the process: the objects of the last fit, and where lines of a report go.
+        return {**vars(self), "run": None, "evaluation": None, "find_train_loaders": nothing, "note": nothing}
+
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""
         if not self.is_global_zero:
@@ -690,30 +837,39 @@ class Session:
 
     # -- attributes of Lightning's Trainer that this one lacks --------------------------------------------------
 
-    fit_loop = _Elsewhere(
-        "limits are arguments of the Trainer; to train further, fit(ckpt_path=...) with a Trainer with larger limits"
-    )
     validate_loop = _Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"
     )
     test_loop = _Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
-    predict_loop = _Elsewhere("trainer.predict returns the predictions")
-    state = _Elsewhere("trainer.state_verb is the running one of fit, validate, test and predict")
-    interrupted = _Elsewhere("an interrupt reaches the caller of fit as KeyboardInterrupt")
-    received_sigterm = _Elsewhere("SIGTERM saves a checkpoint and ends the process with exit code 143")
     profiler = _Elsewhere(
         "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code"
     )
     scaler = _Elsewhere("trainer.precision_plugin.scaler")
     accelerator = _Elsewhere("trainer.strategy.device")
-    device_ids = _Elsewhere("trainer.strategy.device is the device of this process")
-    ckpt_path = _Elsewhere("the path of a fit or an evaluation is printed when it is loaded")
-    init_module = _Elsewhere(
-        "build layers in configure_model, which is called on the device and in the dtype of the run"
-    )
-    early_stopping_callbacks = _Elsewhere("trainer.early_stopping_callback is the first; trainer.callbacks has all")
+    plugins = _Elsewhere("trainer.precision_plugin is the precision")
     enable_validation = _Elsewhere("trainer.num_val_batches is empty without validation")
     distributed_sampler_kwargs = _Elsewhere(
         "loaders are divided without samplers; trainer.world_size and global_rank say how"
     )
-    reload_dataloaders_every_n_epochs = _Elsewhere("loaders are built once a fit")
+
+    # -- arguments that nothing above has ------------------------------------------------------------------------
+
+    activation_checkpointing = _Argument()
+    benchmark = _Argument()
+    compile = _Argument()
+    detect_anomaly = _Argument()
+    deterministic = _Argument()
+    devices = _Argument()
+    enable_autolog_hparams = _Argument()
+    enable_checkpointing = _Argument()
+    enable_model_summary = _Argument()
+    enable_progress_bar = _Argument()
+    global_batch_size = _Argument()
+    inference_mode = _Argument()
+    loss_weighting = _Argument()
+    max_duration = _Argument()
+    max_time = _Argument()
+    reload_dataloaders_every_n_epochs = _Argument()
+    reproducible_workers = _Argument()
+    sync_batchnorm = _Argument()
+    use_distributed_sampler = _Argument()

@@ -1,0 +1,360 @@
+"""Attributes of Lightning's Trainer, as callbacks and scripts read and set them."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import pickle
+import signal
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import trainer_kit as tk
+from trainer_kit.core.states import RunningStage, TrainerFn, TrainerStatus
+from trainer_kit.testing import TinyModule
+
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+DATA = [torch.randn(4, 32, generator=torch.Generator().manual_seed(number)) for number in range(3)]
+
+
+class Watch(tk.Callback):
+    """Keeps the state of the Trainer at each hook."""
+
+    def __init__(self):
+        self.seen = []
+
+    def note(self, trainer):
+        state = trainer.state
+        entry = (state.status, state.fn, state.stage)
+        if not self.seen or self.seen[-1] != entry:
+            self.seen.append(entry)
+
+    def on_fit_start(self, trainer, module):
+        self.note(trainer)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.note(trainer)
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.note(trainer)
+
+    def on_test_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.note(trainer)
+
+    def on_predict_batch_start(self, trainer, module, batch, batch_idx, dataloader_idx=0):
+        self.note(trainer)
+
+    def on_exception(self, trainer, module, exception):
+        self.note(trainer)
+
+
+class Validates(TinyModule):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.layer(batch).mean())
+
+
+def test_the_state_follows_the_entry_points():
+    watch, module = Watch(), Validates()
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[watch])
+    assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("initializing", None, None)
+    trainer.fit(module, DATA, DATA)
+    running, fitting = TrainerStatus.RUNNING, TrainerFn.FITTING
+    assert watch.seen == [
+        (running, fitting, RunningStage.TRAINING),
+        (running, fitting, RunningStage.SANITY_CHECKING),
+        (running, fitting, RunningStage.TRAINING),
+        (running, fitting, RunningStage.VALIDATING),
+    ]
+    assert trainer.state.finished
+    assert (trainer.state.fn, trainer.state.stage, trainer.interrupted) == ("fit", None, False)
+    watch.seen.clear()
+    trainer.validate(module, DATA, verbose=False)
+    trainer.test(module, DATA, verbose=False)
+    trainer.predict(module, DATA)
+    assert [(fn, stage) for _, fn, stage in watch.seen] == [
+        (TrainerFn.VALIDATING, RunningStage.VALIDATING),
+        (TrainerFn.TESTING, RunningStage.TESTING),
+        (TrainerFn.PREDICTING, RunningStage.PREDICTING),
+    ]
+
+
+def test_an_exception_interrupts():
+    class Fails(TinyModule):
+        def training_step(self, batch, batch_idx):
+            raise ArithmeticError
+
+    watch = Watch()
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[watch])
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Fails(), DATA)
+    assert watch.seen[-1][0] == TrainerStatus.INTERRUPTED
+    assert trainer.interrupted
+    assert trainer.state.stopped
+    trainer.fit(TinyModule(), DATA)
+    assert not trainer.interrupted
+
+
+def test_sigterm_is_seen_by_hooks():
+    seen = []
+
+    class Ends(tk.Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(trainer.received_sigterm)
+
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[Ends()])
+    with pytest.raises(SystemExit, match="143"):
+        trainer.fit(TinyModule(), DATA)
+    assert seen == [True]
+    assert trainer.interrupted
+
+
+def test_every_argument_is_an_attribute():
+    given = {
+        "limit_train_batches": 2,
+        "limit_val_batches": 0.5,
+        "val_check_interval": 0.5,
+        "gradient_clip_val": 0.5,
+        "deterministic": "warn",
+        "detect_anomaly": True,
+        "max_time": "00:01:00:00",
+        "inference_mode": False,
+        "global_batch_size": 8,
+        "log_every_n_steps": 7,
+        "reproducible_workers": True,
+    }
+    trainer = tk.Trainer(**QUIET, max_epochs=3, **given)
+    for name, value in {**given, "max_epochs": 3, "num_nodes": 1, "devices": 1, "device_ids": [0]}.items():
+        assert getattr(trainer, name) == value, name
+    elsewhere = {"accelerator", "profiler", "plugins"}  # an error that names the attribute
+    parameters = set(inspect.signature(tk.Trainer).parameters)
+    assert {name for name in parameters if not hasattr(trainer, name)} == elsewhere
+    with pytest.raises(AttributeError, match="pass it to a new Trainer"):
+        trainer.inference_mode = True
+
+
+def test_a_larger_limit_continues_the_fit():
+    """As in Lightning: counts go on, optimizers are new, the module is as it was left."""
+
+    class Counts(Validates):
+        def __init__(self):
+            super().__init__()
+            self.epochs, self.made, self.validated = [], 0, []
+
+        def configure_optimizers(self):
+            self.made += 1
+            return super().configure_optimizers()
+
+        def on_train_epoch_start(self):
+            self.epochs.append((self.current_epoch, self.global_step))
+
+        def on_validation_end(self):
+            if not self.trainer.sanity_checking:
+                self.validated.append(self.global_step)
+
+    module, trainer = Counts(), tk.Trainer(**QUIET, max_epochs=2)
+    trainer.fit(module, DATA, DATA)
+    weight = module.layer.weight.detach().clone()
+    trainer.fit_loop.max_epochs = 4
+    assert trainer.max_epochs == trainer.fit_loop.max_epochs == 4
+    trainer.fit(module, DATA, DATA)
+    assert module.epochs == [(0, 0), (1, 3), (2, 6), (3, 9)]
+    assert module.validated == [3, 6, 9, 12]
+    assert (trainer.current_epoch, trainer.global_step, module.made) == (4, 12, 2)
+    assert not torch.equal(weight, module.layer.weight)
+    trainer.fit(module, DATA, DATA)  # nothing was set: a fit of its own
+    assert module.epochs[4:] == [(0, 0), (1, 3), (2, 6), (3, 9)]
+
+
+def test_a_continued_fit_has_the_weights_of_one_that_was_not_split():
+    def ended(*limits):
+        tk.seed_everything(1)
+        module = TinyModule()
+        trainer = tk.Trainer(**QUIET, max_steps=limits[0], max_epochs=-1)
+        loader = DataLoader(torch.randn(24, 32), batch_size=4, shuffle=True)
+        trainer.fit(module, loader)
+        for limit in limits[1:]:
+            trainer.fit_loop.epoch_loop.max_steps = limit
+            trainer.fit(module, loader)
+        assert trainer.global_step == limits[-1]
+        return module.layer.weight
+
+    assert torch.equal(ended(10), ended(4, 6, 10))  # inside an epoch, and at the end of one; SGD has no state
+
+
+def test_a_limit_may_be_moved_while_it_is_trained_towards():
+    class Longer(tk.Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.fit_loop.max_epochs = 3
+
+    trainer = tk.Trainer(**QUIET, max_epochs=2, callbacks=[Longer()])
+    trainer.fit(TinyModule(), DATA)
+    assert trainer.current_epoch == 3
+    assert not trainer.continues
+
+
+def test_a_resumed_fit_with_a_larger_limit(tmp_path):
+    module = TinyModule()
+    trainer = tk.Trainer(**QUIET | {"enable_checkpointing": True}, max_epochs=2, default_root_dir=tmp_path)
+    trainer.fit(module, DATA)
+    assert trainer.ckpt_path is None
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, DATA, ckpt_path="last")
+    assert trainer.ckpt_path.endswith("step-00000006")
+    assert trainer.global_step == 9
+    trainer.validate(Validates(), DATA, verbose=False)
+    assert trainer.ckpt_path is None
+
+
+def test_wrong_limits_and_other_attributes_of_loops_are_refused():
+    trainer = tk.Trainer(**QUIET, max_epochs=2)
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)max_epochs is a whole number.*fit_loop.max_epochs = 2.5"):
+        trainer.fit_loop.max_epochs = 2.5
+    with pytest.raises(AttributeError, match="FitLoop has no batch_progress"):
+        _ = trainer.fit_loop.batch_progress
+    with pytest.raises(AttributeError, match="PredictLoop has no predictions"):
+        trainer.predict_loop.predictions = []
+    with pytest.raises(AttributeError, match=r"no validate_loop: trainer\.validate returns"):
+        _ = trainer.validate_loop
+
+
+def test_a_writer_reads_the_indices_of_the_batch():
+    seen = []
+
+    class Reads(tk.Callback):
+        def on_predict_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+            seen.append(trainer.predict_loop.current_batch_indices)
+
+    trainer = tk.Trainer(**QUIET, callbacks=[Reads()])
+    trainer.predict(TinyModule(), DataLoader(torch.randn(5, 32), batch_size=2))
+    assert seen == [[0, 1], [2, 3], [4]]
+    assert trainer.predict_loop.current_batch_indices == []
+
+
+def test_setters(tmp_path):
+    stop = tk.callbacks.EarlyStopping("val_loss")
+    trainer = tk.Trainer(**QUIET, max_epochs=1, default_root_dir=tmp_path)
+    trainer.callbacks = [stop]
+    assert trainer.early_stopping_callbacks == trainer.callbacks == [stop]
+    logger = tk.loggers.CSVLogger(tmp_path)
+    trainer.logger = logger
+    trainer.fit(Validates(), DATA, DATA)
+    assert (trainer.logger, trainer.loggers) == (logger, [logger])
+    assert "val_loss" in "".join(path.read_text() for path in tmp_path.rglob("metrics.csv"))
+    trainer.logger = None
+    assert trainer.loggers == []
+    with pytest.raises(tk.ConfigurationError, match="configure_optimizers"):
+        trainer.optimizers = []
+
+    class Sets(tk.Callback):
+        def on_train_start(self, trainer, module):
+            trainer.logger = logger
+
+    trainer.callbacks = [Sets()]
+    with pytest.raises(tk.ConfigurationError, match="while an entry point runs"):
+        trainer.fit(TinyModule(), DATA)
+
+
+def test_hyperparameters_are_kept_from_loggers_on_request(tmp_path):
+    class Named(TinyModule):
+        def __init__(self, width=3):
+            super().__init__()
+            self.save_hyperparameters()
+
+    for logged in (True, False):
+        logger = tk.loggers.CSVLogger(tmp_path, name=str(logged))
+        trainer = tk.Trainer(**QUIET | {"logger": logger}, max_epochs=1, enable_autolog_hparams=logged)
+        trainer.fit(Named(), DATA)
+        text = "".join(path.read_text() for path in (tmp_path / str(logged)).rglob("hparams.json"))
+        assert ("width" in text) is logged
+
+
+def test_logged_metrics_are_tensors():
+    class Logs(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.log("seen", 2.5)
+            return super().training_step(batch, batch_idx)
+
+    trainer = tk.Trainer(**QUIET, max_epochs=1, log_every_n_steps=1)
+    trainer.fit(Logs(), DATA)
+    assert trainer.logged_metrics["seen"].item() == 2.5
+
+
+def test_a_trainer_can_be_pickled_before_and_after_a_fit():
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[Watch()])
+    twin = pickle.loads(pickle.dumps(trainer))
+    twin.fit(TinyModule(), DATA)
+    assert (twin.global_step, trainer.global_step) == (3, 0)
+    again = pickle.loads(pickle.dumps(twin))
+    assert (again.global_step, again.state.status) == (3, TrainerStatus.FINISHED)
+    assert again.max_epochs == 1
+    copy.deepcopy(trainer).fit(TinyModule(), DATA)
+
+    class Pickles(tk.Callback):
+        def on_train_start(self, trainer, module):
+            pickle.dumps(trainer)
+
+    with pytest.raises(tk.ConfigurationError, match="pickled while"):
+        tk.Trainer(**QUIET, max_epochs=1, callbacks=[Pickles()]).fit(TinyModule(), DATA)
+
+
+def test_a_trainer_with_a_logger_and_checkpoints_can_be_pickled_after_a_fit(tmp_path):
+    options = QUIET | {"logger": "csv", "enable_checkpointing": True, "enable_progress_bar": True}
+    trainer = tk.Trainer(**options, max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(TinyModule(), DATA)
+    twin = pickle.loads(pickle.dumps(trainer))
+    twin.fit_loop.max_epochs = 2
+    twin.fit(TinyModule(), DATA)
+    assert twin.global_step == 6
+
+
+def test_modules_are_built_in_the_dtype_of_the_run():
+    trainer = tk.Trainer(**QUIET, precision="64-true")
+    with trainer.init_module():
+        layer = torch.nn.Linear(2, 1)
+    assert layer.weight.dtype == torch.float64
+    assert torch.get_default_dtype() == torch.float32
+    with pytest.raises(tk.ConfigurationError, match="configure_model"), trainer.init_module(empty_init=True):
+        pass
+
+
+def test_the_strategy_reduces_and_broadcasts():
+    trainer = tk.Trainer(**QUIET, max_epochs=1)
+    trainer.fit(TinyModule(), DATA)
+    strategy, given = trainer.strategy, torch.tensor([1, 3])
+    assert (strategy.root_device.type, strategy.global_rank, strategy.world_size) == ("cpu", 0, 1)
+    assert strategy.reduce(given).tolist() == [1.0, 3.0]
+    assert strategy.reduce(given, reduce_op="sum") is not given
+    assert strategy.broadcast("a") == "a"
+    with pytest.raises(tk.StrategyError, match="reduce_op='product'"):
+        strategy.reduce(given, reduce_op="product")
+    with pytest.raises(tk.StrategyError, match="leave group out"):
+        strategy.reduce(given, group=object())
+
+
+class Reduces(TinyModule):
+    def on_train_start(self):
+        strategy = self.trainer.strategy
+        mean = strategy.reduce(torch.tensor(strategy.global_rank))
+        total = strategy.reduce(strategy.global_rank + 1, reduce_op="sum")
+        self.register_buffer("seen", torch.stack([mean, total.float(), torch.tensor(float(strategy.world_size))]))
+
+
+@pytest.mark.slow
+def test_two_spawned_processes_reduce():
+    module = Reduces()
+    module.register_buffer("seen", torch.zeros(3))
+    trainer = tk.Trainer(barebones=True, accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1)
+    trainer.fit(module, DATA[:2])
+    assert module.seen.tolist() == [0.5, 3.0, 2.0]
+    assert trainer.device_ids == [0, 1]
