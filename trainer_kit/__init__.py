@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
     from trainer_kit.commands.cli import cli
+    from trainer_kit.compat.accelerate_utilities import send_to_device
     from trainer_kit.compat.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
     from trainer_kit.compat.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from trainer_kit.compat.megatron import MegatronLMPlugin
@@ -79,7 +80,6 @@ if TYPE_CHECKING:
     from trainer_kit.core.parallel import ContextPlan, ParallelPlan, PipelinePlan
     from trainer_kit.core.progress import Duration, Progress
     from trainer_kit.core.seed import seed_everything
-    from trainer_kit.core.tensors import move_to_device as send_to_device
     from trainer_kit.data import CombinedLoader
     from trainer_kit.inference.device_map import (
         compute_module_sizes,
@@ -285,7 +285,7 @@ _HOME = {
     "register_tracker_class": "accelerator.trackers:register_tracker_class",
     "release_memory": "accelerator.batch_size:release_memory",
     "seed_everything": "core.seed:seed_everything",
-    "send_to_device": "core.tensors:move_to_device",
+    "send_to_device": "compat.accelerate_utilities:send_to_device",
     "set_seed": "accelerator.generators:set_seed",
     "skip_first_batches": "accelerator.loader:skip_first_batches",
     "synchronize_rng_states": "accelerator:synchronize_rng_states",
@@ -294,7 +294,7 @@ _HOME = {
 # `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
 # module of the package, so the reader is known whichever module is imported first.
 _READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
-_find_names(__name__, ["compat.lightning_names"])
+_find_names(__name__, ["compat.lightning_names", "compat.accelerate_names"])
 _alias_package(f"{__name__}.pytorch", __name__)  # `lightning.pytorch` is a module of `lightning`
 _other = _other_names(__name__)
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, final
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +62,10 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 
-__all__ = ["Accelerator"]
+__all__ = ["Accelerator", "forget_newest", "newest"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_NEWEST: list[ReferenceType[Accelerator]] = []
 _ACCELERATES_WORDS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
@@ -223,6 +225,7 @@ class Accelerator:
         )
         self.tracking = Trackers(log_with, self.processes, project)
         self._watchdog = started_watchdog(hang_timeout, self.processes, self.accumulation, project)
+        _NEWEST[:] = [ref(self)]
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
@@ -996,6 +999,16 @@ class Accelerator:
         plugin = self.deepspeed_plugin
         config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
         return f"{self.processes!r}\nMixed precision type: {self.mixed_precision}\n{config}"
+
+
+def newest() -> Accelerator | None:
+    """The Accelerator that was made last, while the script keeps it: functions of Accelerate ask for no Accelerator."""
+    return _NEWEST[0]() if _NEWEST else None
+
+
+def forget_newest() -> None:
+    """Let `newest` find none, until the next one is made."""
+    _NEWEST.clear()
 
 
 def _wrapping(model: nn.Module) -> str:

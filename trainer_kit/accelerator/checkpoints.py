@@ -45,7 +45,7 @@ from trainer_kit.state.optimizer_states import (
 from trainer_kit.state.resume import held_of
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["Checkpoints"]
+__all__ = ["Checkpoints", "write_object"]
 
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
@@ -501,19 +501,23 @@ class Checkpoints:
         Raises:
             ConfigurationError: ``safe_serialization``, and something is no tensor.
         """
-        if not self._processes.is_main_process:
-            return
-        target = _local_directory(f)
-        part = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            if safe_serialization:
-                _check_tensors(obj)
-                export(obj, part, "safetensors")
-            else:
-                torch.save(obj, part)
-            os.replace(part, target)
-        finally:
-            part.unlink(missing_ok=True)
+        if self._processes.is_main_process:
+            write_object(obj, f, safe_serialization)
+
+
+def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
+    """As `Checkpoints.save`, on this process."""
+    target = _local_directory(f)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        if safe_serialization:
+            _check_tensors(obj)
+            export(obj, part, "safetensors")
+        else:
+            torch.save(obj, part)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _part(index: int) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -19,8 +18,9 @@ from trainer_kit.accelerator.joint_calls import JointCalls
 from trainer_kit.core.collective_errors import compare, same_everywhere, signature
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import each_tensor
 
-__all__ = ["Collectives", "each_tensor"]
+__all__ = ["Collectives"]
 
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
 _NO_CONTEXT: Final = nullcontext()
@@ -186,33 +186,6 @@ class Collectives:
         if found:
             self._triggered = False
         return found
-
-
-def each_tensor(data: Any, act: Callable[[Tensor], Any], *, strict: bool = False) -> Any:
-    """Call ``act`` on every tensor of a nesting of tuples, lists and mappings; their types are kept.
-
-    Args:
-        data: the nesting.
-        act: is called with each tensor.
-        strict: raise for a leaf that is not a tensor, instead of returning it as it is.
-
-    Raises:
-        ConfigurationError: a leaf is not a tensor.
-    """
-    if isinstance(data, Tensor):
-        return act(data)
-    if isinstance(data, (list, tuple)):
-        parts = [each_tensor(part, act, strict=strict) for part in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
-    if isinstance(data, Mapping):
-        return type(data)({key: each_tensor(part, act, strict=strict) for key, part in data.items()})  # type: ignore[call-arg]
-    if strict:
-        raise ConfigurationError(
-            "only tensors, in lists, tuples and mappings, travel between processes here",
-            found=type(data).__name__,
-            fix="gather_object(...) for small objects of any kind",
-        )
-    return data
 
 
 def _only_tensors(data: Any) -> bool:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from trainer_kit.compat.accelerate_utilities import patch_environment
 from trainer_kit.core.environment import available_devices
 from trainer_kit.core.errors import ConfigurationError, LaunchError
 from trainer_kit.launch import run_forked
@@ -72,7 +71,7 @@ def notebook_launcher(
         )
     wanted = num_processes or available_devices("auto")
     settings = {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
-    with _environment(settings):
+    with patch_environment(**settings):
         if wanted > 1:
             return _restarted(lambda: run_forked(lambda rank: function(*args), wanted), max_restarts)
         if max_restarts:
@@ -98,19 +97,5 @@ def _restarted(run: Callable[[], Any], restarts: int) -> Any:
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Call ``function(*args)`` on several processes of this machine's CPU."""
-    with _environment({"TRAINER_KIT_USE_CPU": "1"}):
+    with patch_environment(TRAINER_KIT_USE_CPU="1"):
         run_forked(lambda rank: function(*args) and None, num_processes)
-
-
-@contextmanager
-def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

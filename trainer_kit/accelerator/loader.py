@@ -19,7 +19,7 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
 
-__all__ = ["PreparedLoader", "Turn", "evened", "prepare_loader", "skip_first_batches"]
+__all__ = ["LaterLoader", "PreparedLoader", "Turn", "evened", "prepare_loader", "skip_first_batches"]
 
 _END: Any = object()
 _NOT_READ: Any = object()
@@ -369,11 +369,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         >>> list(skip_first_batches([1, 2, 3], 2))
         [3]
     """
-    return _Later(dataloader, num_batches)
+    return LaterLoader(dataloader, num_batches)
 
 
 @final
-class _Later:
+class LaterLoader:
     """A view of a loader that begins later."""
 
     def __init__(self, loader: Any, batches: int) -> None:

@@ -20,7 +20,7 @@ from trainer_kit.core.registry import LOGGERS
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.run_logger import RunLogger
 
-__all__ = ["GeneralTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
+__all__ = ["GeneralTracker", "LoggerTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
 
 _IN_DIRECTORY: Final = ("tensorboard", "csv", "jsonl")
 _PROJECT: Final = {
@@ -129,7 +129,7 @@ def register_tracker_class(tracker: _C) -> _C:
 
 
 @final
-class _LoggerTracker(GeneralTracker):
+class LoggerTracker(GeneralTracker):
     """A logger of a Trainer, with a tracker's methods.
 
     Args:
@@ -297,7 +297,7 @@ class Trackers:
         self.started.clear()
         self._deliveries.open([], None)
         for one in self.log_with:
-            tracker = self._made(one, project_name, options.get(str(getattr(one, "name", one)), {}))
+            tracker = self.make(one, project_name, options.get(str(getattr(one, "name", one)), {}))
             self.started.append(tracker)
         self._deliveries.open([_Queued(tracker) for tracker in self.started if self._writes(tracker)], None)
         self._deliveries.start("start", config)
@@ -306,10 +306,10 @@ class Trackers:
     def _writes(self, tracker: GeneralTracker) -> bool:
         return self._processes.is_main_process or not tracker.main_process_only
 
-    def _made(self, one: Any, project: str, options: dict[str, Any]) -> GeneralTracker:
+    def make(self, one: Any, project: str, options: dict[str, Any]) -> GeneralTracker:
         if not isinstance(one, str):
             name = getattr(one, "name", None)
-            made = one if isinstance(one, GeneralTracker) else _LoggerTracker(str(name or type(one).__name__), one)
+            made = one if isinstance(one, GeneralTracker) else LoggerTracker(str(name or type(one).__name__), one)
             complete = isinstance(name, str) and (hasattr(type(one), "tracker") or "tracker" in vars(one))
             if made is one and self._writes(made) and not complete:
                 raise ConfigurationError(
@@ -327,10 +327,10 @@ class Trackers:
             return made
         if one in _PROJECT:
             save_dir = self._project.logging_path or "."
-            return _LoggerTracker(one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options}))
+            return LoggerTracker(one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options}))
         if one in _IN_DIRECTORY:
-            return _LoggerTracker(one, kind(self._directory(one), **{"name": project, "version": "", **options}))
-        return _LoggerTracker(one, kind(**options))
+            return LoggerTracker(one, kind(self._directory(one), **{"name": project, "version": "", **options}))
+        return LoggerTracker(one, kind(**options))
 
     def _directory(self, word: str) -> str:
         directory = self._project.logging_path

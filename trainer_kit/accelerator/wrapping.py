@@ -7,11 +7,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trainer_kit.accelerator.collectives import each_tensor
 from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.tensors import each_tensor, to_float32
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import EngineModule
 
@@ -43,11 +43,7 @@ class _Forward:
             options = self.precision.convert_batch(options)
         with context:
             outputs = self.forward(*arguments, **options)
-        return each_tensor(outputs, _to_float32)
-
-
-def _to_float32(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+        return each_tensor(outputs, to_float32)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:

@@ -1,1 +1,9 @@
 """The command line: thin commands that parse, call and print."""
+
+from __future__ import annotations
+
+from trainer_kit.core.lazy import other_names
+
+__all__: list[str] = []
+
+__getattr__ = other_names(__name__)  # Accelerate has a module of this name

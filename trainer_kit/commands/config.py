@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import click
 
 from trainer_kit.commands.terminal import FilePath, ask, choose
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.display import mask_secrets
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.lazy import other_names
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive, several_on
 
-__all__ = ["config"]
+__all__ = ["config", "write_basic_config"]
+
+__path__: list[str] = []  # Accelerate has modules below this one: `commands.config.default`
+__getattr__ = other_names(__name__)
 
 _LATER: Final = "(written; cannot be launched yet)"
 _PLACES: Final = (("LOCAL_MACHINE", "this machine, or several"), ("AMAZON_SAGEMAKER", f"Amazon SageMaker {_LATER}"))
@@ -52,6 +57,7 @@ _ENGINES: Final[Mapping[str, Mapping[str, str]]] = {
     },
 }
 """The options that the wizard asks for, with their defaults."""
+_PRECISIONS: Final = ["no", "fp16", "bf16", "fp8"]
 _FILE: Final = FilePath(path_type=Path, dir_okay=False)
 
 
@@ -132,7 +138,8 @@ def _write(path: Path, answers: Mapping[str, Any]) -> None:
 
     filled = {name: value for name, value in answers.items() if value not in (None, {})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, yaml.safe_dump(filled, sort_keys=True).encode())
+    text = json.dumps(filled, indent=2) if path.suffix == ".json" else yaml.safe_dump(filled, sort_keys=True)
+    replace_file(path, text.encode())
 
 
 @click.group("config", invoke_without_command=True)
@@ -156,7 +163,7 @@ def config(context: click.Context, config_file: Path | None) -> None:
 
 
 @config.command("default")
-@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(["no", "fp16", "bf16", "fp8"]), default="no")
+@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(_PRECISIONS), default="no")
 @click.option("--config_file", "--config-file", type=_FILE, help="Where to write.")
 @click.option("--force", is_flag=True, help="Also over a file that is there.")
 @click.pass_context
@@ -167,21 +174,50 @@ def _default(context: click.Context, mixed_precision: str, config_file: Path | N
     path = config_file or context.obj or our_default()
     if path.exists() and not force:
         raise click.ClickException(f"{path} is there and stays as it is; --force replaces it")
+    _write(path, _basic(mixed_precision))
+    click.echo(f"written: {path}")
+
+
+def _basic(mixed_precision: str) -> dict[str, Any]:
     device, count = _accelerator()
     several = count > 1
-    _write(
-        path,
-        {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": several_on(device or "cuda") if several else "NO",
-            "num_processes": count if several else 1,
-            "num_machines": 1,
-            "use_cpu": device is None,
-            "mixed_precision": mixed_precision,
-            "debug": False,
-        },
-    )
-    click.echo(f"written: {path}")
+    return {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": several_on(device or "cuda") if several else "NO",
+        "num_processes": count if several else 1,
+        "num_machines": 1,
+        "use_cpu": device is None,
+        "mixed_precision": mixed_precision,
+        "debug": False,
+    }
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None
+) -> Path | Literal[False]:
+    """Write a configuration for this machine's devices, as ``trainer-kit config default`` does.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        save_location: the file, ``.json`` or YAML; by default where `launch` looks.
+
+    Returns:
+        Its path; False where a file is there, which stays as it is.
+
+    Raises:
+        ConfigurationError: another precision.
+    """
+    from trainer_kit.launch.configuration import our_default
+
+    word = mixed_precision.lower()
+    if word not in _PRECISIONS:
+        raise ConfigurationError("unknown precision", found=repr(mixed_precision), fix=did_you_mean(word, _PRECISIONS))
+    path = our_default() if save_location is None else Path(save_location)
+    if path.exists():
+        click.echo(f"{path} is there and stays as it is")
+        return False
+    _write(path, _basic(word))
+    return path
 
 
 @config.command("show")

@@ -15,6 +15,7 @@ from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.configuration_sources import Chosen, describe_origins
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.lazy import other_names
 from trainer_kit.launch.options import Option, all_options
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from trainer_kit.launch.plan import Plan
 
 __all__ = ["explain", "launch"]
+
+__path__: list[str] = []  # so that Python asks for a missing name of Accelerate as for a module, and shows the answer
+__getattr__ = other_names(__name__)
 
 _CONTEXT: Final = {
     "allow_interspersed_args": False,

@@ -10,13 +10,14 @@ from typing import Any, Literal
 
 from trainer_kit.compat.options import KwargsHandler
 from trainer_kit.core.configuration_sources import is_true, variable
-from trainer_kit.core.errors import ConfigurationError, PrecisionError
+from trainer_kit.core.errors import ConfigurationError, PrecisionError, did_you_mean
 from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision.precision import Precision
 
 __all__ = [
     "AORecipeKwargs",
     "FP8Recipe",
+    "FP8RecipeKwargs",
     "MSAMPRecipeKwargs",
     "TERecipeKwargs",
     "launched_precision",
@@ -134,6 +135,22 @@ class MSAMPRecipeKwargs(FP8Recipe):
 
 
 _BACKENDS: Mapping[str, type[FP8Recipe]] = {"TE": TERecipeKwargs, "AO": AORecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
+
+
+def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
+    """The recipe of a backend: "TE" (by default), "AO" or "MSAMP", with its options.
+
+    Raises:
+        ConfigurationError: another backend.
+
+    Example:
+        >>> FP8RecipeKwargs("TE", margin=1)
+        TERecipeKwargs(use_autocast_during_eval=False, margin=1, interval=1, fp8_format='HYBRID', ...)
+    """
+    word = (backend or "TE").upper()
+    if word not in _BACKENDS:
+        raise ConfigurationError("unknown backend for fp8", found=repr(backend), fix=did_you_mean(word, _BACKENDS))
+    return _BACKENDS[word](**options)
 
 
 def launched_recipe() -> FP8Recipe | None:

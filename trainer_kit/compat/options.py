@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import Enum
 from numbers import Integral
@@ -52,10 +53,14 @@ class KwargsHandler:
     def __post_init__(self) -> None:
         check_fields(self)
 
+    def to_dict(self) -> dict[str, Any]:
+        """All options, copied."""
+        return deepcopy(vars(self))
+
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
-        default = asdict(type(self)())
-        return {name: value for name, value in asdict(self).items() if value != default[name]}
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if value != default[name]}
 
 
 @dataclass
@@ -128,6 +133,10 @@ class DistributedDataParallelKwargs(KwargsHandler):
         super().__post_init__()
         positive(self, "bucket_cap_mb")
         self.exchange()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Torch's own options, copied."""
+        return {name: value for name, value in super().to_dict().items() if not name.startswith("comm_")}
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `DDPStrategy`."""
@@ -440,6 +449,12 @@ class TorchDynamoPlugin(KwargsHandler):
     options: Mapping[str, Any] | None = None
     disable: bool = False
     use_regional_compilation: bool | None = None
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The options of ``torch.compile`` that differ from the defaults."""
+        given = super().to_kwargs()
+        given.pop("use_regional_compilation", None)
+        return {**given, **({"backend": self.backend.lower()} if "backend" in given else {})}
 
 
 def micro_batches(steps: Any, owner: str) -> int:

@@ -10,7 +10,18 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCKING", "are_finite", "local", "map_movable", "move_to_device"]
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = [
+    "BLOCKING",
+    "are_finite",
+    "each_tensor",
+    "is_tensor",
+    "local",
+    "map_movable",
+    "move_to_device",
+    "to_float32",
+]
 
 # Copies to these are finished when the call returns, whatever one asks for; asking has led to wrong values on mps.
 BLOCKING = ("cpu", "mps")
@@ -90,6 +101,51 @@ def local(tensor: Any) -> Tensor:
     """The part of a ``DTensor`` that this rank holds; every other tensor as it is."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether it is a tensor."""
+    return isinstance(value, Tensor)
+
+
+def each_tensor(
+    data: Any, act: Callable[[Any], Any], *, strict: bool = False, test: Callable[[Any], bool] = is_tensor
+) -> Any:
+    """Call ``act`` on every tensor of a nesting of tuples, lists and mappings; their types are kept.
+
+    Args:
+        data: the nesting.
+        act: is called with each tensor.
+        strict: raise for a leaf that is not a tensor, instead of returning it as it is.
+        test: what counts as a tensor.
+
+    Raises:
+        ConfigurationError: a leaf is not a tensor.
+
+    Example:
+        >>> each_tensor({"x": [torch.tensor(1), "a"]}, lambda tensor: tensor + 1)
+        {'x': [tensor(2), 'a']}
+    """
+    if test(data):
+        return act(data)
+    if isinstance(data, (list, tuple)):
+        parts = [each_tensor(part, act, strict=strict, test=test) for part in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+    if isinstance(data, Mapping):
+        parts_of = {key: each_tensor(part, act, strict=strict, test=test) for key, part in data.items()}
+        return type(data)(parts_of)  # type: ignore[call-arg]
+    if strict:
+        raise ConfigurationError(
+            "only tensors, in lists, tuples and mappings, travel between processes here",
+            found=type(data).__name__,
+            fix="gather_object(...) for small objects of any kind",
+        )
+    return data
+
+
+def to_float32(tensor: Tensor) -> Tensor:
+    """A tensor of float16 or bfloat16 as float32; any other one as it is."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

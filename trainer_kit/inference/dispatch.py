@@ -34,6 +34,7 @@ __all__ = [
     "first_names",
     "note_sources",
     "parameter_like",
+    "undo_dispatch",
 ]
 
 _Origin: TypeAlias = "tuple[Mapping[str, Tensor], str]"
@@ -49,7 +50,7 @@ _PRELOADED: Final = ("MultiheadAttention", "TransformerEncoderLayer")
 
 @final
 class Dispatched:
-    """The changes that `dispatch_model` has made to a model, which `_undo` removes.
+    """The changes that `dispatch_model` has made to a model, which `undo_dispatch` removes.
 
     Args:
         offloaded: offloaded tensors with their slots.
@@ -98,7 +99,7 @@ def parameter_like(old: Tensor, content: Tensor) -> Tensor:
     return made
 
 
-def _undo(model: nn.Module) -> None:
+def undo_dispatch(model: nn.Module) -> None:
     """Remove all hooks of an earlier `dispatch_model`; weights stay in host memory or on disk."""
     before: Dispatched | None = model.__dict__.pop(_DISPATCHED, None)
     model.__dict__.pop(_NOTED, None)
@@ -167,7 +168,7 @@ def _move_all(model: nn.Module, moves: list[_Move], places: Places, offload_dir:
     _check_content(moves)
     to_disk = [m.tied for m in moves if m.away and not is_meta(m.tied.tensor) and _belongs_on_disk(m.tied, places)]
     written = _write(to_disk, offload_dir)
-    _undo(model)
+    undo_dispatch(model)
     offloaded = []
     for move in moves:
         if move.resident:

@@ -1,1 +1,9 @@
 """The state of a run: collected, saved, restored, and the record of runs."""
+
+from __future__ import annotations
+
+from trainer_kit.core.lazy import other_names
+
+__all__: list[str] = []
+
+__getattr__ = other_names(__name__)  # Accelerate has a module of this name

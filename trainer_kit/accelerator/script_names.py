@@ -1,0 +1,642 @@
+"""What scripts for Accelerate import beside the `Accelerator`: functions that ask for none, and types of its parts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+
+from trainer_kit.accelerator.accelerator import Accelerator, forget_newest, newest
+from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.accumulation import GradientState as GradientView
+from trainer_kit.accelerator.checkpoints import write_object
+from trainer_kit.accelerator.loader import LaterLoader, PreparedLoader, prepare_loader
+from trainer_kit.accelerator.processes import PartialState, synchronize_rng_states
+from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
+from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
+from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.compat.deepspeed import DeepSpeedPlugin
+from trainer_kit.compat.options import AutocastKwargs, DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from trainer_kit.core.display import bar_class
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.seed import order_seed
+from trainer_kit.strategies.transforms.blocks import Compile, units
+
+__all__ = [
+    "AcceleratorState",
+    "AimTracker",
+    "BatchSamplerShard",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "GatheredParameters",
+    "GradientState",
+    "IterableDatasetShard",
+    "MLflowTracker",
+    "PreparedLoaderType",
+    "SeedableRandomSampler",
+    "SkipDataLoader",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "compile_regions",
+    "copy_tensor_to_devices",
+    "extract_model_from_parallel",
+    "get_active_deepspeed_plugin",
+    "get_mixed_precision_context_manager",
+    "get_sampler",
+    "is_initialized",
+    "load_fsdp_model",
+    "prepare_data_loader",
+    "save",
+    "save_fsdp_model",
+    "synchronize_rng_state",
+    "tqdm",
+    "wait_for_everyone",
+]
+
+
+# -- the state ---------------------------------------------------------------------------------------------------------
+
+
+class _Recognised(type):
+    """The type of what another call makes: ``isinstance`` finds it, and a call of the class refuses or forwards."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return bool(cls.recognises(instance))  # type: ignore[attr-defined]
+
+
+@final
+class AcceleratorState(metaclass=_Recognised):
+    """A call gives the Accelerator that was made last: it has every attribute of Accelerate's state.
+
+    Args:
+        mixed_precision: of a new Accelerator, where there is none.
+        cpu: likewise.
+        options: further arguments of it.
+
+    Raises:
+        ConfigurationError: the Accelerator has another precision.
+
+    Example:
+        >>> accelerator = Accelerator(cpu=True)
+        >>> AcceleratorState() is accelerator
+        True
+    """
+
+    @staticmethod
+    def recognises(instance: Any) -> bool:
+        """Whether it is an Accelerator."""
+        return isinstance(instance, Accelerator)
+
+    def __new__(cls, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Any:
+        found = newest()
+        if found is None:
+            return Accelerator(mixed_precision=mixed_precision, cpu=cpu, **options)
+        if mixed_precision is not None and mixed_precision != found.mixed_precision:
+            raise ConfigurationError(
+                "the Accelerator was made with another precision",
+                found=f"{mixed_precision!r} after {found.mixed_precision!r}",
+                fix="make it with the one, or AcceleratorState._reset_state() before another Accelerator",
+            )
+        return found
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:
+        forget_newest()
+
+
+@final
+class GradientState(metaclass=_Recognised):
+    """A call gives the `Accelerator.gradient_state` of the Accelerator that was made last."""
+
+    @staticmethod
+    def recognises(instance: Any) -> bool:
+        """Whether it is the state of an accumulation."""
+        return isinstance(instance, GradientView)
+
+    def __new__(cls, gradient_accumulation_plugin: Any = None) -> Any:
+        found = newest()
+        return GradientView(_window()) if found is None else found.gradient_state
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Accepted: it belongs to its Accelerator."""
+
+
+def _window() -> Accumulation:
+    """The accumulation of the newest Accelerator; one of a step, where there is none."""
+    found, world = newest(), PartialState().world
+    return Accumulation(1, world, world) if found is None else found.accumulation
+
+
+def is_initialized() -> bool:
+    """Whether the script has an Accelerator."""
+    return newest() is not None
+
+
+def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
+    """The DeepSpeed plugin in use, of an Accelerator or its state."""
+    found: DeepSpeedPlugin | None = state.deepspeed_plugin
+    return found
+
+
+def get_mixed_precision_context_manager(
+    native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    """The autocast of the newest Accelerator; nothing without ``native_amp``."""
+    found = newest() if native_amp else None
+    return nullcontext() if found is None else found.autocast(autocast_kwargs)
+
+
+def GatheredParameters(
+    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+) -> AbstractContextManager[Any]:
+    """Inside, parameters that DeepSpeed divides are whole; without its stage 3 this does nothing.
+
+    Args:
+        params: a parameter, or several.
+        modifier_rank: the process whose changes count.
+        fwd_module: whose forward needs them.
+        enabled: False: do nothing.
+    """
+    plugin = getattr(newest(), "deepspeed_plugin", None)
+    if plugin is None or plugin.get_value("zero_optimization.stage") != 3:
+        return nullcontext()
+    import deepspeed
+
+    made: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module, enabled)
+    return made
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process makes this call."""
+    PartialState().wait_for_everyone()
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A progress bar of ``tqdm``, on the first process of each machine.
+
+    Args:
+        args: of ``tqdm.tqdm``.
+        main_process_only: False: every process shows one.
+        kwargs: of ``tqdm.tqdm``.
+
+    Raises:
+        ConfigurationError: the first argument is True or False, which were ``main_process_only`` once.
+
+    Example:
+        >>> list(tqdm([1, 2], disable=True))
+        [1, 2]
+    """
+    if args and isinstance(args[0], bool):
+        raise ConfigurationError(
+            "tqdm's first argument is what it counts", found=str(args[0]), fix="main_process_only="
+        )
+    disable = kwargs.pop("disable", False) or (main_process_only and not PartialState().is_local_main_process)
+    return bar_class()(*args, disable=disable, **kwargs)
+
+
+def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
+    """Give every process one of the main process's generators; see `synchronize_rng_states`."""
+    synchronize_rng_states([rng_type], generator)
+
+
+def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
+    """The tensor of the one process that has one, for every process.
+
+    Args:
+        tensor: None on every other process.
+
+    Raises:
+        ConfigurationError: no process has one, or several have.
+    """
+    state = PartialState()
+    held = state.collectives.gather_object([tensor is not None])
+    if sum(held) != 1:
+        raise ConfigurationError("one process has the tensor that is copied", found=f"{sum(held)} have one")
+    source = held.index(True)
+    shape, dtype = state.world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), source)
+    mine = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
+    copied: Tensor = state.world.broadcast(mine.to(state.device), source)
+    return copied
+
+
+def save(
+    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+) -> None:
+    """``torch.save`` on the main process; see `Accelerator.save`.
+
+    Args:
+        obj: what is saved.
+        f: the file.
+        save_on_each_node: the first process of each machine writes.
+        safe_serialization: a dict of tensors as safetensors.
+    """
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        write_object(obj, f, safe_serialization)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def extract_model_from_parallel(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> nn.Module:
+    """The user's own model; see `Accelerator.unwrap_model`.
+
+    Args:
+        model: prepared or not.
+        keep_fp32_wrapper: its forward stays in the precision that it was prepared for.
+        keep_torch_compile: a compiled model stays compiled.
+        recursive: unwrap its parts, too.
+    """
+    own = unwrap(model, keep_fp32_wrapper)
+    for name, child in own.named_children() if recursive else ():
+        setattr(own, name, extract_model_from_parallel(child, keep_fp32_wrapper, False, True))
+    if keep_torch_compile and (inner := uncompiled(model)) is not model:
+        return model if inner is own else compiled(own, TorchDynamoPlugin(backend="inductor"))
+    return own
+
+
+def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compile each block of a model for itself, in place; a model without repeated blocks as a whole.
+
+    Args:
+        module: is returned.
+        compile_kwargs: of ``torch.compile``.
+    """
+    if units(module, None):
+        Compile(options=compile_kwargs).apply(module)
+    else:
+        module.compile(**compile_kwargs)
+    return module
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    output_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Write the weights of a model that FSDP divides to ``pytorch_model_fsdp_<index>/``, whole, as safetensors.
+
+    Args:
+        fsdp_plugin: accepted; the Accelerator knows how it is divided.
+        accelerator: which prepared it.
+        model: every process calls this.
+        output_dir: the folder around.
+        model_index: in the name.
+        adapter_only: refused: filter ``accelerator.get_state_dict(model)``.
+
+    Raises:
+        ConfigurationError: ``adapter_only``.
+    """
+    _refuse_adapters(adapter_only)
+    accelerator.save_model(model, _folder(output_dir, model_index))
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Accelerator,
+    model: nn.Module,
+    input_dir: str | os.PathLike[str],
+    model_index: int = 0,
+    adapter_only: bool = False,
+) -> None:
+    """Load what `save_fsdp_model` wrote; the arguments are the same."""
+    _refuse_adapters(adapter_only)
+    accelerator.strategy.load_module_state(unwrap(model), read_weights(_folder(input_dir, model_index)), True)
+    accelerator.wait_for_everyone()
+
+
+def _folder(around: str | os.PathLike[str], index: int) -> Path:
+    return Path(around) / f"pytorch_model_fsdp_{index}"
+
+
+def _refuse_adapters(adapter_only: bool) -> None:
+    if adapter_only:
+        raise ConfigurationError(
+            "the weights of adapters are not filtered here",
+            found="adapter_only=True",
+            fix="peft's save_pretrained, with state_dict=",
+        )
+
+
+# -- loaders -----------------------------------------------------------------------------------------------------------
+
+
+class _LoaderType(_Recognised):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise ConfigurationError(f"a {cls.__name__} is what prepare makes", fix="accelerator.prepare(loader)")
+
+
+class PreparedLoaderType(metaclass=_LoaderType):
+    """Every loader that `prepare` returns."""
+
+    @staticmethod
+    def recognises(instance: Any) -> bool:
+        """Whether it is one."""
+        return isinstance(instance, PreparedLoader)
+
+
+class DataLoaderShard(metaclass=_LoaderType):
+    """A loader that `prepare` returns, of which each process reads its part."""
+
+    @staticmethod
+    def recognises(instance: Any) -> bool:
+        """Whether it is one."""
+        return isinstance(instance, PreparedLoader) and instance.dispatch is None
+
+
+class DataLoaderDispatcher(metaclass=_LoaderType):
+    """A loader that `prepare` returns, which the main process reads for all."""
+
+    @staticmethod
+    def recognises(instance: Any) -> bool:
+        """Whether it is one."""
+        return isinstance(instance, PreparedLoader) and instance.dispatch is not None
+
+
+class SkipDataLoader(metaclass=_LoaderType):
+    """A loader that `skip_first_batches` returns."""
+
+    @staticmethod
+    def recognises(instance: Any) -> bool:
+        """Whether it is one."""
+        return isinstance(instance, LaterLoader)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | str | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Any = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Any = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> PreparedLoader:
+    """A loader divided among the processes, as `Accelerator.prepare_data_loader` makes it.
+
+    Args:
+        dataloader: the loader.
+        device: where batches go, with ``put_on_device``; by default the process's.
+        num_processes: how many there are, where it is given.
+        process_index: which one this is, likewise.
+        split_batches: as `DataLoaderConfiguration`'s, as further options.
+        put_on_device: whether batches are moved.
+        rng_types: accepted; the order is a function of seed and epoch on every process.
+        dispatch_batches: likewise.
+        even_batches: likewise.
+        slice_fn_for_dispatch: accepted.
+        use_seedable_sampler: likewise.
+        data_seed: likewise.
+        non_blocking: likewise.
+        use_stateful_dataloader: likewise.
+        torch_device_mesh: refused: prepare it by an Accelerator.
+
+    Raises:
+        ConfigurationError: a number of processes that is not theirs, or a mesh.
+    """
+    state = PartialState()
+    mine = (state.num_processes, state.process_index)
+    asked = (mine[0] if num_processes is None else num_processes, mine[1] if process_index is None else process_index)
+    if asked != mine or torch_device_mesh is not None:
+        raise ConfigurationError(
+            "a loader is divided among the processes that run",
+            found=f"process {asked[1]} of {asked[0]} in process {mine[1]} of {mine[0]}"
+            + (", torch_device_mesh" if torch_device_mesh is not None else ""),
+            fix="accelerator.prepare(loader); for another part of the samples, a BatchSamplerShard",
+        )
+    config = DataLoaderConfiguration(
+        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking
+    )
+    seed = state.world.broadcast(order_seed() if data_seed is None else data_seed)
+    place = torch.device(device) if device is not None else state.device
+    return prepare_loader(
+        dataloader, state.world, state.world, place if put_on_device else None, _window(), config, seed
+    )
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """What gives a loader its indices."""
+    batches = getattr(dataloader, "batch_sampler", None)
+    return getattr(batches, "sampler", None) or getattr(dataloader, "sampler", None)
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random order that is a function of a seed and the epoch.
+
+    Args:
+        args: of torch's ``RandomSampler``.
+        data_seed: the seed; by default torch's.
+        kwargs: of torch's ``RandomSampler``.
+
+    Example:
+        >>> sampler = SeedableRandomSampler(range(8), data_seed=3)
+        >>> first, second = list(sampler), list(sampler)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first != second
+        True
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next order is that of an epoch."""
+        self.epoch = epoch
+
+
+def _shares(turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_last: bool, even: bool) -> Iterator[Any]:
+    """The share of a process in each turn; a short turn is filled up from the start of the data."""
+    first: list[Any] = []
+    for turn in turns:
+        first = first or turn
+        if len(turn) < whole:
+            if drop_last:
+                return
+            turn = turn + list(islice(cycle(first), whole - len(turn))) if even else turn
+        if mine := turn[rank * each : (rank + 1) * each]:
+            yield mine
+
+
+@final
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process, of a sampler for all of them.
+
+    Args:
+        batch_sampler: for all processes.
+        num_processes: how many there are.
+        process_index: which of them this is.
+        split_batches: each process gets a part of every batch; else every so many-th batch.
+        even_batches: every process gets equally many samples: the last batches are filled up from the start.
+
+    Raises:
+        ConfigurationError: ``split_batches`` with batches that cannot be divided.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> [list(BatchSamplerShard(BatchSampler(range(7), 2, False), 2, rank)) for rank in (0, 1)]
+        [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ConfigurationError(
+                "split_batches needs a batch size that can be divided by the number of processes",
+                found=f"batch_size={self.batch_size} over {num_processes} processes",
+            )
+
+    @property
+    def total_length(self) -> int:
+        """Batches of all processes."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.total_length, 1 if self.split_batches else self.num_processes)
+        return whole + (rest > 0 and not self.drop_last and (self.even_batches or self.process_index < rest))
+
+    def __iter__(self) -> Iterator[Any]:
+        source, each, turn = iter(self.batch_sampler), self.batch_size or 1, self.num_processes
+        if self.split_batches:
+            each, turn = each // self.num_processes, 1
+        turns = iter(lambda: list(islice(source, turn)), [])
+        rows = turns if self.batch_size is None else ([index for batch in turn for index in batch] for turn in turns)
+        shares = _shares(rows, each * self.num_processes, self.process_index, each, self.drop_last, self.even_batches)
+        return (share[0] for share in shares) if self.batch_size is None else shares
+
+
+@final
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process, of a stream for all of them.
+
+    Args:
+        dataset: the stream.
+        batch_size: of the loader over this.
+        drop_last: leave out samples that fill no batch.
+        num_processes: how many there are.
+        process_index: which of them this is.
+        split_batches: ``batch_size`` is that of all processes together.
+
+    Example:
+        >>> [list(IterableDatasetShard(range(5), 2, num_processes=2, process_index=rank)) for rank in (0, 1)]
+        [[0, 1, 4, 0], [2, 3, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ConfigurationError(
+                "split_batches needs a batch size that can be divided by the number of processes",
+                found=f"batch_size={batch_size} over {num_processes} processes",
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the stream, if it wants to know."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        turns = len(self.dataset) // whole if self.drop_last else -(-len(self.dataset) // whole)
+        return turns * whole // self.num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        source = iter(self.dataset)
+        turns = iter(lambda: list(islice(source, whole)), [])
+        each = whole // self.num_processes
+        for share in _shares(turns, whole, self.process_index, each, self.drop_last, True):
+            yield from share
+
+
+# -- trackers ----------------------------------------------------------------------------------------------------------
+
+
+class _TrackerType(_Recognised):
+    name: str
+
+    def __call__(cls, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+        project = ProjectConfiguration(logging_dir=logging_dir)
+        return Trackers([cls.name], PartialState(), project).make(cls.name, run_name, options)
+
+    def recognises(cls, instance: Any) -> bool:
+        return isinstance(instance, LoggerTracker) and instance.name == cls.name
+
+
+def _tracker(kind: str, name: str) -> Callable[..., Any]:
+    text = f"The tracker {name!r}: a call makes one for a run, and ``isinstance`` finds those of an Accelerator."
+    return _TrackerType(kind, (), {"name": name, "__doc__": text, "__module__": __name__})
+
+
+AimTracker = _tracker("AimTracker", "aim")
+ClearMLTracker = _tracker("ClearMLTracker", "clearml")
+CometMLTracker = _tracker("CometMLTracker", "comet_ml")
+DVCLiveTracker = _tracker("DVCLiveTracker", "dvclive")
+MLflowTracker = _tracker("MLflowTracker", "mlflow")
+SwanLabTracker = _tracker("SwanLabTracker", "swanlab")
+TensorBoardTracker = _tracker("TensorBoardTracker", "tensorboard")
+TrackioTracker = _tracker("TrackioTracker", "trackio")
+WandBTracker = _tracker("WandBTracker", "wandb")

@@ -1,0 +1,683 @@
+"""Tensors of modules, hooks around a forward, and weights in a folder, as Accelerate's scripts handle them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.compat.accelerate_utilities import find_device, send_to_device
+from trainer_kit.core.devices import present_accelerator
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.inference.device_map import compute_module_sizes, resolve_dtype
+from trainer_kit.inference.dispatch import find_tied, parameter_like, undo_dispatch
+from trainer_kit.inference.offload_hooks import put
+
+__all__ = [
+    "AlignDevicesHook",
+    "CpuOffload",
+    "ModelHook",
+    "OffloadedWeightsLoader",
+    "PrefixedDataset",
+    "SequentialHook",
+    "add_hook_to_module",
+    "align_module_device",
+    "calculate_maximum_sizes",
+    "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device",
+    "extract_submodules_state_dict",
+    "find_tied_parameters",
+    "get_max_layer_size",
+    "has_offloaded_params",
+    "load_offloaded_weight",
+    "load_offloaded_weights",
+    "load_state_dict",
+    "named_module_tensors",
+    "offload_state_dict",
+    "offload_weight",
+    "remove_hook_from_module",
+    "remove_hook_from_submodules",
+    "retie_parameters",
+    "save_offload_index",
+    "set_module_tensor_to_device",
+]
+
+_HANDLES: Final = "_hf_hook_handles"
+
+
+# -- tensors of modules ------------------------------------------------------------------------------------------------
+
+
+def named_module_tensors(
+    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Names and tensors of a module's parameters and buffers.
+
+    Args:
+        module: whose.
+        include_buffers: whether buffers are among them.
+        recurse: whether those of its parts are among them.
+        remove_non_persistent: without buffers that a state dict does not have.
+
+    Example:
+        >>> [name for name, _ in named_module_tensors(nn.BatchNorm1d(2))]
+        ['weight', 'bias', 'running_mean', 'running_var', 'num_batches_tracked']
+    """
+    yield from module.named_parameters(recurse=recurse)
+    for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
+        path, _, key = name.rpartition(".")
+        if not remove_non_persistent or key not in module.get_submodule(path)._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: Any = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Any = None,
+    tied_params_map: Any = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer on a device, or another value in its place.
+
+    Args:
+        module: which has it, or whose part does.
+        tensor_name: such as ``"layers.0.weight"``.
+        device: where to.
+        value: what to put there; None: what is there now.
+        dtype: of floating-point values; by default that of the tensor.
+        fp16_statistics: refused; `load_and_quantize_model` keeps them.
+        tied_params_map: accepted; tie parameters with `retie_parameters`.
+        non_blocking: do not wait for copies to an accelerator.
+        clear_cache: accepted; torch's allocator uses freed memory again.
+
+    Raises:
+        ConfigurationError: there is no such tensor, it has another shape, or no values.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> set_module_tensor_to_device(layer, "bias", "cpu", torch.tensor([3.0]))
+        >>> layer.bias
+        Parameter containing:
+        tensor([3.], requires_grad=True)
+    """
+    if fp16_statistics is not None:
+        raise ConfigurationError("layers of 8 bits are made by load_and_quantize_model", found="fp16_statistics=...")
+    path, _, key = tensor_name.rpartition(".")
+    try:
+        holder = module.get_submodule(path)
+    except AttributeError as error:
+        raise ConfigurationError(f"there is no module {path!r}", found=str(error)) from error
+    old = holder._parameters.get(key, holder._buffers.get(key))
+    if old is None:
+        raise ConfigurationError(f"there is no parameter or buffer {tensor_name!r}", found=type(module).__name__)
+    place = torch.device(device)
+    new = old.detach() if value is None else torch.as_tensor(value)
+    if new.shape != old.shape:
+        raise ConfigurationError(
+            f"{tensor_name} has another shape", found=f"{list(new.shape)} in place of {list(old.shape)}"
+        )
+    if new.device.type == "meta" and place.type != "meta":
+        raise ConfigurationError(f"{tensor_name} has no values", found="the meta device", fix="value=...")
+    if value is not None and dtype is None:
+        new = new.to(old.dtype)
+    elif dtype is not None and new.is_floating_point():
+        new = new.to(resolve_dtype(dtype))
+    put(holder, key, parameter_like(old, new.to(place, non_blocking=non_blocking)))
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """The names of each parameter that has several.
+
+    Example:
+        >>> model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+        >>> model["b"].weight = model["a"].weight
+        >>> find_tied_parameters(model)
+        [['a.weight', 'b.weight']]
+    """
+    tied = ([slot.name for slot in one.slots] for one in find_tied(model) if not one.is_buffer)
+    return [sorted(names) for names in tied if len(names) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
+    """Give all names of a group the first of its parameters that has values.
+
+    Args:
+        model: whose parameters.
+        tied_params: what `find_tied_parameters` found before they were moved.
+    """
+    for names in tied_params:
+        held = [model.get_parameter(name) for name in names]
+        whole = next((one for one in held if one.device.type != "meta"), None)
+        for name in names if whole is not None else ():
+            path, _, key = name.rpartition(".")
+            setattr(model.get_submodule(path), key, whole)
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Whether a transformers model says that it ties parameters."""
+    config: Any = getattr(model, "config", None)
+    embeddings: Any = getattr(model, "get_output_embeddings", None)
+    if config is None or embeddings is None:
+        return False
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    ties = bool(getattr(text, "tie_word_embeddings", False)) and embeddings() is not None
+    both = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    return ties or bool(both) or any(hasattr(part, "_tie_weights") for part in model.modules())
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Sequence[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
+) -> None:
+    """Refuse a device map that puts the names of a tied parameter on several devices.
+
+    Raises:
+        ConfigurationError: it does.
+    """
+    for names in tied_params:
+        places = {name: next(device_map[key] for key in _above(name) if key in device_map) for name in names}
+        if len(set(places.values())) > 1:
+            raise ConfigurationError(
+                "a tied parameter is on several devices", found=str(places), fix='device_map="auto"'
+            )
+
+
+def _above(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
+) -> tuple[int, list[str]]:
+    """The size of the largest layer, and which layers have it.
+
+    Args:
+        modules: names and modules or tensors.
+        module_sizes: what `compute_module_sizes` returns.
+        no_split_module_classes: classes whose objects count as one layer.
+    """
+    sizes: dict[str, int] = {}
+    waiting = list(reversed(modules))
+    while waiting:
+        path, one = waiting.pop()
+        children = list(one.named_children()) if isinstance(one, nn.Module) else []
+        if children and type(one).__name__ not in no_split_module_classes:
+            waiting += [(f"{path}.{name}", child) for name, child in reversed(children)]
+        else:
+            sizes[path] = module_sizes.get(path, 0)
+    most = max(sizes.values(), default=0)
+    return most, [path for path, size in sizes.items() if size == most and most]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """The bytes of a model; and of its largest layer, with the names of those layers.
+
+    Example:
+        >>> calculate_maximum_sizes(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
+        (84, (64, ['0']))
+    """
+    sizes = compute_module_sizes(model)
+    parts = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or [])
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The weights in a file, each on its device.
+
+    Args:
+        checkpoint_file: a safetensors file, or a ``torch.save`` file of tensors.
+        device_map: by name of a module its device; what it does not name, and ``"disk"``, is read to the CPU.
+
+    Raises:
+        CheckpointError: it is neither, or damaged.
+    """
+    weights = read_weights(checkpoint_file)
+    for name in weights if device_map else ():
+        device = next((device_map[key] for key in _above(name) if key in device_map), "cpu")  # type: ignore[index, operator]
+        weights[name] = weights[name].to("cpu" if device == "disk" else device)
+    return weights
+
+
+# -- hooks -------------------------------------------------------------------------------------------------------------
+
+
+class ModelHook:
+    """Methods around the forward of a module; `add_hook_to_module` attaches them.
+
+    Attributes:
+        no_grad: whether the forward runs without gradients.
+    """
+
+    no_grad = False
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Called when it is attached."""
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Called before the forward; returns its arguments."""
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Called after the forward; returns its result."""
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Called when it is removed."""
+        return module
+
+
+class SequentialHook(ModelHook):
+    """Several hooks, one after the other.
+
+    Args:
+        hooks: in their order.
+    """
+
+    def __init__(self, *hooks: ModelHook) -> None:
+        self.hooks = hooks
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.init_hook(module)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        for hook in self.hooks:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for hook in self.hooks:
+            output = hook.post_forward(module, output)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for hook in self.hooks:
+            module = hook.detach_hook(module)
+        return module
+
+
+def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
+    """Attach a hook, which runs where the module is called; it takes the place of an earlier one.
+
+    Args:
+        module: is returned.
+        hook: is found as ``module._hf_hook``.
+        append: keep the earlier hook, which runs first.
+
+    Example:
+        >>> class Double(ModelHook):
+        ...     def post_forward(self, module, output):
+        ...         return output * 2
+        >>> layer = add_hook_to_module(nn.Identity(), Double())
+        >>> layer(torch.ones(1)), remove_hook_from_module(layer)(torch.ones(1))
+        (tensor([2.]), tensor([1.]))
+    """
+    before = module.__dict__.get("_hf_hook")
+    if before is not None:
+        remove_hook_from_module(module)
+        hook = SequentialHook(before, hook) if append else hook
+    module = hook.init_hook(module)
+    grads: list[bool] = []
+
+    def enter(one: nn.Module, args: Any, kwargs: Any) -> Any:
+        grads.append(torch.is_grad_enabled())
+        changed = hook.pre_forward(one, *args, **kwargs)
+        torch.set_grad_enabled(grads[-1] and not hook.no_grad)
+        return tuple(changed[0]), changed[1]
+
+    def leave(one: nn.Module, args: Any, output: Any) -> None:
+        if grads:  # after an exception, too
+            torch.set_grad_enabled(grads.pop())
+
+    module.__dict__["_hf_hook"] = hook
+    module.__dict__[_HANDLES] = [
+        module.register_forward_pre_hook(enter, with_kwargs=True),
+        module.register_forward_hook(leave, always_call=True),
+        module.register_forward_hook(lambda one, args, output: hook.post_forward(one, output)),
+    ]
+    return module
+
+
+def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
+    """Remove what `add_hook_to_module` attached, and the hooks of `dispatch_model`.
+
+    Args:
+        module: is returned; weights that were offloaded stay in host memory or on disk.
+        recurse: of its parts, too.
+    """
+    hook = module.__dict__.pop("_hf_hook", None)
+    for handle in module.__dict__.pop(_HANDLES, ()):
+        handle.remove()
+    if hook is not None:
+        hook.detach_hook(module)
+    undo_dispatch(module)
+    for child in module.children() if recurse else ():
+        remove_hook_from_module(child, recurse)
+    return module
+
+
+def remove_hook_from_submodules(module: nn.Module) -> None:
+    """`remove_hook_from_module`, of its parts too."""
+    remove_hook_from_module(module, recurse=True)
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings inputs, and weights that are offloaded, to the device on which a module computes.
+
+    Args:
+        execution_device: where it computes; None: where its inputs are.
+        offload: weights are there during its forward only.
+        io_same_device: results go where the inputs came from.
+        weights_map: the weights by name; by default they are kept in host memory.
+        offload_buffers: whether buffers are offloaded, too.
+        place_submodules: whether this covers the tensors of its parts.
+        skip_keys: names of arguments and results that stay where they are.
+        tied_params_map: accepted; a tied weight is brought for each of its modules.
+    """
+
+    def __init__(
+        self,
+        execution_device: int | str | torch.device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: Any = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+
+    def _offloaded(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        return list(named_module_tensors(module, self.offload_buffers, self.place_submodules, True))
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        tensors = list(named_module_tensors(module, recurse=self.place_submodules))
+        self.original_devices = {name: tensor.device for name, tensor in tensors}
+        away: dict[str, Tensor] = dict(self._offloaded(module)) if self.offload else {}
+        if self.offload and self.weights_map is None:
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in away.items()}
+        for name, _ in tensors:
+            if name in away:
+                set_module_tensor_to_device(module, name, "meta")
+            elif self.execution_device is not None:
+                set_module_tensor_to_device(module, name, self.execution_device)
+        return module
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.input_device = find_device([args, kwargs]) if self.io_same_device else None
+        device = find_device([args, kwargs]) if self.execution_device is None else self.execution_device
+        if self.offload and self.weights_map is not None:
+            for name, _ in self._offloaded(module):
+                set_module_tensor_to_device(module, name, device or "cpu", self.weights_map[name])
+        if device is None:
+            return args, kwargs
+        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        for name, _ in self._offloaded(module) if self.offload else ():
+            set_module_tensor_to_device(module, name, "meta")
+        if self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        for name, device in self.original_devices.items() if self.offload else ():
+            if self.weights_map is not None and name in self.weights_map and device.type != "meta":
+                set_module_tensor_to_device(module, name, device, self.weights_map[name])
+        return module
+
+
+class CpuOffload(ModelHook):
+    """Keeps a whole model in host memory until it is called; `cpu_offload_with_hook` can send it back.
+
+    Args:
+        execution_device: where it computes; by default on the accelerator.
+        prev_module_hook: of the model that is sent back when this one is called.
+    """
+
+    def __init__(self, execution_device: int | str | torch.device | None = None, prev_module_hook: Any = None) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = torch.device(
+            execution_device if execution_device is not None else present_accelerator() or "cpu"
+        )
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self.prev_module_hook is not None:
+            self.prev_module_hook.offload()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Whether an `AlignDevicesHook` keeps the weights of a module elsewhere."""
+    hook = module.__dict__.get("_hf_hook")
+    return isinstance(hook, AlignDevicesHook) and hook.offload
+
+
+@contextmanager
+def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
+    """Inside, the tensors of a module have values, and are on a device.
+
+    Args:
+        module: its own parameters; those of its parts stay.
+        execution_device: where to; None: where its hook computes, or where they are.
+    """
+    hook = module.__dict__.get("_hf_hook")
+    if isinstance(hook, AlignDevicesHook) and hook.offload:
+        before = hook.execution_device
+        hook.execution_device = before if execution_device is None else execution_device
+        hook.pre_forward(module)
+        try:
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+        return
+    places = {name: tensor.device for name, tensor in module.named_parameters(recurse=False)}
+    for name in places if execution_device is not None else ():
+        set_module_tensor_to_device(module, name, execution_device)
+    try:
+        yield
+    finally:
+        for name, device in places.items() if execution_device is not None else ():
+            set_module_tensor_to_device(module, name, device)
+
+
+# -- weights in a folder -----------------------------------------------------------------------------------------------
+
+_CARRIERS: Final = {1: torch.int8, 2: torch.int16}  # of dtypes that NumPy does not have, by their size
+
+
+def offload_weight(
+    weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """Write a tensor to ``<weight_name>.dat``.
+
+    Args:
+        weight: of any device.
+        weight_name: its name.
+        offload_folder: a directory.
+        index: gets its dtype and shape, for `save_offload_index`.
+
+    Returns:
+        The index.
+    """
+    name = str(weight.dtype).removeprefix("torch.")
+    plain = weight.detach().cpu()
+    if name == "bfloat16" or name.startswith("float8_"):
+        plain = plain.view(_CARRIERS[weight.itemsize])
+    if index is not None:
+        index[weight_name] = {"dtype": name, "shape": list(weight.shape)}
+    plain.contiguous().numpy().tofile(Path(offload_folder) / f"{weight_name}.dat")
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+    """Read what `offload_weight` wrote.
+
+    Args:
+        weight_file: the file.
+        weight_info: its dtype and shape, from the index.
+    """
+    dtype = resolve_dtype(weight_info["dtype"])
+    special = dtype is torch.bfloat16 or weight_info["dtype"].startswith("float8_")
+    carrier = _CARRIERS[dtype.itemsize] if special else dtype
+    content = np.fromfile(weight_file, dtype=str(carrier).removeprefix("torch."))
+    return torch.from_numpy(content).view(dtype).reshape(weight_info["shape"])
+
+
+def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+    """Add an index to ``index.json`` of a folder."""
+    if index:
+        file = Path(offload_folder) / "index.json"
+        known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        file.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write the tensors of a state dict, and their index, into a folder.
+
+    Args:
+        save_dir: is made where it is missing.
+        state_dict: the tensors.
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
+    """Read the weights of an index into a model, on the CPU.
+
+    Args:
+        model: may be on the meta device.
+        index: what `offload_weight` filled.
+        offload_folder: where the files are.
+    """
+    for name, info in (index or {}).items():
+        weight = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", info)
+        set_module_tensor_to_device(model, name, "cpu", weight)
+
+
+def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
+    """The part of a state dict that belongs to some modules.
+
+    Example:
+        >>> extract_submodules_state_dict({"a.weight": 1, "ab.weight": 2}, ["a"])
+        {'a.weight': 1}
+    """
+    return {
+        name: value
+        for name, value in state_dict.items()
+        if any(name == one or name.startswith(f"{one}.") for one in submodule_names)
+    }
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """A mapping whose keys are those of another one behind a prefix.
+
+    Args:
+        dataset: the other one.
+        prefix: the prefix.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, Tensor]):
+    """Weights by name: those of a state dict, and those that are read from a folder when they are asked for.
+
+    Args:
+        state_dict: those in memory.
+        save_folder: what `offload_state_dict` wrote.
+        index: of the folder, or of safetensors files; by default the folder's own.
+        device: where what is read from safetensors files goes.
+
+    Raises:
+        ConfigurationError: nothing is given.
+
+    Example:
+        >>> OffloadedWeightsLoader({"a": torch.ones(1)})["a"]
+        tensor([1.])
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: Any = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ConfigurationError("there are no weights", fix="give a state_dict, a save_folder or an index")
+        self.state_dict = state_dict or {}
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = json.loads((Path(save_folder) / "index.json").read_text(encoding="utf-8"))
+        self.index = index or {}
+        self.device = device
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        info = self.index[key]
+        file = info.get("safetensors_file")
+        if file is None:
+            if self.save_folder is None:
+                raise CheckpointError("the index", key, "it names no file, and there is no folder")
+            return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
+        with safe_open(file, framework="pt", device=str(self.device or "cpu")) as opened:
+            tensor: Tensor = opened.get_tensor(info.get("weight_name", key))
+        return tensor.to(resolve_dtype(info["dtype"])) if "dtype" in info else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self.state_dict, *(key for key in self.index if key not in self.state_dict)])
+
+    def __len__(self) -> int:
+        return len({*self.state_dict, *self.index})

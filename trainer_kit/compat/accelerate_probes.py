@@ -1,0 +1,195 @@
+"""What is installed, and what this machine computes on: the ``is_..._available`` questions of Accelerate's scripts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import wraps
+from importlib.metadata import version
+from typing import Any, Final
+
+import torch
+from packaging.version import Version
+
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = [
+    "compare_versions",
+    "deepspeed_required",
+    "is_bnb_available",
+    "is_habana_gaudi1",
+    "is_torch_version",
+    "is_torch_xla_available",
+    "is_transformer_engine_mxfp8_available",
+    "probe",
+    "torchao_required",
+]
+
+_PACKAGES: Final = {
+    "4bit_bnb": "bitsandbytes",
+    "8bit_bnb": "bitsandbytes",
+    "aim": "aim",
+    "amdsmi": "amdsmi",
+    "bitsandbytes_multi_backend": "bitsandbytes",
+    "boto3": "boto3",
+    "clearml": "clearml",
+    "comet_ml": "comet_ml",
+    "datasets": "datasets",
+    "deepspeed": "deepspeed",
+    "dvclive": "dvclive",
+    "fp8": "torchao transformer_engine",
+    "import_timer": "import_timer",
+    "matplotlib": "matplotlib",
+    "megatron_lm": "megatron",
+    "mlflow": "mlflow",
+    "numpy": "numpy",
+    "pandas": "pandas",
+    "peft": "peft",
+    "pynvml": "pynvml",
+    "pytest": "pytest",
+    "rich": "rich",
+    "sagemaker": "sagemaker",
+    "schedulefree": "schedulefree",
+    "swanlab": "swanlab",
+    "tensorboard": "tensorboard tensorboardX",
+    "timm": "timm",
+    "torchao": "torchao",
+    "torchdata": "torchdata",
+    "torchdata_stateful_dataloader": "torchdata",
+    "torchvision": "torchvision",
+    "tqdm": "tqdm",
+    "trackio": "trackio",
+    "transformer_engine": "transformer_engine",
+    "transformers": "transformers",
+    "triton": "triton",
+    "wandb": "wandb",
+}
+"""By the word in ``is_<word>_available``: modules, one of which must be installed."""
+
+_DEVICES: Final[dict[str, Callable[[], bool]]] = {
+    "cuda": torch.cuda.is_available,
+    "mps": torch.backends.mps.is_available,
+    "rocm": lambda: torch.version.hip is not None and torch.cuda.is_available(),
+    "xccl": torch.distributed.distributed_c10d.is_xccl_available,
+    "torch_distributed": torch.distributed.is_available,
+    "fp16": lambda: True,
+    "bf16": lambda: not torch.cuda.is_available() or torch.cuda.is_bf16_supported(),
+    **{
+        name: lambda name=name: bool(hasattr(torch, name) and getattr(torch, name).is_available())  # type: ignore[misc]
+        for name in ("hpu", "mlu", "musa", "neuron", "npu", "sdaa", "xpu")
+    },
+}
+_ALWAYS: Final = {"lomo": False, "msamp": False, "pippy": True, "weights_only": True}
+"""What this library answers by itself: it refuses LOMO and MS-AMP, and has pipelines and safe loading."""
+
+
+def probe(word: str) -> Callable[..., bool]:
+    """The function ``is_<word>_available``.
+
+    Args:
+        word: of one of the three tables of this module.
+
+    Example:
+        >>> probe("numpy")(), probe("msamp")()
+        (True, False)
+    """
+
+    def ask(*_: Any, **__: Any) -> bool:
+        if word in _ALWAYS:
+            return _ALWAYS[word]
+        if word in _DEVICES:
+            return _DEVICES[word]()
+        return any(importlib.util.find_spec(name) is not None for name in _PACKAGES[word].split())
+
+    ask.__name__ = ask.__qualname__ = f"is_{word}_available"
+    ask.__doc__ = f"Whether {word} can be used here; options of Accelerate's function are accepted."
+    return ask
+
+
+def __getattr__(name: str) -> Any:
+    word = name.removeprefix("is_").removesuffix("_available")
+    if name == f"is_{word}_available" and (word in _PACKAGES or word in _DEVICES or word in _ALWAYS):
+        globals()[name] = found = probe(word)
+        return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Whether the version of an installed library, or a version, compares with another one.
+
+    Args:
+        library_or_version: the name of a package, or a version.
+        operation: ``"<"``, ``"<="``, ``"=="``, ``"!="``, ``">="`` or ``">"``.
+        requirement_version: the version to compare with.
+
+    Raises:
+        ConfigurationError: another operation.
+
+    Example:
+        >>> compare_versions("torch", ">=", "2.0"), compare_versions(Version("1.2"), "==", "1.2.0")
+        (True, True)
+    """
+    one = Version(version(library_or_version)) if isinstance(library_or_version, str) else library_or_version
+    two = Version(requirement_version)
+    results = {"<": one < two, "<=": one <= two, "==": one == two, "!=": one != two, ">=": one >= two, ">": one > two}
+    if operation not in results:
+        raise ConfigurationError(f"unknown comparison {operation!r}", fix=f"one of {', '.join(results)}")
+    return results[operation]
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Whether torch's version compares with another one, without a suffix such as ``+cpu``.
+
+    Example:
+        >>> is_torch_version(">=", "2.0")
+        True
+    """
+    return compare_versions(Version(Version(torch.__version__).base_version), operation, version)
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Whether bitsandbytes is installed, at least in a version."""
+    installed = importlib.util.find_spec("bitsandbytes") is not None
+    return installed and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+
+
+def is_habana_gaudi1() -> bool:
+    """False: no strategy runs on Gaudi."""
+    return False
+
+
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is installed, and computes on a TPU or a GPU where that is asked."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return False
+    if not (check_is_tpu or check_is_gpu):
+        return True
+    runtime = importlib.import_module("torch_xla.runtime")
+    return runtime.device_type() in (("TPU",) if check_is_tpu else ("GPU", "CUDA"))
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether Transformer Engine is installed and this GPU computes in MXFP8."""
+    if not probe("transformer_engine")():
+        return False
+    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+
+
+def _required(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        if not probe(word)():
+            raise ImportError(f"{function.__name__} needs {word}: pip install {word}")
+        return function(*arguments, **options)
+
+    return call
+
+
+def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: a call without DeepSpeed installed is an ImportError that names it."""
+    return _required("deepspeed", func)
+
+
+def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: a call without torchao installed is an ImportError that names it."""
+    return _required("torchao", func)

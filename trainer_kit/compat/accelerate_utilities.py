@@ -1,0 +1,724 @@
+"""Functions for nested tensors, files and the environment that Accelerate's scripts import from ``utils``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import reduce, wraps
+from typing import Any, Final, TypeVar
+
+import torch
+from packaging.version import Version
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.distributed.tensor import DTensor
+
+from trainer_kit.checkpoint.files import in_bytes
+from trainer_kit.core.devices import present_accelerator
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.tensors import each_tensor, is_tensor, map_movable, move_to_device, to_float32
+from trainer_kit.launch.options import several_on
+
+__all__ = [
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_BACKWARD_PREFETCH",
+    "FSDP_MODEL_NAME",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
+    "MODEL_NAME",
+    "OPTIMIZER_NAME",
+    "PROFILE_PATTERN_NAME",
+    "RNG_STATE_NAME",
+    "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
+    "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "TORCH_DYNAMO_MODES",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
+    "BaseEnum",
+    "CPUInformation",
+    "CannotPadNestedTensorWarning",
+    "ComputeEnvironment",
+    "CustomDtype",
+    "DynamoBackend",
+    "PrecisionType",
+    "RNGType",
+    "SageMakerDistributedType",
+    "TensorInformation",
+    "are_libraries_initialized",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
+    "check_os_kernel",
+    "clean_state_dict_for_safetensors",
+    "clear_environment",
+    "concatenate",
+    "convert_bytes",
+    "convert_dict_to_env_variables",
+    "convert_file_size_to_int",
+    "convert_outputs_to_fp32",
+    "convert_to_fp32",
+    "disable_fsdp_ram_efficient_loading",
+    "dtype_byte_size",
+    "enable_fsdp_ram_efficient_loading",
+    "find_batch_size",
+    "find_device",
+    "get_cpu_distributed_information",
+    "get_current_device_type",
+    "get_data_structure",
+    "get_free_port",
+    "get_gpu_info",
+    "get_grad_scaler",
+    "get_int_from_env",
+    "get_model_tp_size",
+    "get_module_children_bottom_up",
+    "get_pretty_name",
+    "get_shape",
+    "has_compiled_regions",
+    "honor_type",
+    "id_tensor_storage",
+    "ignorant_find_batch_size",
+    "initialize_tensors",
+    "is_compiled_module",
+    "is_namedtuple",
+    "is_peft_model",
+    "is_port_in_use",
+    "is_tensor_information",
+    "listify",
+    "load",
+    "merge_dicts",
+    "model_has_dtensor",
+    "pad_input_tensors",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "recursive_getattr",
+    "recursively_apply",
+    "send_to_device",
+    "slice_tensors",
+    "str_to_bool",
+]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# Names of the files that Accelerate writes.
+SCALER_NAME: Final = "scaler.pt"
+MODEL_NAME: Final = "pytorch_model"
+SAFE_MODEL_NAME: Final = "model"
+RNG_STATE_NAME: Final = "random_states"
+OPTIMIZER_NAME: Final = "optimizer"
+SCHEDULER_NAME: Final = "scheduler"
+SAMPLER_NAME: Final = "sampler"
+PROFILE_PATTERN_NAME: Final = "profile_{suffix}.json"
+WEIGHTS_NAME: Final = "pytorch_model.bin"
+WEIGHTS_PATTERN_NAME: Final = "pytorch_model{suffix}.bin"
+WEIGHTS_INDEX_NAME: Final = "pytorch_model.bin.index.json"
+SAFE_WEIGHTS_NAME: Final = "model.safetensors"
+SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
+SAFE_WEIGHTS_INDEX_NAME: Final = "model.safetensors.index.json"
+FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
+# Words of its configuration files.
+FSDP_SHARDING_STRATEGY: Final = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_AUTO_WRAP_POLICY: Final = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_BACKWARD_PREFETCH: Final = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+FSDP_STATE_DICT_TYPE: Final = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+TORCH_DYNAMO_MODES: Final = ["default", "reduce-overhead", "max-autotune"]
+TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
+    *("DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"),
+    *("MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON"),
+]
+
+
+class BaseEnum(Enum):
+    """An enumeration that prints as its value."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values, as texts."""
+        return list(map(str, cls))
+
+
+def _words(name: str, text: str, *kinds: type) -> Any:
+    """An enumeration; ``text`` has names, or ``NAME=value``."""
+    pairs = [(key, value or key) for key, _, value in (word.partition("=") for word in text.split())]
+    made: Any = BaseEnum  # the functional form of an enumeration
+    return made(name, pairs, module=__name__, **({"type": kinds[0]} if kinds else {}))
+
+
+ComputeEnvironment = _words("ComputeEnvironment", "LOCAL_MACHINE AMAZON_SAGEMAKER", str)
+CustomDtype = _words("CustomDtype", "FP8=fp8 INT4=int4 INT2=int2", str)
+DynamoBackend = _words(
+    "DynamoBackend",
+    "NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT TENSORRT "
+    "AOT_TORCHXLA_TRACE_ONCE TORCHXLA_TRACE_ONCE TVM HPU_BACKEND NEURON",
+    str,
+)
+PrecisionType = _words("PrecisionType", "NO=no FP8=fp8 FP16=fp16 BF16=bf16", str)
+RNGType = _words(
+    "RNGType",
+    "TORCH=torch CUDA=cuda MLU=mlu SDAA=sdaa MUSA=musa NPU=npu XLA=xla XPU=xpu HPU=hpu NEURON=neuron "
+    "GENERATOR=generator",
+)
+SageMakerDistributedType = _words("SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", str)
+
+
+# -- nested tensors ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class TensorInformation:
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """Of a filter: torch's nested tensors are refused by `pad_across_processes`."""
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    """Whether it is a `TensorInformation`."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether it is a namedtuple.
+
+    Example:
+        >>> from collections import namedtuple
+        >>> is_namedtuple(namedtuple("Point", "x y")(1, 2)), is_namedtuple((1, 2))
+        (True, False)
+    """
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
+
+
+def honor_type(obj: Any, generator: Any) -> Any:
+    """A list, tuple or namedtuple of ``obj``'s type from an iterable."""
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Call ``func`` on every tensor of a nesting of lists, tuples and mappings; their types are kept.
+
+    Args:
+        func: is called with each tensor, ``args`` and ``kwargs``.
+        data: the nesting.
+        args: further arguments.
+        test_type: what counts as a tensor.
+        error_on_other_type: refuse anything else, instead of returning it as it is.
+        kwargs: further arguments.
+
+    Raises:
+        ConfigurationError: ``error_on_other_type``, and there is something else.
+
+    Example:
+        >>> recursively_apply(torch.add, {"x": [torch.tensor(1), "a"]}, 2)
+        {'x': [tensor(3), 'a']}
+    """
+    return each_tensor(data, lambda one: func(one, *args, **kwargs), strict=error_on_other_type, test=test_type)
+
+
+def send_to_device(
+    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+) -> Any:
+    """A batch with all its tensors on ``device``.
+
+    Args:
+        tensor: any nesting; tensors and other objects with ``.to(device)`` are moved.
+        device: where to; a number is that of an accelerator.
+        non_blocking: do not wait for copies to an accelerator.
+        skip_keys: of mappings, whose values stay where they are.
+
+    Example:
+        >>> moved = send_to_device({"x": torch.ones(1), "y": torch.ones(1)}, "meta", skip_keys="y")
+        >>> moved["x"].device.type, moved["y"].device.type
+        ('meta', 'cpu')
+    """
+    if not skip_keys or not isinstance(tensor, (Mapping, list, tuple)):
+        return move_to_device(tensor, device, non_blocking)
+    if not isinstance(tensor, Mapping):
+        return honor_type(tensor, [send_to_device(one, device, non_blocking, skip_keys) for one in tensor])
+    skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys
+    moved = {
+        key: one if key in skipped else send_to_device(one, device, non_blocking, skip_keys)
+        for key, one in tensor.items()
+    }
+    return type(tensor)(moved)  # type: ignore[call-arg]
+
+
+def get_data_structure(data: Any) -> Any:
+    """The nesting with a `TensorInformation` in place of each tensor."""
+    return recursively_apply(lambda one: TensorInformation(one.shape, one.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """The nesting with the shape, a list, in place of each tensor."""
+    return recursively_apply(lambda one: list(one.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The nesting with an empty tensor in place of each `TensorInformation`."""
+    make: Any = lambda one: torch.empty(*one.shape, dtype=one.dtype)  # noqa: E731
+    return recursively_apply(make, data_structure, test_type=is_tensor_information)
+
+
+def find_batch_size(data: Any) -> int:
+    """The first size of the first tensor.
+
+    Raises:
+        ConfigurationError: there is no tensor in the first place.
+    """
+    one = data
+    while isinstance(one, (Mapping, list, tuple)) and len(one):
+        one = next(iter(one.values() if isinstance(one, Mapping) else one))
+    if isinstance(one, Tensor) and one.ndim:
+        return one.shape[0]
+    raise ConfigurationError("a batch begins with a tensor that has an entry for each sample", found=repr(one)[:80])
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """`find_batch_size`, or None."""
+    try:
+        return find_batch_size(data)
+    except ConfigurationError:
+        return None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor."""
+    found: list[torch.device] = []
+    map_movable(data, lambda leaf: found.append(leaf.device) if isinstance(leaf, Tensor) else leaf)
+    return found[0] if found else None
+
+
+def listify(data: Any) -> Any:
+    """The nesting with lists of numbers in place of tensors."""
+    return recursively_apply(
+        lambda one: one.detach().cpu().tolist(), data
+    )  # sync point: a list of numbers is asked for
+
+
+def slice_tensors(data: Any, tensor_slice: Any, process_index: Any = None, num_processes: Any = None) -> Any:
+    """The nesting with ``tensor[tensor_slice]`` in place of each tensor.
+
+    Example:
+        >>> slice_tensors([torch.arange(4)], slice(1, 3))
+        [tensor([1, 2])]
+    """
+    return recursively_apply(lambda one: one[tensor_slice], data)
+
+
+def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
+    """Nestings of the same structure as one, whose tensors are concatenated.
+
+    Raises:
+        ConfigurationError: something is no tensor.
+
+    Example:
+        >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
+        {'x': tensor([1., 0.])}
+    """
+    one = data[0]
+    if isinstance(one, (list, tuple)):
+        return honor_type(one, (concatenate(parts, dim) for parts in zip(*data, strict=True)))
+    if isinstance(one, Mapping):
+        return type(one)({key: concatenate([part[key] for part in data], dim) for key in one})  # type: ignore[call-arg]
+    if not isinstance(one, Tensor):
+        raise ConfigurationError("only tensors are concatenated", found=type(one).__name__)
+    return torch.cat(list(data), dim)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """The nesting with zeros behind each tensor, so that its length along ``dim`` is a multiple of ``num_processes``.
+
+    Args:
+        tensor: the nesting; each tensor is ``batch_size`` long along ``dim``.
+        batch_size: likewise.
+        num_processes: processes that share the batch.
+        dim: along which it is divided.
+
+    Example:
+        >>> pad_input_tensors(torch.ones(3), 3, 2)
+        tensor([1., 1., 1., 0.])
+    """
+
+    def pad(one: Tensor) -> Tensor:
+        shape = list(one.shape)
+        shape[dim] = -batch_size % num_processes
+        return torch.cat([one, one.new_zeros(shape)], dim)
+
+    return recursively_apply(pad, tensor, error_on_other_type=True)
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """The nesting with float32 in place of float16 and bfloat16."""
+    return each_tensor(tensor, to_float32)
+
+
+def convert_outputs_to_fp32(model_forward: _F) -> _F:
+    """Decorator: a forward that returns float32 in place of float16 and bfloat16.
+
+    Example:
+        >>> convert_outputs_to_fp32(lambda x: {"y": x.half()})(torch.ones(1))
+        {'y': tensor([1.])}
+    """
+
+    @wraps(model_forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(model_forward(*args, **kwargs))
+
+    return forward  # type: ignore[return-value]
+
+
+# -- numbers, names and files ------------------------------------------------------------------------------------------
+
+
+def convert_bytes(size: float) -> str:
+    """A number of bytes in words.
+
+    Example:
+        >>> convert_bytes(2048), convert_bytes(3 * 1024**4)
+        ('2.0 KB', '3.0 TB')
+    """
+    for unit in ("bytes", "KB", "MB", "GB", "TB"):
+        if size < 1024:
+            return f"{round(size, 2)} {unit}"
+        size /= 1024
+    return f"{round(size, 2)} PB"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """A number of bytes from ``"5GB"`` or ``"1GiB"``; with a small b (``"8Gb"``) it counts bits.
+
+    Raises:
+        ConfigurationError: it is no such text.
+
+    Example:
+        >>> convert_file_size_to_int("1GiB"), convert_file_size_to_int("8Kb")
+        (1073741824, 1000)
+    """
+    return in_bytes(size, "a file size") // (8 if str(size).endswith("b") else 1)
+
+
+def dtype_byte_size(dtype: Any) -> float:
+    """Bytes of an element.
+
+    Example:
+        >>> dtype_byte_size(torch.float16), dtype_byte_size(torch.bool), dtype_byte_size(CustomDtype.INT4)
+        (2, 0.125, 0.5)
+    """
+    if isinstance(dtype, CustomDtype):
+        return {"fp8": 1, "int4": 0.5, "int2": 0.25}[dtype.value]
+    return 0.125 if dtype is torch.bool else dtype.itemsize
+
+
+def get_pretty_name(obj: Any) -> str:
+    """The name of a function or class, or of an object's class."""
+    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(named, "__qualname__", None) or named.__name__)
+
+
+def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
+    """Put the values of ``source`` into ``destination``, dicts in dicts too.
+
+    Example:
+        >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
+        {'a': {'y': 2, 'x': 1}, 'b': 3}
+    """
+    for key, value in source.items():
+        destination[key] = merge_dicts(value, destination.get(key, {})) if isinstance(value, dict) else value
+    return destination
+
+
+def recursive_getattr(obj: Any, attr: str) -> Any:
+    """``obj.a.b`` for ``"a.b"``."""
+    return reduce(getattr, attr.split("."), obj)
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Whether a process of this machine listens on a port; by default 29500."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        return one.connect_ex(("localhost", int(29500 if port is None else port))) == 0
+
+
+def get_free_port() -> int:
+    """A port on which no process of this machine listens."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
+        one.bind(("", 0))
+        return int(one.getsockname()[1])
+
+
+def check_os_kernel() -> None:
+    """Warn of a Linux kernel older than 5.5, on which processes may hang."""
+    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
+    if platform.system() == "Linux" and found is not None and Version(found[0]) < Version("5.5.0"):
+        warnings.warn(f"processes may hang on Linux {found[0]}; 5.5 or newer is recommended", stacklevel=2)
+
+
+def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
+    """``torch.load`` of tensors and plain data; ``weights_only=False`` reads pickles of a source that you trust."""
+    return torch.load(f, map_location, **{"weights_only": True, **kwargs})
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """What two tensors that share their memory have in common."""
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors of a state dict, contiguous, each memory once, under its first name.
+
+    Example:
+        >>> weight = torch.ones(2)
+        >>> clean_state_dict_for_safetensors({"a": weight, "b": weight})
+        {'a': tensor([1., 1.])}
+    """
+    seen: set[Any] = set()
+    kept: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        if isinstance(value, Tensor):
+            place = id_tensor_storage(value)
+            if place in seen:
+                continue
+            seen.add(place)
+            value = value.contiguous()
+        kept[name] = value
+    return kept
+
+
+# -- the environment ---------------------------------------------------------------------------------------------------
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """1 for "yes", "true", "on", "1", …, 0 for "no", "false", "off", "0", …; with ``to_bool`` True and False.
+
+    Raises:
+        ConfigurationError: another word.
+    """
+    word = value.lower()
+    if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in ("n", "no", "f", "false", "off", "0"):
+        raise ConfigurationError("this is neither yes nor no", found=repr(value), fix="true or false")
+    return (word in yes) if to_bool else int(word in yes)
+
+
+def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
+    """The first of these environment variables that is a number from 0 on."""
+    return next((value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0), default)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Whether an environment variable says yes."""
+    return str_to_bool(os.environ.get(key, str(default))) == 1
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """The text of an environment variable."""
+    return os.environ.get(key, default)
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Those of these modules that are imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
+    """Lines ``KEY=value``, without those that a shell would read in another way.
+
+    Example:
+        >>> convert_dict_to_env_variables({"A": "1", "B": "x; y"})
+        ['A=1\\n']
+    """
+    return [
+        f"{key}={value}\n"
+        for key, value in current_env.items()
+        if key and value and not set(";\n<> ") & set(key + value)
+    ]
+
+
+@contextmanager
+def _restored() -> Iterator[None]:
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Inside, there are no environment variables."""
+    with _restored():
+        os.environ.clear()
+        yield
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Inside, these environment variables, in capitals, have these values.
+
+    Example:
+        >>> with patch_environment(my_flag=1):
+        ...     parse_flag_from_env("MY_FLAG")
+        True
+    """
+    settings = {key.upper(): str(value) for key, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def purge_accelerate_environment(func_or_cls: Any) -> Any:
+    """Decorator of a test, or of a class of them: what it adds to ``ACCELERATE_...`` variables is taken back."""
+    if isinstance(func_or_cls, type):
+        for name, one in vars(func_or_cls).copy().items():
+            if name.startswith("test") and callable(one):
+                setattr(func_or_cls, name, purge_accelerate_environment(one))
+        return func_or_cls
+
+    @wraps(func_or_cls)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = {key: value for key, value in os.environ.items() if key.startswith("ACCELERATE_")}
+        try:
+            return func_or_cls(*args, **kwargs)
+        finally:
+            for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
+                del os.environ[key]
+            os.environ.update(before)
+
+    return call
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Tell transformers that only the main process reads the weights of a model; the others get them by `prepare`."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Tell transformers that every process reads the weights of a model."""
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
+
+
+@dataclass
+class CPUInformation:
+    """This process among those of its launcher."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """This process among those of its launcher."""
+    here = Environment.detect()
+    return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The kind of accelerator of this machine ("cuda" where there is none), and Accelerate's word for several."""
+    found = present_accelerator()
+    kind = "cuda" if found is None else found.type
+    return kind, several_on(kind)
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """The names of this machine's CUDA devices, and how many there are."""
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return names, len(names)
+
+
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current CUDA device computes in fp8 (Ada, Hopper and newer)."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether this machine's GPUs exchange data directly; those of the RTX 4000 series do not."""
+    return not any("RTX 40" in name for name in get_gpu_info()[0]) or get_gpu_info()[1] < 2
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made it."""
+    return isinstance(module, OptimizedModule)
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` made a part of it, or compiled a part in place."""
+    return any(
+        isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
+        for part in module.modules()
+        if part is not module or part._modules
+    )
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether a parameter is divided among processes."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: nn.Module) -> int | None:
+    """Among how many processes transformers divided the layers of a model."""
+    config = getattr(getattr(model, "config", None), "distributed_config", None)
+    found = getattr(model, "tp_size", None)
+    if found is None:
+        found = config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+    return found
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Every module of a model, the model last; with ``return_fqns`` pairs of name and module."""
+    ordered: list[tuple[str, nn.Module]] = []
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        path, module = waiting.pop()
+        ordered.append((path, module))
+        waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+    return [pair if return_fqns else pair[1] for pair in reversed(ordered)]
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Whether it is a model of the ``peft`` library."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
+
+
+def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
+    """A gradient scaler for this machine's accelerator."""
+    return torch.amp.GradScaler(get_current_device_type()[0], **kwargs)
