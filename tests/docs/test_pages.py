@@ -16,7 +16,9 @@ import pytest
 from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("README.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md"), *ROOT.glob("docs/migrate/*.md")]
+)
 BLOCK = re.compile(r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```", re.M | re.S)
 
 
@@ -33,7 +35,12 @@ def scripts(text: str) -> list[tuple[int, str]]:
     return found
 
 
-LONG = ("check_strategy(", '"nf4"', "Float8Precision(")  # several ranks, or a vendor's library to import
+LONG = (
+    "check_strategy(",
+    '"nf4"',
+    "Float8Precision(",
+    "transformers",
+)  # several ranks, or a vendor's library to import
 CASES = [
     pytest.param(
         source,
