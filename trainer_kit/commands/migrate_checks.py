@@ -16,9 +16,10 @@ from trainer_kit.commands.migrate_names import reason
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.errors import TrainerKitError, did_you_mean
+from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.registry import PRECISIONS, STRATEGIES
-from trainer_kit.core.signatures import takes
+from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.trainer import Trainer
 
@@ -114,18 +115,22 @@ def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) 
         if value is None and not isinstance(member, ast.Assign):
             continue
         try:
-            types.new_class(name, bases, {}, lambda space, item=(attribute, value): space.update([item]))  # type: ignore[misc]
-        except TrainerKitError as error:
-            yield member, Answer("hook", *reason(error))
+            wrong = _refused_member(name, bases, attribute, value)
         except TypeError:  # bases that go together only with the user's own
             return
-        else:
-            if (
-                value is not None
-                and issubclass(bases[0], TrainModule)
-                and (wrong := _uncallable(name, attribute, value))
-            ):
-                yield member, wrong
+        if wrong is not None:
+            yield member, wrong
+
+
+def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) -> Answer | None:
+    """Why the library refuses one member of a class, when the class is created or when an object of it is used."""
+    try:
+        made = types.new_class(owner, bases, {}, lambda space: space.update({"__module__": "migrated", name: value}))
+        if specifications := [one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)]:
+            check_hooks(made, *specifications)
+    except TrainerKitError as error:
+        return Answer("hook", *reason(error))
+    return _uncallable(owner, name, value) if inspect.isfunction(value) and issubclass(made, TrainModule) else None
 
 
 def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
