@@ -209,7 +209,7 @@ def test_parts_by_class_path_and_every_verb(script, tmp_path):
     assert ran[3]["result"] == [[4, 2]] * 4
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
     (tmp_path / "two.yaml").write_text("trainer: {devices: 2, accelerator: cpu, max_epochs: 1, logger: csv}\n")
     ran = found(script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false", anew=True))

@@ -70,6 +70,14 @@ print(f"rank {trainer.global_rank} of {trainer.world_size} step {trainer.global_
 """
 
 
+PLAIN = """
+import os, signal, sys, time
+
+if os.environ["RANK"] == sys.argv[2]:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+
 ENGINE = """
 import os
 import torch
@@ -100,6 +108,9 @@ print(f"{accelerator.process_index} of {accelerator.num_processes} {kind} {type(
 def _scripts(tmp_path: Path) -> None:
     Path("raw.py").write_text(RAW)
     Path("fit.py").write_text(TRAINER)
+    Path("plain.py").write_text(PLAIN)
+    Path("hello.sh").write_text('#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $1 $A"\nexit $2\n')
+    Path("hello.sh").chmod(0o755)
 
 
 def environ() -> dict[str, str]:
@@ -196,20 +207,22 @@ def test_two_processes_with_a_configuration() -> None:
     ]
 
 
-@pytest.mark.slow
 def test_a_trainer_on_two_processes_as_a_module() -> None:
     code, out, err = launch("--cpu", "--num_processes=2", "-q", "-m", "fit")
     assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
 
 
-@pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "kind", "wraps"),
     [
         (["--config_file", "fsdp2.yaml", "--cpu", "--tee", "3", "--role", "worker"], "FSDP", "FSDPTiny"),
-        (["--cpu", "--use_deepspeed", "--num_processes", "2", "--env", "NCCL_DEBUG=INFO"], "DEEPSPEED", "EngineModule"),
+        pytest.param(
+            ["--cpu", "--use_deepspeed", "--num_processes", "2", "--env", "NCCL_DEBUG=INFO"],
+            "DEEPSPEED",
+            "EngineModule",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_an_engine_on_the_cpu_is_that_engine(words: list[str], kind: str, wraps: str) -> None:
@@ -229,10 +242,7 @@ def test_an_engine_on_the_cpu_is_that_engine(words: list[str], kind: str, wraps:
     assert not list(Path("logs").rglob("error.json"))
 
 
-@pytest.mark.slow
 def test_a_program_of_any_language() -> None:
-    Path("hello.sh").write_text('#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $1 $A"\nexit $2\n')
-    Path("hello.sh").chmod(0o755)
     shared = ("--no_python", "--env", "A=1")
     code, out, err = launch("--cpu", "--num_processes", "2", *shared, "./hello.sh", "x", "0")
     assert (code, err, sorted(out.splitlines())) == (0, "", ["shell 0 of 2: x 1", "shell 1 of 2: x 1"])
@@ -240,7 +250,6 @@ def test_a_program_of_any_language() -> None:
     assert (code, out) == (3, "shell  of : -q 1\n")
 
 
-@pytest.mark.slow
 def test_a_variable_before_what_a_wizard_wrote_unasked() -> None:
     file = Path("huggingface/accelerate/default_config.yaml")
     file.parent.mkdir(parents=True)
@@ -256,17 +265,15 @@ def test_a_variable_before_what_a_wizard_wrote_unasked() -> None:
     assert re.search(rf"^debug +true +{re.escape(said[12:-1])}$", output, re.M)
 
 
-@pytest.mark.slow
 def test_accelerates_default_file_is_read_and_named() -> None:
     file = Path("huggingface/accelerate/default_config.yaml")
     file.parent.mkdir(parents=True)
     file.write_text("use_cpu: true\ndistributed_type: MULTI_CPU\nnum_processes: 2\n")
-    code, out, err = launch("raw.py")
+    code, out, err = launch("--no_python", "./hello.sh", "x", "0")
     assert (code, err) == (0, f"trainer-kit: configuration from {file.absolute()}\n")
-    assert len(out.splitlines()) == 2
+    assert sorted(out.splitlines()) == ["shell 0 of 2: x ", "shell 1 of 2: x "]
 
 
-@pytest.mark.slow
 def test_one_rank_killed() -> None:
     with start("--cpu", "--num_processes", "2", "raw.py", "wait") as agent:
         ranks_that_listen_to_nobody_outside([agent], processes=3)
@@ -277,7 +284,7 @@ def test_one_rank_killed() -> None:
     assert "after it: rank 0 stopped" in err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
     (code, out, err), (other_code, other_out, other_err) = on_two_machines("--num_processes", "4", "raw.py")
@@ -286,9 +293,9 @@ def test_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (sorted(out.splitlines()), sorted(other_out.splitlines())) == (said[:2], said[2:])
 
 
-@pytest.mark.slow
-def test_one_rank_killed_on_one_of_two_machines() -> None:
-    (code, _, err), (other_code, _, other_err) = on_two_machines("--num_processes", "2", "raw.py", "kill", "1")
+@pytest.mark.parametrize("script", ["plain.py", pytest.param("raw.py", marks=pytest.mark.long)])
+def test_one_rank_killed_on_one_of_two_machines(script: str) -> None:
+    (code, _, err), (other_code, _, other_err) = on_two_machines("--num_processes", "2", script, "kill", "1")
     assert code == other_code == 128 + signal.SIGKILL
     for told in (err, other_err):
         assert re.search(r"^rank 1 of 2 failed \(.*\): killed by SIGKILL", told, re.M)
@@ -363,7 +370,7 @@ def test_one_task_of_slurm_for_each_process_needs_no_options() -> None:
     assert all_out(tasks) == said
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
     words = ("--cpu", "--num_processes", "4", "raw.py")
     one = {"TRAINER_KIT_RUN_TOKEN": "one for both nodes"}
@@ -373,7 +380,7 @@ def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mpi_needs_no_options() -> None:
     port = str(free_port())
     tasks = [start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)]

@@ -327,7 +327,7 @@ class Stopping(Dataset[int]):
         return index
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
 def test_stop_iteration_from_a_dataset_is_an_error(workers: int) -> None:
     feed = Feed(DataLoader(Stopping(), batch_size=2, num_workers=workers))
     batches = feed.epoch(0)

@@ -150,6 +150,7 @@ def test_a_logger_that_blocks_for_ever_costs_no_step(tmp_path, capsys, method, r
     assert logger.values == expected_values
 
 
+@pytest.mark.long
 def test_a_close_that_blocks_ends_within_ten_seconds(tmp_path, released):
     def fault(name, count):
         if name == "finalize":

@@ -83,7 +83,7 @@ def test_evaluations_are_watched(programs, tmp_path, stage):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["sleep", "stop"])
+@pytest.mark.parametrize("fault", ["sleep", pytest.param("stop", marks=pytest.mark.long)])
 def test_rank_0_hangs(programs, tmp_path, fault):
     """It serves the store of the ranks here, which does not answer either where the process is stopped."""
     hangs, waits = programs.run_ranks(2, HERE / "fit.py", fault, str(LIMIT), "0")

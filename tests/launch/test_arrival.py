@@ -48,7 +48,7 @@ def started(
     return made
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "world", "missing"), [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")]
 )

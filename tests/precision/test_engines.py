@@ -99,14 +99,23 @@ def check(strategy: str, names: list[str], directory: Path) -> None:
             assert moved > 10 * atol or name.startswith("bf16")
 
 
-NAMES = ["nf4", "nf4-dq", "fp4", "fp4-dq", "int8", "int8-training", "qat", "fp8", "bf16-true", "bf16-mixed", "16-mixed"]
+NAMES = ["nf4-dq", "int8-training", "qat", "fp8", "bf16-true"]
+OTHERS = ["nf4", "fp4", "fp4-dq", "int8"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(250)
 @pytest.mark.world_size(2, timeout=240)
 def test_ddp(tmp_path: Path) -> None:
-    check("ddp", [name for name in NAMES if not name.endswith("mixed")], tmp_path)  # those are held elsewhere
+    check("ddp", NAMES, tmp_path)  # autocast is held elsewhere
+
+
+@pytest.mark.long
+@pytest.mark.timeout(250)
+@pytest.mark.world_size(2, timeout=240)
+@pytest.mark.parametrize(("strategy", "names"), [("ddp", OTHERS), ("fsdp", [*OTHERS, "bf16-mixed"])])
+def test_other_precisions(strategy: str, names: list[str], tmp_path: Path) -> None:
+    check(strategy, names, tmp_path)
 
 
 class Built(tk.TrainModule):
@@ -126,7 +135,7 @@ class Built(tk.TrainModule):
 @pytest.mark.timeout(250)
 @pytest.mark.world_size(2, timeout=240)
 def test_fsdp(tmp_path: Path) -> None:
-    check("fsdp", NAMES, tmp_path)
+    check("fsdp", [*NAMES, "16-mixed"], tmp_path)
     alone = fit(Net(3, True), "nf4-dq", 8, devices=1)
     built = fit(Built(), "nf4-dq", 4, strategy="fsdp", devices=2)
     for key, value in alone.items():
