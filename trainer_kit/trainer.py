@@ -95,7 +95,8 @@ class Trainer(Session):
         enable_autolog_hparams: whether loggers get what ``save_hyperparameters`` keeps.
         plugins: a precision object.
         sync_batchnorm: convert batch norms; on accelerators only.
-        reload_dataloaders_every_n_epochs: refused unless 0.
+        reload_dataloaders_every_n_epochs: call ``train_dataloader()`` and ``val_dataloader()`` again before every so
+            many epochs; 0: once a fit.
         default_root_dir: where runs are written (default: the working directory). A URL that fsspec knows takes the
             checkpoints; loggers stay on this machine.
         max_duration: a limit in any unit.
@@ -186,7 +187,7 @@ class Trainer(Session):
     ) -> None:
         self.arguments = plain_arguments(locals())
         callbacks = as_list(callbacks, Callback)
-        _refuse(resume=resume, reload_dataloaders_every_n_epochs=reload_dataloaders_every_n_epochs)
+        _refuse(resume, reload_dataloaders_every_n_epochs)
         settings = make_settings(
             fast_dev_run=fast_dev_run,
             max_epochs=max_epochs,
@@ -409,18 +410,18 @@ class Trainer(Session):
         return register
 
 
-def _refuse(resume: Any, reload_dataloaders_every_n_epochs: int) -> None:
+def _refuse(resume: Any, reload_every: Any) -> None:
     if resume not in (None, "auto"):
         raise ConfigurationError(
             'resume is "auto" or None',
             found=f"resume={resume!r}",
             fix=f"{did_you_mean(str(resume), ['auto'])}; a checkpoint is given to fit(ckpt_path=...)",
         )
-    if reload_dataloaders_every_n_epochs:
+    if isinstance(reload_every, bool) or not isinstance(reload_every, int) or reload_every < 0:
         raise ConfigurationError(
-            "loaders are built once a fit",
-            found=f"reload_dataloaders_every_n_epochs={reload_dataloaders_every_n_epochs}",
-            fix="change the dataset in on_train_epoch_start, or pass an iterable that reloads by itself",
+            "loaders are made again after a whole number of epochs",
+            found=f"reload_dataloaders_every_n_epochs={reload_every!r}",
+            fix="1 for each epoch, 0 for once a fit",
         )
 
 

@@ -358,3 +358,110 @@ def test_two_spawned_processes_reduce():
     trainer.fit(module, DATA[:2])
     assert module.seen.tolist() == [0.5, 3.0, 2.0]
     assert trainer.device_ids == [0, 1]
+
+
+class Reloads(Validates):
+    """Has other data in each epoch, and an epoch more batches than the one before."""
+
+    def __init__(self, last=None):
+        super().__init__()
+        self.asked, self.read, self.validated, self.last = [], [], [], last
+
+    def train_dataloader(self):
+        self.asked.append(self.current_epoch)
+        rows = torch.full((4 * (self.current_epoch + 2), 32), float(self.current_epoch + 1))
+        return DataLoader(rows, batch_size=4)
+
+    def val_dataloader(self):
+        return DataLoader(torch.full((4, 32), float(self.current_epoch + 1)), batch_size=4)
+
+    def training_step(self, batch, batch_idx):
+        self.read.append(batch[0, 0].item())
+        if self.last is not None and self.global_step == self.last:
+            raise ArithmeticError
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(batch[0, 0].item())
+
+
+@pytest.mark.parametrize(
+    ("every", "asked", "read", "validated"),
+    [
+        (0, [0], [1, 1] * 4, [1] * 4),
+        (1, [0, 1, 2, 3], [1] * 2 + [2] * 3 + [3] * 4 + [4] * 5, [1, 2, 3, 4]),
+        (2, [0, 2], [1] * 4 + [3] * 8, [1, 1, 3, 3]),
+    ],
+)
+def test_loaders_are_made_again_every_n_epochs(every, asked, read, validated):
+    module = Reloads()
+    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": every}
+    trainer = tk.Trainer(**options, max_epochs=4)
+    trainer.fit(module)
+    assert module.asked == asked
+    assert module.read == read
+    assert module.validated == validated
+    assert trainer.num_training_batches == read.count(read[-1]) // (2 if every == 2 else 4 if not every else 1)
+    assert trainer.global_step == len(read)
+
+
+def test_a_fraction_of_an_epoch_follows_its_new_length():
+    module = Reloads()
+    options = QUIET | {"num_sanity_val_steps": 0, "val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 2}
+    tk.Trainer(**options, max_epochs=4).fit(module)
+    assert module.validated == [1, 1, 1, 1, 3, 3, 3, 3]
+
+
+@pytest.mark.parametrize("last", [5, 7])  # at the start of the third epoch, and inside it
+def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path, last):
+    options = QUIET | {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4, "default_root_dir": tmp_path}
+
+    def trained(module, **fit):
+        keeps = tk.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+        trainer = tk.Trainer(**options, callbacks=[keeps])
+        trainer.fit(module, **fit)
+        return module
+
+    tk.seed_everything(3)
+    whole = trained(Reloads())
+    tk.seed_everything(3)
+    with pytest.raises(ArithmeticError):
+        trained(Reloads(last))
+    resumed = trained(Reloads(), ckpt_path=tmp_path / "kept" / f"step-{last:08d}")
+    assert resumed.asked[0] == 2
+    assert resumed.read == whole.read[last:]
+    assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+def test_loaders_that_were_passed_stay():
+    module = Reloads()
+    tk.Trainer(**QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=2).fit(module, DATA)
+    assert (module.asked, len(module.read)) == ([], 6)
+
+
+def test_a_new_loader_may_be_of_another_kind():
+    class Changes(Reloads):
+        def train_dataloader(self):
+            if self.current_epoch == 1:
+                return DATA
+            return DataLoader(torch.randn(8, 32), batch_size=4, num_workers=self.current_epoch // 2)
+
+    trainer = tk.Trainer(**QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=3)
+    trainer.fit(Changes())
+    assert trainer.global_step == 2 + 3 + 2
+
+
+def test_a_guard_cannot_go_back_to_other_loaders():
+    trainer = tk.Trainer(
+        **QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=2, callbacks=[tk.callbacks.NaNGuard()]
+    )
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)NaNGuard cannot go back.*loaders that change"):
+        trainer.fit(Reloads())
+
+
+@pytest.mark.slow
+def test_two_processes_divide_each_new_loader():
+    options = {"barebones": True, "accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
+    trainer = tk.Trainer(**options, reload_dataloaders_every_n_epochs=1, max_epochs=4)
+    trainer.fit(Reloads())
+    assert trainer.global_step == 1 + 2 + 2 + 3  # 8, 12, 16 and 20 samples in batches of 4 on each rank

@@ -47,7 +47,7 @@ FORMER_ARGUMENTS: Final = {
     "automatic_optimization": "self.automatic_optimization = {value} in the module's __init__",
     "enable_pl_optimizer": "leave it out",
     "truncated_bptt_steps": "automatic_optimization = False, and split the sequence in training_step",
-    "reload_dataloaders_every_epoch": "change the dataset in on_train_epoch_start",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs=1",
     "multiple_trainloader_mode": "trainer.fit(module, CombinedLoader(loaders, mode={value}))",
     "terminate_on_nan": "leave it out: a loss that is not finite ends the run; detect_anomaly=True names the operation",
     "print_nan_grads": "detect_anomaly=True",

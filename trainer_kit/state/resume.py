@@ -218,7 +218,7 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
         known = read_manifest(path)["parts"]
         return {
             **dict.fromkeys(known),
-            **read_checkpoint(path, parts=[part for part in ("callbacks", "seed") if part in known]),
+            **read_checkpoint(path, parts=[part for part in ("callbacks", "progress", "seed") if part in known]),
         }
 
     return fail_together(strategy.world, read)

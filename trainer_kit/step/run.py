@@ -129,6 +129,7 @@ class Fit:
         deferred: whether the line about a stop request before ``min_epochs`` or ``min_steps`` was printed.
         trained: whether a step is known to have had a gradient on any rank.
         guard: what a step that is not finite leads to; None: an error.
+        reload: called before each epoch: gets the loaders from the user again where they are due; None: they stay.
         id: in the info of its checkpoints; "" where the run has no record.
     """
 
@@ -169,6 +170,7 @@ class Fit:
     trained: bool = False
     id: str = ""
     guard: StepGuard | None = None
+    reload: Callable[[], None] | None = None
 
     def wake(self) -> None:
         """Settle at the end of this step."""

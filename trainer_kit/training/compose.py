@@ -58,6 +58,7 @@ __all__ = [
     "compose_evaluation",
     "compose_fit",
     "prepare_data",
+    "reload_loaders",
     "trainable_in_eval",
     "training_bytes",
 ]
@@ -163,8 +164,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         if manual
         else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
     )
-    move, may_prefetch = mover(module, datamodule, strategy, precision)
-    prefetch = None if move is None or feed.draws or not may_prefetch else _prefetch(move, strategy.device)
+    move, prefetch = _movement(trainer, module, datamodule, feed)
     micro = _micro(trainer, module, bus, stepper, step, manual)
     micro.move = move if prefetch is None else None
     windows = _windows(trainer, module, feed, micro, limit, prefetch)
@@ -251,6 +251,8 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
         if strategy.owns_step or strategy.keeps_gradients or strategy.per_rank_state or strategy.names_on_all_ranks()
         else "a loader that can be read only once"
         if run.windows.feed.once
+        else "loaders that change between epochs"
+        if trainer.reload_dataloaders_every_n_epochs
         else None
     )
     if cannot is not None:
@@ -311,6 +313,27 @@ def _windows(
     )
     windows.length = trainer.accumulation
     return windows
+
+
+def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any) -> None:
+    """Between two epochs, call the hooks that make the loaders again, and train on what they return."""
+    settings, strategy, windows = trainer.settings, trainer.strategy, run.windows
+    trainer.forget_loaders()
+    feed, limit = training_feed(trainer.load_train(), settings, strategy.data, trainer.data_seed, trainer.accumulation)
+    (limit,) = agreed_limits([limit], strategy.data)
+    if trainer.metrics.feed is not None:
+        trainer.metrics.feed = feed
+    windows.feed, windows.limit = feed, limit
+    move, windows.ahead = _movement(trainer, run.module, datamodule, feed)
+    run.micro.move = move if windows.ahead is None else None
+    trainer.num_training_batches = float("inf") if limit is None else limit
+    trainer.train_batch_samples = feed.samples(0)
+    made = None if run.validation is None else _validation(trainer, run.module, datamodule, val_loaders, run.bus)
+    if run.validation is not None and made is not None:
+        run.validation.feeds, run.validation.limits = made.feeds, made.limits
+        trainer.num_val_batches = [float("inf") if one is None else one for one in made.limits]
+    run.schedule.batches = limit
+    run.schedule.validate_every = _schedule(settings, limit, run.validation, strategy.world.size).validate_every
 
 
 def _report_length(trainer: Session, feed: Feed, limit: int | None) -> None:
@@ -401,6 +424,15 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
     micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
     stepper.window = micro
     return micro
+
+
+def _movement(
+    trainer: Session, module: Any, datamodule: Any, feed: Feed
+) -> tuple[Callable[..., Any] | None, Callable[[Iterable[Any]], Iterator[Any]] | None]:
+    """What moves a batch to the device, and what moves batches ahead of time; None where there is nothing to do."""
+    strategy = trainer.strategy
+    move, may_prefetch = mover(module, datamodule, strategy, trainer.precision_plugin)
+    return move, None if move is None or feed.draws or not may_prefetch else _prefetch(move, strategy.device)
 
 
 def _prefetch(move: Callable[[Any], Any], device: torch.device) -> Callable[[Iterable[Any]], Iterator[Any]]:

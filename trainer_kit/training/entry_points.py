@@ -69,6 +69,7 @@ from trainer_kit.training.compose import (
     compose_evaluation,
     compose_fit,
     prepare_data,
+    reload_loaders,
     trainable_in_eval,
 )
 from trainer_kit.training.loaders import find_loaders
@@ -257,6 +258,9 @@ class EntryPoint:
         if state is not None and files.seed is None:
             files.data_seed = state.get("seed", files.data_seed)
         self._tune(state, weights_only)
+        every = trainer.reload_dataloaders_every_n_epochs
+        if every and state is not None and not weights_only:
+            trainer.progress.load_state_dict(state["progress"])  # loaders may depend on the epoch
         loaders = trainer.load_train()
         if loaders is None:
             raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
@@ -270,6 +274,8 @@ class EntryPoint:
         run.schedule.mark_checked(run.progress)  # of a fit that continues the counts of the last one
         if state is not None and path is not None:
             self._restore(run, read_rest(state, path, weights_only, trainer.strategy, module), found)
+        if every and self.loaders is None:
+            run.reload = self._reload(run, val_loaders, every)
         if run.checkpoints:
             _dry_run(trainer, run)
         run.requests.wake = run.wake
@@ -284,6 +290,19 @@ class EntryPoint:
                 hook()
         self._check_sanity(run)
         return run
+
+    def _reload(self, run: Fit, val_loaders: Any, every: int) -> Callable[[], None]:
+        """What gets the loaders again before every so many epochs; those of the first epoch have just been made."""
+        progress, datamodule = run.progress, self.datamodule
+        last = progress.epoch
+
+        def reload() -> None:
+            nonlocal last
+            if progress.epoch >= last + every and not progress.epoch_batch:
+                last = progress.epoch
+                reload_loaders(self.trainer, run, datamodule, val_loaders)
+
+        return reload
 
     def _tune(self, state: Mapping[str, Any] | None, weights_only: bool) -> None:
         """Let callbacks set values of module and data, from which loaders and optimizers are made after this.

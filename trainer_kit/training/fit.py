@@ -80,6 +80,8 @@ def _repeated(run: Fit) -> Iterator[None]:
 
 
 def _begin_epoch(run: Fit) -> None:
+    if run.reload is not None:
+        run.reload()
     run.micro.index = -1
     run.since = time.monotonic()
     run.schedule.start_epoch(run.progress)
