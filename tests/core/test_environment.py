@@ -138,6 +138,7 @@ def test_mpi() -> None:
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({**TORCHRUN, "MASTER_PORT": "0"}, "--standalone"),
         ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n"}, "LOCAL_WORLD_SIZE"),
         ({**SLURM, "SLURM_NODEID": "3"}, "SLURM_NODEID=3"),
         ({**SLURM, "SLURM_LOCALID": "2"}, "SLURM_LOCALID=2"),

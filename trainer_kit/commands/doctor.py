@@ -22,8 +22,9 @@ import click
 
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.display import in_units, mask_secrets
+from trainer_kit.core.environment import usable_cores
 from trainer_kit.core.errors import TrainerKitError
-from trainer_kit.report.environment import backends, describe_environment, usable_cores
+from trainer_kit.report.environment import backends, describe_environment
 
 __all__ = ["Finding", "doctor", "env"]
 

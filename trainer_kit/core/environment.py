@@ -21,6 +21,7 @@ __all__ = [
     "first_host",
     "list_devices",
     "pick_device",
+    "usable_cores",
 ]
 
 _Source = Literal["plain", "torchrun", "slurm", "mpi"]
@@ -101,13 +102,18 @@ class Environment:
             0 <= found.rank < found.world_size
             and 0 <= found.local_rank < found.local_world_size <= found.world_size
             and 0 <= found.node_rank < found.world_size
-            and 0 < found.master_port < 65536
         )
         if not inside:
             raise LaunchError(
                 "the rank environment contradicts itself",
                 found=variables.seen(),
                 fix="start every process with the same launcher (torchrun or srun), or unset these variables",
+            )
+        if not 0 < found.master_port < 65536:  # torchrun hands its --master-port 0 on; no rank finds another there
+            raise LaunchError(
+                "the ranks cannot meet at this port",
+                found=variables.seen(),
+                fix="choose a free port, as in --master-port 29500; torchrun --standalone chooses one by itself",
             )
         return found
 
@@ -254,6 +260,11 @@ def first_host(hosts: str) -> str:
     if not name:
         raise LaunchError("no host can be read from SLURM's list", found=repr(hosts))
     return name
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _accelerator() -> str | None:

@@ -25,7 +25,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from trainer_kit.core.environment import START_DIRECTORY, Environment
+from trainer_kit.core.environment import START_DIRECTORY, Environment, usable_cores
 from trainer_kit.core.errors import LaunchError
 from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
 from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
@@ -191,8 +191,7 @@ def run_ranks(
 
 
 def _environment(nproc: int, machines: Machines, extra: Mapping[str, str]) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    defaults = {"OMP_NUM_THREADS": str(max(1, usable_cores() // nproc))}
     # The ranks listen only on the interface of machine 0's address: a single machine is not reachable from outside.
     interface = interface_of(machines.address)
     if interface is not None:

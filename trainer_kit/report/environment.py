@@ -11,8 +11,9 @@ from functools import cache
 from typing import Any, Final
 
 from trainer_kit.core.display import mask_secrets
+from trainer_kit.core.environment import usable_cores
 
-__all__ = ["backends", "describe_environment", "usable_cores"]
+__all__ = ["backends", "describe_environment"]
 
 _PACKAGES: Final = (
     "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
@@ -79,11 +80,6 @@ def _variables() -> Iterator[tuple[str, Any]]:
     set_here = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     for name, value in sorted(mask_secrets(set_here).items()):
         yield f"${name}", value
-
-
-def usable_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def backends(*names: str) -> list[str]:
