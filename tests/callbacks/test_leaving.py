@@ -111,6 +111,19 @@ def test_a_signal(tmp_path: Path, source: Any) -> None:
     assert preemption.reason == "SIGUSR2"
 
 
+def test_the_second_source_of_the_same_event_does_not_end_the_save(tmp_path: Path) -> None:
+    preemption = Preemption([signal.SIGUSR2, tmp_path / "now"], every=0.05)
+
+    def both() -> None:
+        signal.raise_signal(signal.SIGUSR2)
+        (tmp_path / "now").touch()
+        while any(thread.name == "preemption" for thread in threading.enumerate()):  # until it has seen the file
+            time.sleep(0.01)
+
+    assert run(preemption, tmp_path, both) == 2
+    assert preemption.reason == "SIGUSR2"
+
+
 def test_a_signal_that_every_run_listens_to(tmp_path: Path) -> None:
     """A source of its own for SIGTERM called itself without end, where no step was running."""
 

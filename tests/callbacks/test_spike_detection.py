@@ -12,7 +12,7 @@ from torch import nn
 
 import trainer_kit as tk
 from tests.parity.plain import Batch, Classifier, assert_same, make_batches, make_net, sgd, train
-from trainer_kit.callbacks import ModelCheckpoint, ReplayCheck, SpikeDetection
+from trainer_kit.callbacks import ModelCheckpoint, NaNGuard, ReplayCheck, SpikeDetection
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
 QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -59,6 +59,30 @@ def test_a_resumed_run_remembers_the_mean(tmp_path: Path) -> None:
     trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[detection], **RUN)
     trainer.fit(Spiking(9), make_batches(20), ckpt_path=tmp_path / "step-00000008")
     assert list(detection.spikes) == [10], "nine steps were judged before"
+
+
+def test_memory_of_a_loss_that_is_written_again_is_no_spike() -> None:
+    class Reusing(Spiking):
+        kept: Any = None
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            if self.kept is not None:
+                self.kept.detach().zero_()  # as a compiled step does with its outputs
+            self.kept = super().training_step(batch, batch_idx)
+            return self.kept
+
+    detection = SpikeDetection()
+    train(Reusing(-1), make_batches(16), callbacks=[detection], log_every_n_steps=4, **RUN)
+    assert detection.spikes == {}
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("by", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_left_to_the_guard(k: int, by: float) -> None:
+    detection, guard = SpikeDetection(), NaNGuard("skip")
+    options = {**RUN, "accumulate_grad_batches": k, "log_every_n_steps": 4}
+    train(Spiking(6, by), make_batches(16), callbacks=[detection, guard], **options)
+    assert (guard.skipped_steps, detection.spikes) == ([6 // k + 1], {})
 
 
 def test_wrong_arguments() -> None:

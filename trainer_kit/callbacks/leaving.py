@@ -118,13 +118,13 @@ class Preemption(Callback):
         self._signals = [found for found in map(_signal, self.sources) if found is not None and found not in known]
         self._looks = [look for look in map(self._look, self.sources) if look is not None]
         self._before: dict[signal.Signals, Any] = {}
-        self._over = threading.Event()
+        self._over, self._fired = threading.Event(), threading.Lock()
         self._thread: threading.Thread | None = None
         self.reason: str | None = None
         """What fired, or None."""
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        self.reason = None
+        self.reason, self._fired = None, threading.Lock()
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         for number in self._signals if threading.current_thread() is threading.main_thread() else ():
@@ -139,6 +139,7 @@ class Preemption(Callback):
 
     def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self._over.set()
+        self._fired.acquire(blocking=False)  # a thread that still waits for an answer sends nothing
         if self._thread is not None:
             self._thread.join(timeout=self.every)
             self._thread = None
@@ -147,17 +148,26 @@ class Preemption(Callback):
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: Any) -> None:
-        self.reason = signal.Signals(number).name
-        signal.raise_signal(signal.SIGTERM)
+        if self._is_first(signal.Signals(number).name):
+            signal.raise_signal(signal.SIGTERM)
+
+    def _is_first(self, reason: str) -> bool:
+        """Note the first source that fires; a signal of the second would end the run without waiting for its save."""
+        if not self._fired.acquire(blocking=False):
+            return False
+        self.reason = reason
+        return True
 
     def _watch(self, say: Callable[..., None]) -> None:
         while True:
             for look, number in self._looks:
-                self.reason = look()
-                if self.reason is not None:
-                    say(f"preemption: {self.reason}")
+                reason = look()
+                if reason is None:
+                    continue
+                if self._is_first(reason):
+                    say(f"preemption: {reason}")
                     os.kill(os.getpid(), number)  # its handler runs in the main thread
-                    return
+                return
             if self._over.wait(self.every):
                 return
 

@@ -29,8 +29,8 @@ class NaNGuard(Callback):
 
     Args:
         policy: ``"raise"``; ``"skip"``: leave out the step, as if its batches were not in the data; ``"rollback"``:
-            leave out ``n`` steps before it, too. A step that is left out counts in ``global_step``; learning rate
-            schedules do not advance in it.
+            leave out ``n`` steps before it, too; after a resume those since its checkpoint at most. A step that is left
+            out counts in ``global_step``; learning rate schedules do not advance in it.
         n: how many steps before the bad one ``"rollback"`` leaves out.
         max_skips: so many bad steps may be left out in one run; the next one is an error.
 

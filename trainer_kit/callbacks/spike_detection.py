@@ -84,6 +84,7 @@ class SpikeDetection(Callback):
         self._recent = deque(state_dict["recent"], maxlen=self.window)
         self._judged, self.spikes = state_dict["judged"], dict(state_dict["spikes"])
         self._kept = [(step, torch.tensor(loss)) for step, loss in state_dict["kept"]]
+        self._window.clear()  # of a step that `NaNGuard` has left
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
@@ -102,11 +103,13 @@ class SpikeDetection(Callback):
 
     def _judge(self, trainer: TrainerLike) -> None:
         for step, loss in self._losses(trainer):
+            if not math.isfinite(loss):
+                continue  # every run looks for these, and `NaNGuard` may train without them
             self._judged += 1
             mean = sum(self._recent) / len(self._recent) if self._recent else loss
             worse = loss - mean if self.mode == "min" else mean - loss
             spike = worse > self.rtol * abs(mean) and (self.atol is None or worse > self.atol)
-            if (spike and self._judged > self.warmup) or not math.isfinite(loss):
+            if spike and self._judged > self.warmup:
                 self._act(trainer, step, loss, mean)
             else:
                 self._recent.append(loss)

@@ -190,14 +190,14 @@ class MicroBatches:
         kept = self.loss = output.detach().clone()  # its memory may be written again: by its user, by a compiled step
         self.losses.append((kept, self.started, self.index))
         if self.wants_outputs:
-            self.outputs = {"loss": output.detach()}
+            self.outputs = {"loss": kept.clone()}  # hooks may keep it, and write into it
         self.contributed = True
         return output if self.factors is None else output * self.factors[index]
 
     def _weighed(self, loss: Tensor, output: Any, index: int, name: str | None = None) -> Tensor:
         self.note(loss)
         if self.wants_outputs:
-            self.outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach()}
+            self.outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach().clone()}
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
