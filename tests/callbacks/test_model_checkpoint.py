@@ -651,7 +651,7 @@ def test_the_error_for_two_alike_names_what_to_change():
         ("run/checkpoints/last.ckpt", 'pass "last": it is a name in the index'),
         ("elsewhere/best-v1.ckpt", 'pass "best": it is a name in the index'),
         ("run/checkpoints/step-00000005", "did you mean run/checkpoints/step-00000004?"),
-        ("step-00000004.ckpt", "did you mean .*/run/checkpoints/step-00000004?"),
+        ("step-00000004.ckpt", "pass .*/run/checkpoints/step-00000004: a checkpoint is a directory"),
         ("unlike", 'pass "last", or one of: .*/run/checkpoints/step-00000004$'),
     ],
 )

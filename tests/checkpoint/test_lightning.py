@@ -307,7 +307,7 @@ def test_paths_of_files_name_the_directory(kept, tmp_path):
         Net.load_from_checkpoint(tmp_path / "kept" / "last.ckpt")
     with pytest.raises(CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"):
         trainer().fit(Net(), loader(), ckpt_path=f"{last}.ckpt")
-    with pytest.raises(CheckpointError, match=r'(?s)does not exist.*pass "last": "last" is a name in the index'):
+    with pytest.raises(CheckpointError, match=r'(?s)does not exist.*pass "last": it is a name in the index'):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "kept" / "last.ckpt")
 
 

@@ -261,9 +261,10 @@ def similar(path: Location, directories: Iterable[Location] = (), newest: str | 
         return f"pass {names[stem]}: a checkpoint is a directory, not a .ckpt file"
     word = re.sub(r"-v\d+$", "", stem).lower()
     if word in ("last", "best"):
-        found = f'"{word}"' if newest else lookup(path.parent, word)
-        if found is not None:
-            return f'pass {found}: "{word}" is a name in the index of a directory, not a file'
+        if newest is not None:
+            return f'pass "{word}": it is a name in the index of a directory, not a file'
+        if (found := lookup(path.parent, word)) is not None:
+            return f'pass {found}: "{word}" is a name in the index of its directory, not a file'
     close = difflib.get_close_matches(stem, names, n=1)
     if close:
         return f"did you mean {names[close[0]]}?"
