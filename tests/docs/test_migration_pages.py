@@ -1,4 +1,4 @@
-"""The tables of the migration pages are complete, and what they name exists."""
+"""The tables of the migration pages are complete, what they name exists, and the command writes their scripts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import trainer_kit as tk
+from tests.docs.test_pages import BLOCK
+from trainer_kit.commands.main import main
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrate"
 
@@ -61,3 +64,17 @@ def test_what_the_tables_name_here_exists(page: str) -> None:
             assert hasattr(tk.Callback, hook) or hasattr(tk.TrainModule, hook), hook
             checked += 1
     assert checked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["lightning.md", "accelerate.md"])
+def test_the_command_turns_the_first_script_into_the_second(page: str, tmp_path: Path) -> None:
+    """The second, and the plain loop beside it, are run with the other scripts of the pages."""
+    (mark, before), (_, after), *_ = BLOCK.findall((PAGES / page).read_text("utf-8"))
+    assert mark.startswith("not run")
+    script = tmp_path / "train.py"
+    script.write_text(before)
+    moved = CliRunner().invoke(main, ["migrate", str(script), "--write"])
+    assert moved.exit_code == 0, moved.output
+    assert moved.output.splitlines()[-1].endswith("; 0 findings"), moved.output
+    assert script.read_text() == after

@@ -37,8 +37,8 @@ _CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGN
 _PROBES: Final = re.compile(r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$")
 _PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
 _AS_FILE: Final = (
-    "trainer.checkpoint_callback.best_model_path, or ckpt_path='best' or 'last'; load_from_checkpoint reads the "
-    "weights of .ckpt files too"
+    "trainer.checkpoint_callback.best_model_path, or ckpt_path='best' or 'last'; Lightning's own .ckpt files: "
+    "trainer-kit checkpoint import, and load_from_checkpoint reads their weights"
 )
 _AS_PICKLE: Final = Answer(
     "checkpoint",
@@ -48,7 +48,7 @@ _AS_PICKLE: Final = Answer(
 _VERSION: Final = Answer(
     "version",
     "this becomes the version of trainer_kit",
-    "keep the branch for the newest version, without the comparison",
+    "where it is compared, keep the branch for the newest version",
 )
 
 
@@ -377,5 +377,8 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _made(base: type) -> Any:
-    """An object of a class whose constructor needs nothing, for attributes that it sets; else the class."""
-    return base() if base in (TrainModule, DataModule, Callback) else base
+    """An object of a class, for attributes that its constructor sets; the class where it cannot be made like this."""
+    try:
+        return base() if issubclass(base, (TrainModule, DataModule, Callback)) else base
+    except Exception:  # it needs arguments, or a package that is not installed
+        return base
