@@ -27,7 +27,7 @@ from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.precision.precision import Precision
-from trainer_kit.report.running import RunReport
+from trainer_kit.report.trainer_report import TrainerReport
 from trainer_kit.step.evaluate import evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
@@ -288,7 +288,7 @@ class Trainer(Session):
             )
             return
         with (
-            RunReport(self, "fit") as report,
+            TrainerReport(self, "fit") as report,
             EntryPoint(self, "fit", model, train_dataloaders, datamodule) as entry,
         ):
             run = entry.compose_fit(val_dataloaders, ckpt_path, weights_only)
@@ -360,7 +360,7 @@ class Trainer(Session):
             results = run_on_processes(self, stage, model, dataloaders, ckpt_path, verbose, datamodule)
             return results
         with (
-            RunReport(self, stage) as report,
+            TrainerReport(self, stage) as report,
             EntryPoint(self, stage, model, dataloaders, datamodule) as entry,
         ):
             run = entry.compose_evaluation(ckpt_path)

@@ -57,7 +57,7 @@ def test_csv_and_jsonl(tmp_path):
         rows = list(csv.DictReader(file))
     assert [row["step"] for row in rows] == ["0", "1", "2", "3"], "one more than the last where none is given"
     assert [float(row["loss"]) for row in rows] == [1.0, 0.5, pytest.approx(1 / 3), 9.0]
-    (journal,) = (tmp_path / "project").glob("*.jsonl")
+    journal = tmp_path / "project" / "journal.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     assert [line["loss"] for line in lines if "loss" in line] == [1.0, 0.5, pytest.approx(1 / 3), 9.0]
 

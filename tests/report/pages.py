@@ -16,10 +16,10 @@ def data_of(page: str | Path) -> dict:
     return json.loads(found[1])
 
 
-def curve(run: dict, name: str) -> tuple[list[float], list[float]]:
-    """Steps and values of a series."""
+def curve(run: dict, name: str, over: str = "steps") -> tuple[list[float], list[float]]:
+    """Steps, samples or tokens, and values of a series."""
     (series,) = (series for series in run["series"] if series["name"] == name)
     axis = run["axes"][series["axis"]]
-    steps = np.frombuffer(b64decode(axis["steps"]), "<f8")
+    steps = np.frombuffer(b64decode(axis[over]), "<f8")
     assert len(np.frombuffer(b64decode(axis["seconds"]), "<f4")) == len(steps)
     return steps.tolist(), np.frombuffer(b64decode(series["values"]), "<f4").tolist()

@@ -173,3 +173,23 @@ def test_several_runs_are_compared(show, tmp_path):
     row = tab.locator("tr.differs")
     tab.locator("details", has_text="Configuration").last.evaluate("(details) => { details.open = true; }")
     assert row.all_inner_texts() == ["Trainer\tlr\t0.1\t0.2"]
+
+
+def test_a_hang_links_its_stacks_and_curves_are_over_tokens(show, tmp_path):
+    logger = JSONLLogger(tmp_path, "", "")
+    append_event(tmp_path, "start", 0, stage="fit", run="r", journal=0, title="Net")
+    for step in range(1, 6):
+        logger.log_metrics({"loss": 1 / step}, step, {"samples": 2 * step, "tokens": 100 * step})
+    found = {"headline": "rank 1 hangs", "text": "rank 1 hangs\n  at step 5", "stacks": "hang-5"}
+    append_event(tmp_path, "end", 5, stage="fit", status="hung", exception=found)
+    tab = show(render(described(tmp_path)))
+    assert tab.locator(".badge").inner_text() == "hung"
+    assert tab.locator(".failure b").inner_text() == "rank 1 hangs"
+    assert tab.locator(".failure a").get_attribute("href") == "./hang-5/"
+    assert tab.locator("#axis option").all_inner_texts() == ["steps", "time", "samples", "tokens"]
+    place = tab.locator(".chart").first.locator(".u-over").bounding_box()
+    for kind, text in (("samples", "6 samples"), ("tokens", "300 tokens")):
+        tab.select_option("#axis", kind)
+        tab.mouse.move(place["x"] + place["width"] / 2, place["y"] + 50)
+        assert tab.locator(".chart").first.locator("h3 span").inner_text() == text
+        tab.mouse.move(0, 0)

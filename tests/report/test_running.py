@@ -25,6 +25,15 @@ def trainer(**options):
     return tk.Trainer(accelerator="cpu", devices=1, logger=JSONLLogger(".", "", "run"), **options)
 
 
+class StopAfter(tk.Callback):
+    def __init__(self, steps):
+        self.steps = steps
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == self.steps:
+            trainer.stop("enough")
+
+
 class Net(TinyModule):
     """Breaks in the step ``breaks``, and warns in the one before."""
 
@@ -193,3 +202,29 @@ def test_one_page_of_two_ranks(tmp_path):
     assert start["place"].startswith("2 processes on ")
     assert curve(run, "train_loss")[0] == [1, 2, 3, 4, 5, 6]
     assert "all-reduce over 2 ranks" in run["explain"]
+
+
+def test_curves_over_samples_and_tokens(tmp_path):
+    """Of batches of different sizes, also after a restart."""
+
+    class Counts(TinyModule):
+        def loss_weight(self, batch):
+            return 10 * len(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", 1.0)
+
+    batches = [torch.ones(size, 32) for size in (1, 4, 2, 3, 1, 5)]
+    options = {"max_duration": "1000tok", "max_epochs": None, "num_sanity_val_steps": 0}
+    checkpoints = tk.callbacks.ModelCheckpoint(every_n_train_steps=4)
+    trainer(**options, limit_train_batches=5, callbacks=[checkpoints, StopAfter(5)]).fit(Counts(), batches, batches[:1])
+    saved = checkpoints.best_model_path
+    trainer(**options, callbacks=StopAfter(6)).fit(Counts(), batches, batches[:1], ckpt_path=saved)
+    records = read_journal(tmp_path / "run" / "journal.jsonl")
+    assert [r["counts"] for r in records if "train_loss" in r][-1] == {"samples": 16, "tokens": 160}
+    (run,) = data_of(tmp_path / "run" / "report.html")["runs"]
+    assert curve(run, "train_loss", "samples")[0] == [1, 5, 7, 10, 11, 16]
+    assert curve(run, "train_loss", "tokens")[0] == [10, 50, 70, 100, 110, 160]
+    assert curve(run, "val_loss", "tokens")[0] == [160]
+    (restart,) = (mark for mark in run["marks"] if mark["kind"] == "restart")
+    assert (restart["step"], restart["samples"], restart["tokens"]) == (4, 10, 100)

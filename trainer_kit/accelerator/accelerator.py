@@ -224,7 +224,9 @@ class Accelerator:
             self.processes, self.strategy, self.precision, self.accumulation, self.prepared, project
         )
         self.tracking = Trackers(log_with, self.processes, project)
-        self._watchdog = started_watchdog(hang_timeout, self.processes, self.accumulation, project)
+        self._watchdog = started_watchdog(
+            hang_timeout, self.processes, self.accumulation, project, self.tracking.end_by_hang
+        )
         _NEWEST[:] = [ref(self)]
 
     # -- preparing -------------------------------------------------------------------------------------------------
@@ -875,6 +877,7 @@ class Accelerator:
         """
         with self.collectives.during("load_state"):
             self.checkpoints.load_state(input_dir, load_model_func_kwargs)
+        self.tracking.continues = True
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The weights of a prepared model, whole, by the user's names.
@@ -923,12 +926,18 @@ class Accelerator:
     ) -> None:
         """Start the trackers of ``log_with``; every process calls it, the main process logs.
 
+        With a ``project_dir`` or ``logging_dir``, ``<directory>/<project_name>`` gets a journal and a ``report.html``.
+
         Args:
             project_name: W&B's project; for trackers that write files, a directory below ``logging_dir``.
             config: hyperparameters.
             init_kwargs: constructor arguments, by the tracker's name.
         """
-        self.tracking.start(project_name, config, init_kwargs)
+        self.tracking.start(project_name, config, init_kwargs, self._report_facts)
+
+    def _report_facts(self) -> dict[str, Any]:
+        rows = [["Accelerator", name, str(one.value), one.origin] for name, one in self.origins.items()]
+        return {"explain": str(self.explain()), "configuration": rows}
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Log values with every tracker, on the main process.
@@ -951,7 +960,7 @@ class Accelerator:
         return self.tracking.get(name, unwrap)
 
     def end_training(self) -> None:
-        """Close every tracker, and wait for every process."""
+        """Close every tracker, write the report, and wait for every process."""
         self.tracking.finish()
         self.wait_for_everyone()
 

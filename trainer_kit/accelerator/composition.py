@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -308,7 +308,11 @@ def named_project(
 
 
 def started_watchdog(
-    timeout: Any, processes: AcceleratorProcesses, accumulation: Accumulation, project: ProjectConfiguration
+    timeout: Any,
+    processes: AcceleratorProcesses,
+    accumulation: Accumulation,
+    project: ProjectConfiguration,
+    note: Callable[[str, str], Any],
 ) -> HangWatchdog | None:
     """The thread that finds a process that hangs; None for a single process, or without a store."""
     seconds, calls = chosen_timeout(timeout), processes.calls
@@ -320,7 +324,9 @@ def started_watchdog(
 
     rank, size, say = processes.process_index, processes.num_processes, processes.print_everywhere
     watchdog = HangWatchdog(
-        rank, size, seconds, progress, lambda: Path(project.project_dir or "."), say, advice=f"; {ADVICE}"
+        *(rank, size, seconds, progress, lambda: Path(project.project_dir or "."), say),
+        advice=f"; {ADVICE}",
+        note=note,
     )
     stop_at_exit(watchdog)
     return watchdog

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import secrets
+import sys
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -18,7 +21,11 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.loggers.delivery import Deliveries
+from trainer_kit.loggers.journal import JSONLLogger
+from trainer_kit.loggers.layout import flatten, params_dict, plain
 from trainer_kit.loggers.run_logger import RunLogger
+from trainer_kit.report.events import read_events
+from trainer_kit.report.running import RunReport
 
 __all__ = ["GeneralTracker", "LoggerTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
 
@@ -272,26 +279,43 @@ class Trackers:
     Attributes:
         log_with: likewise.
         started: the trackers that `start` made.
+        continues: whether a saved state was loaded, so that the steps of an earlier run go on.
     """
 
     def __init__(self, log_with: list[Any], processes: Processes, project: ProjectConfiguration) -> None:
         self.log_with = log_with
         self.started: list[Any] = []
+        self.continues = False
+        self._report: RunReport | None = None
+        self._facts: Callable[[], dict[str, Any]] | None = None  # until the report has begun
+        self._step = -1
         self._processes = processes
         self._project = project
         self._deliveries = Deliveries(self._processes.print, _label)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy in another process writes no report."""
+        return {**self.__dict__, "_report": None, "_facts": None}
+
     def start(
-        self, project_name: str, config: dict[str, Any] | None, init_kwargs: Mapping[str, Mapping[str, Any]] | None
+        self,
+        project_name: str,
+        config: dict[str, Any] | None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None,
+        facts: Callable[[], dict[str, Any]],
     ) -> None:
         """Start the trackers of ``log_with``; every process calls it, the main process logs.
+
+        With a directory, they get a journal and a report beside them.
 
         Args:
             project_name: the tracker's project or experiment; for trackers that write files, a directory below
                 ``logging_dir``.
             config: hyperparameters.
             init_kwargs: constructor arguments, by the tracker's name.
+            facts: what the report shows of the process; called at the first log.
         """
+        self._end_report("finished")
         options = {_word(name): dict(given) for name, given in (init_kwargs or {}).items()}
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
@@ -299,9 +323,64 @@ class Trackers:
         for one in self.log_with:
             tracker = self.make(one, project_name, options.get(str(getattr(one, "name", one)), {}))
             self.started.append(tracker)
-        self._deliveries.open([_Queued(tracker) for tracker in self.started if self._writes(tracker)], None)
+        journal = self._open_report(project_name, config, facts)
+        writing = [tracker for tracker in [*journal, *self.started] if self._writes(tracker)]
+        self._deliveries.open([_Queued(tracker) for tracker in writing], None)
         self._deliveries.start("start", config)
-        atexit.register(self._deliveries.close, None)  # for a script without end_training
+        atexit.register(self._leave)  # for a script without end_training
+
+    def _open_report(
+        self, project: str, config: dict[str, Any] | None, facts: Callable[[], dict[str, Any]]
+    ) -> list[GeneralTracker]:
+        """Make the report, if there are trackers and a directory; returns the tracker that writes its journal."""
+        given = (getattr(tracker, "logger", None) for tracker in self.started)
+        own = next((logger for logger in given if isinstance(logger, JSONLLogger)), None)
+        path = self._project.logging_path
+        if not self.started or (own is None and path is None):
+            return []
+        journal = own or JSONLLogger(str(path), project, "")
+
+        def described() -> dict[str, Any]:
+            found = facts()
+            rows = [["config", *item, "init_trackers"] for item in flatten(plain(params_dict(config or {}))).items()]
+            return {**found, "title": project, "configuration": rows + found["configuration"]}
+
+        self._facts, self._step = described, -1
+        self._report = RunReport(Path(journal.log_dir), lambda: max(self._step, 0), self._processes.print)
+        return [] if own else [LoggerTracker("journal", journal)]
+
+    def _begin_report(self, step: int) -> None:
+        """At the first log: now the loop is prepared, and it is known whether it continues an earlier one."""
+        if self._report is None or self._facts is None:
+            return
+        facts, self._facts = self._facts, None
+        if not self._processes.is_main_process:
+            return
+        earlier = [event.get("run") for event in read_events(self._report.directory) if event["event"] == "start"]
+        continues = self.continues and bool(earlier)
+        run = earlier[-1] if continues else secrets.token_hex(8)
+        try:
+            found = {**facts(), "run": run}
+        except Exception as error:  # what the user prepared may not describe itself
+            found = {"run": run, "explain": f"not available: {type(error).__name__}: {error}"}
+        self._report.begin("fit", found, self._processes.num_processes, step - 1 if continues else 0)
+
+    def _end_report(self, status: str, error: BaseException | None = None) -> None:
+        self._begin_report(0)
+        report, self._report = self._report, None
+        if report is not None and self._processes.is_main_process:
+            report.end(status, error)
+
+    def _leave(self) -> None:
+        self._deliveries.close(None)
+        error = getattr(sys, "last_value", None)  # what ended the script
+        failed = error is not None and not isinstance(error, KeyboardInterrupt)
+        self._end_report("failed" if failed else "interrupted", error if failed else None)
+
+    def end_by_hang(self, text: str, stacks: str) -> None:
+        """The watchdog ends the run; called by its thread, on any process."""
+        if self._report is not None:
+            self._report.end_by_hang(text, stacks)
 
     def _writes(self, tracker: GeneralTracker) -> bool:
         return self._processes.is_main_process or not tracker.main_process_only
@@ -349,6 +428,9 @@ class Trackers:
             step: of the values; by default one more than the last.
             log_kwargs: by the tracker's name, options of its ``log``.
         """
+        self._step = self._step + 1 if step is None else step
+        if self._facts is not None:
+            self._begin_report(self._step)
         given = _copied(values)
         for one in self._deliveries.each():
             options = (log_kwargs or {}).get(one.logger.tracker.name, {})
@@ -373,7 +455,8 @@ class Trackers:
     def finish(self) -> None:
         """Close every tracker."""
         self._deliveries.close("success")
-        atexit.unregister(self._deliveries.close)
+        self._end_report("finished")
+        atexit.unregister(self._leave)
 
 
 def _word(name: Any) -> str:

@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ __all__ = ["Verdict", "end_rank", "print_line"]
 
 _KIND: Final = "trainer_kit.core.errors.RankError"
 _MEETING: Final = 10.0  # seconds in which all ranks write, before the first of them ends
+_NOTING: Final = 5.0  # seconds in which the report of the run takes the end up
 _BEFORE_WAITING_RANKS: Final = 0.7  # seconds that the rank that hangs ends ahead of those that wait: launchers poll
 _FIX: Final = (
     "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
@@ -58,7 +59,9 @@ class Verdict:
         return f"{lines}\n  fix: {_FIX}\nexiting {self.code}"
 
 
-def end_rank(me: Report, size: int, verdict: Verdict, silent: Collection[Report], store: Any) -> NoReturn:
+def end_rank(
+    me: Report, size: int, verdict: Verdict, silent: Collection[Report], store: Any, note: Callable[[str, str], Any]
+) -> NoReturn:
     """Write this rank's stacks, report the failure to the launcher, and end this process when all ranks have done so.
 
     Args:
@@ -67,6 +70,7 @@ def end_rank(me: Report, size: int, verdict: Verdict, silent: Collection[Report]
         verdict: decided by one of the ranks.
         silent: what is known of the ranks that do not answer; only for the rank that decided.
         store: through which they meet; None where it does not answer.
+        note: called with the text and the directory of the stacks, on the rank that decided; it has 5 seconds.
     """
     directory = Path(verdict.directory) if verdict.directory else None
     if directory is not None:
@@ -83,6 +87,10 @@ def end_rank(me: Report, size: int, verdict: Verdict, silent: Collection[Report]
                 (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
         one.at = me.at  # its own last sign of life may be older
         _write_report(one, verdict.problem, verdict, False)
+    if verdict.by == me.rank:  # the main thread may hold what it needs
+        noting = threading.Thread(target=note, args=(verdict.text, verdict.directory), daemon=True)
+        noting.start()
+        noting.join(_NOTING)
     if store is not None:
         with suppress(RuntimeError):  # it may go with its process
             _meet(store, size - len({*verdict.silent, *verdict.ended}))

@@ -67,6 +67,7 @@ class HangWatchdog:
         advice: the end of that line.
         unit: what ``progress`` counts.
         signals: notice SIGTERM and Ctrl-C: from then on a step that hangs has 15 s. Main thread only.
+        note: called with the verdict's text and the directory of the stacks, on one rank, before the run ends.
     """
 
     def __init__(
@@ -81,8 +82,9 @@ class HangWatchdog:
         advice: str = "",
         unit: str = "step",
         signals: bool = False,
+        note: Callable[[str, str], Any] = lambda text, stacks: None,
     ) -> None:
-        self._unit = unit
+        self._unit, self._note = unit, note
         self.rank, self.size = rank, size
         self._progress, self._directory, self._say, self._advice = progress, directory, say, advice
         self._main = threading.get_ident()
@@ -359,7 +361,7 @@ class HangWatchdog:
 
     def _obey(self, verdict: Verdict, silent: Collection[Report] = ()) -> None:
         self._ending = threading.current_thread()
-        end_rank(self._me, self.size, verdict, silent, self._store)
+        end_rank(self._me, self.size, verdict, silent, self._store, self._note)
 
     def leave(self) -> None:
         """Tell the other ranks that this one is past its loop; the thread calls it last."""
@@ -435,6 +437,7 @@ def hang_watchdog(
     directory: Callable[[], Path | None],
     *,
     unit: str = "step",
+    note: Callable[[str, str], Any] = lambda text, stacks: None,
 ) -> Iterator[None]:
     """Inside, a `HangWatchdog` watches this process; its arguments."""
     if timeout is not None and math.isinf(timeout):
@@ -444,6 +447,7 @@ def hang_watchdog(
         *(rank, size, timeout, progress, directory, lambda text: print_line(f"[rank {rank}] {text}")),
         unit=unit,
         signals=True,
+        note=note,
     )
     try:
         yield

@@ -438,15 +438,16 @@ class Deliveries:
                 self._each[id(one)] = Delivery(one, self.say, index, journals, name)
         return [self._each[id(one)] for one in self._loggers]
 
-    def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Queue values of a step for every logger."""
+    def log(self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]) -> None:
+        """Queue values of a step for every logger; the journal also gets what was trained on until then."""
         with _PUBLISHING:  # the same order in every queue
             self._logged = True
             number = -1
             if self._index is not None:
                 number, self._index.count = self._index.count, self._index.count + 1
             for one in self.each():
-                one.put("log_metrics", values, step, number=max(number, 0))
+                more = (counts,) if one.journals else ()
+                one.put("log_metrics", values, step, *more, number=max(number, 0))
 
     def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:
         """Queue another call for every logger that has this method; returns what `wait` takes."""

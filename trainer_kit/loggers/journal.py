@@ -14,7 +14,7 @@ from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, o
 
 __all__ = ["JSONLLogger", "journal_record", "read_journal"]
 
-_FIELDS: Final = ("hparams", "step", "time")
+_FIELDS: Final = ("counts", "hparams", "step", "time")
 _SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 
 
@@ -24,7 +24,8 @@ class JSONLLogger(DirectoryLogger):
 
     Every call appends one complete line without buffering, so logged values survive a crash of the process.
     Hyperparameters are a line ``{"time": …, "hparams": {…}}``. NaN and infinities are the texts ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``. A torn last line, from a machine that went down, is cut off on reopening.
+    ``"Infinity"`` and ``"-Infinity"``. A Trainer adds the samples and tokens so far as ``counts``. A torn last line,
+    from a machine that went down, is cut off on reopening.
 
     Args:
         save_dir: the directory of all experiments.
@@ -63,13 +64,16 @@ class JSONLLogger(DirectoryLogger):
         return Path(self.log_dir) / "journal.jsonl"
 
     @one_at_a_time
-    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(
+        self, metrics: Mapping[str, Any], step: int | None = None, counts: Mapping[str, int] | None = None
+    ) -> None:
         """Append the values.
 
         Args:
             metrics: numbers, or tensors of one element. One that has the name of a field of every line (``step``,
-                ``time``, ``hparams``) is called ``metric/step`` there, and so on.
+                ``time``, ``counts``, ``hparams``) is called ``metric/step`` there, and so on.
             step: the step of the values; None for that of the previous call.
+            counts: what was trained on until then, by name.
 
         Raises:
             LogError: a value is not one number.
@@ -78,7 +82,8 @@ class JSONLLogger(DirectoryLogger):
         values = {f"metric/{name}" if name in _FIELDS else name: value for name, value in found.items()}
         self._step = self._step if step is None else step
         if values:
-            self._append({"step": self._step, "time": time.time(), **values})
+            fields = {"step": self._step, "time": time.time()} | ({"counts": dict(counts)} if counts else {})
+            self._append({**fields, **values})
 
     @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
@@ -138,6 +143,7 @@ class JSONLLogger(DirectoryLogger):
         except (ValueError, KeyError, TypeError) as error:
             raise LogError(f"{self.path} has no values at byte {line}", found=str(error)) from error
         del record["time"]
+        record.pop("counts", None)
         return {name.removeprefix("metric/").removeprefix(start): value for name, value in record.items()}, step
 
     def _open(self) -> int:

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from trainer_kit.report.collect import RunDirectory, find_runs
     from trainer_kit.report.page import REPORT, write_report
     from trainer_kit.report.running import RunReport
+    from trainer_kit.report.trainer_report import TrainerReport
 
-__all__ = ["REPORT", "RunDirectory", "RunReport", "find_runs", "write_report"]
+__all__ = ["REPORT", "RunDirectory", "RunReport", "TrainerReport", "find_runs", "write_report"]
 
 _HOME = {
     "REPORT": "page",
     "RunDirectory": "collect",
     "RunReport": "running",
+    "TrainerReport": "trainer_report",
     "find_runs": "collect",
     "write_report": "page",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from array import array
 from base64 import b64encode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -18,7 +18,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import is_url
 from trainer_kit.loggers.journal import journal_record
 from trainer_kit.loggers.layout import flatten, plain
-from trainer_kit.report.events import EVENTS, read_events
+from trainer_kit.report.events import EVENTS, has_ended, read_events
 from trainer_kit.state.records import RUN, read_records
 
 __all__ = ["JOURNAL", "MOST_POINTS", "RunDirectory", "find_runs", "thinned"]
@@ -26,7 +26,9 @@ __all__ = ["JOURNAL", "MOST_POINTS", "RunDirectory", "find_runs", "thinned"]
 JOURNAL: Final = "journal.jsonl"
 MOST_POINTS: Final = 200_000
 """Of one curve; a longer one keeps the lowest and the highest value of each interval."""
-_FIELDS: Final = ("step", "time", "hparams")
+_FIELDS: Final = ("step", "time", "counts", "hparams")
+_COUNTS: Final = ("samples", "tokens")  # curves are also drawn over them, where the run has counted
+_KINDS: Final = {"hung": "hang", "killed": "killed"}  # marks of ends that are no exceptions
 _AT_ONCE: Final = 1000  # lines between two pauses
 _RATES: Final = 400  # points of the curve of steps per second
 
@@ -38,11 +40,14 @@ class _Series:
 
     def __init__(self) -> None:
         self.steps, self.times, self.values = array("d"), array("d"), array("f")
+        self.samples, self.tokens = array("d"), array("d")
 
-    def append(self, step: float, time: float, value: float) -> None:
+    def append(self, step: float, time: float, value: float, counts: Mapping[str, Any]) -> None:
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
+        self.samples.append(_number(counts.get("samples")))
+        self.tokens.append(_number(counts.get("tokens")))
 
     def cut(self, step: float) -> None:
         """Drop what belongs to later steps than ``step``: a restart repeats them."""
@@ -124,6 +129,11 @@ class RunDirectory:
             if offset is not None and isinstance(at, int) and at > offset:
                 return
             self._seen += 1
+            last = _last(fit.events)
+            if event["event"] == "end" and last and last.get("status") == "hung":
+                continue  # the error of a rank that waited for the one that hangs
+            if event["event"] == "start" and last and last["event"] == "start" and _differ(last, event):
+                fit.events.append(_killed(fit))
             if event["event"] == "start" and event.get("stage") == "fit":
                 key, step = str(event.get("run", "")), _number(event.get("step"))
                 if fit.events and fit.key != key and step == 0:
@@ -143,17 +153,18 @@ class RunDirectory:
         if isinstance(record.get("hparams"), dict):
             fit.hparams.update(record["hparams"])
         step, time = _number(record.get("step")), _number(record.get("time"))
+        counts = record["counts"] if isinstance(record.get("counts"), dict) else {}
         for name, value in record.items():
             if name not in _FIELDS and isinstance(value, (int, float)):
                 series = fit.series.get(name)
                 if series is None:
                     series = fit.series[name] = _Series()
-                series.append(step, time, value)
+                series.append(step, time, value, counts)
 
     @property
     def finished(self) -> bool:
         """Whether no fit is running in it, as far as its events tell."""
-        return all(_status(fit.events) != "running" for fit in self._fits[-1:])
+        return all(_status(_completed(fit)) != "running" for fit in self._fits[-1:])
 
     def described(self) -> list[dict[str, Any]]:
         """The data of the page, one entry for each fit: plain data, arrays as base64."""
@@ -164,16 +175,16 @@ class RunDirectory:
         ]
 
     def _described(self, fit: _Fit, name: str) -> dict[str, Any]:
-        starts = [event for event in fit.events if event["event"] == "start"]
+        events = _completed(fit)
+        starts = [event for event in events if event["event"] == "start"]
         fits = [event for event in starts if event.get("stage") == "fit"]
-        ends = [event for event in fit.events if event["event"] == "end"]
+        ends = [event for event in events if event["event"] == "end"]
         times = [each.times[i] for each in fit.series.values() for i in (0, -1)]
-        times += [_number(event.get("time")) for event in fit.events]
+        times += [_number(event.get("time")) for event in events]
         begun = min(times, default=0.0)
-        axes: dict[bytes, int] = {}
-        curves, packed = _curves(fit.series, [_number(event.get("time")) for event in fits], begun, axes)
+        curves, packed = _curves(fit.series, [_number(event.get("time")) for event in fits], begun)
         newest = (fits or starts or [{}])[-1]
-        steps = [_number(event.get("step")) for event in fit.events]
+        steps = [_number(event.get("step")) for event in events]
         steps += [max(each.steps) for each in fit.series.values() if each.steps]
         configuration = list(newest.get("configuration") or [])
         if not configuration:
@@ -183,11 +194,11 @@ class RunDirectory:
             "name": name,
             "path": str(self.directory.resolve()),
             "title": str(newest.get("title") or name),
-            "status": _status(fit.events),
+            "status": _status(events),
             "begun": begun,
             "seconds": max(times, default=0.0) - begun,
             "step": max(steps, default=0),
-            "marks": sorted(self._marks(fit), key=lambda mark: mark["time"]),
+            "marks": sorted(self._marks(events, fit.key), key=lambda mark: mark["time"]),
             "configuration": plain(configuration),
             "explain": newest.get("explain") or "",
             "environment": newest.get("environment") or [],
@@ -195,12 +206,13 @@ class RunDirectory:
         }
         for mark in found["marks"]:
             mark["time"] -= begun
+            mark.update({count: float(np.interp(mark["step"], *known)) for count, known in _counted(fit).items()})
         return {**mask_secrets(found), "axes": packed, "series": curves}
 
-    def _marks(self, fit: _Fit) -> list[dict[str, Any]]:
-        marks = _marks(fit.events)
+    def _marks(self, events: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
+        marks = _marks(events)
         announced = {mark["text"] for mark in marks}
-        marks += [mark for mark in self._kept(fit.key) if mark["text"] not in announced]
+        marks += [mark for mark in self._kept(key) if mark["text"] not in announced]
         return [{**mark, "text": mark["text"].removeprefix(f"{self.directory.resolve()}{os.sep}")} for mark in marks]
 
     def _kept(self, key: str) -> list[dict[str, Any]]:
@@ -219,9 +231,35 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
+def _last(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+
+
 def _status(events: list[dict[str, Any]]) -> str:
-    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    last = _last(events)
     return "" if last is None else "running" if last["event"] == "start" else str(last.get("status", ""))
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two events are of different processes; older ones do not name theirs."""
+    return one.get("process") is not None and one["process"] != other.get("process")
+
+
+def _completed(fit: _Fit) -> list[dict[str, Any]]:
+    """The events of a fit, with an end where its process has ended without one."""
+    last = _last(fit.events)
+    gone = last is not None and last["event"] == "start" and has_ended(last.get("process"))
+    return [*fit.events, _killed(fit)] if gone else fit.events
+
+
+def _killed(fit: _Fit) -> dict[str, Any]:
+    """The end that a killed process could not record; its time is that of the last sign of life."""
+    step = max((max(each.steps) for each in fit.series.values() if each.steps), default=0.0)
+    times = [_number(event.get("time")) for event in fit.events]
+    times += [each.times[-1] for each in fit.series.values() if each.times]
+    text = f"ended from outside (SIGKILL, or its machine); the last logged values are of step {step:.0f}"
+    exception = {"headline": text, "text": ""}
+    return {"event": "end", "status": "killed", "step": step, "time": max(times, default=0.0), "exception": exception}
 
 
 def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -238,35 +276,39 @@ def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
             text = f"{stage} began"
         elif kind == "end":
             failure = event.get("exception")
-            kind = "exception" if failure else "end"
+            kind = _KINDS.get(str(event.get("status")), "exception") if failure else "end"
             text = str(failure.get("headline")) if failure else f"{stage} {event.get('status', '')}"
         marks.append({"kind": kind, "step": step, "time": _number(event.get("time")), "text": text})
     return marks
 
 
 def _curves(
-    series: dict[str, _Series], starts: list[float], begun: float, axes: dict[bytes, int]
+    series: dict[str, _Series], starts: list[float], begun: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Every series as the page reads it, and the axes that they share: steps, and seconds since ``begun``."""
+    """Every series as the page reads it, and the axes that they share.
+
+    An axis has steps, seconds since ``begun``, and samples and tokens where the run has counted them.
+    """
     curves: list[dict[str, Any]] = []
     packed: list[dict[str, str]] = []
+    known: dict[bytes, int] = {}
 
-    def add(name: str, steps: _Floats, times: _Floats, values: npt.NDArray[np.float32]) -> None:
+    def add(name: str, steps: _Floats, xs: dict[str, _Floats], values: npt.NDArray[np.float32]) -> None:
         finite = np.isfinite(values)
         bad = np.flatnonzero(~finite)
         low = int(np.where(finite, values, np.inf).argmin())
         high = int(np.where(finite, values, -np.inf).argmax())
         where = thinned(values)
-        seconds = (times[where] - begun).astype("<f4")
-        key = steps[where].tobytes() + seconds.tobytes()
-        axis = axes.setdefault(key, len(packed))
-        if axis == len(packed):
-            packed.append({"steps": _base64(steps[where].astype("<f8")), "seconds": _base64(seconds)})
+        axis = {"steps": steps[where].astype("<f8"), "seconds": (xs["times"][where] - begun).astype("<f4")}
+        axis |= {count: xs[count][where].astype("<f8") for count in counted}
+        number = known.setdefault(b"".join(each.tobytes() for each in axis.values()), len(packed))
+        if number == len(packed):
+            packed.append({kind: _base64(each) for kind, each in axis.items()})
         facts = {"last": values[-1], "low": values[low], "high": values[high]}
         curves.append(
             {
                 "name": name,
-                "axis": axis,
+                "axis": number,
                 "values": _base64(values[where].astype("<f4")),
                 "count": len(values),
                 "bad": len(bad),
@@ -277,23 +319,38 @@ def _curves(
             }
         )
 
-    longest = max(series.values(), key=lambda each: len(each.steps), default=None)
+    counted = [count for count in _COUNTS if any(any(getattr(each, count)) for each in series.values())]
+    longest: tuple[_Floats, dict[str, _Floats]] = (np.array([]), {"times": np.array([])})
     for name, each in series.items():
-        add(name, np.array(each.steps), np.array(each.times), np.array(each.values, np.float32))
-    if longest is not None and len(rate := _rate(np.array(longest.steps), np.array(longest.times), starts)[0]) > 1:
-        add("steps per second", rate, *_rate(np.array(longest.steps), np.array(longest.times), starts)[1:])
+        steps, xs = np.array(each.steps), {kind: np.array(getattr(each, kind)) for kind in ("times", *counted)}
+        add(name, steps, xs, np.array(each.values, np.float32))
+        longest = max(longest, (steps, xs), key=lambda one: len(one[0]))
+    ends, rates = _rate(longest[0], longest[1]["times"], starts)
+    if len(ends) > 1:
+        add("steps per second", longest[0][ends], {kind: each[ends] for kind, each in longest[1].items()}, rates)
     return curves, packed
 
 
-def _rate(steps: _Floats, times: _Floats, starts: Iterable[float]) -> tuple[_Floats, _Floats, npt.NDArray[np.float32]]:
-    """Steps per second between the logged values, in at most `_RATES` intervals; none spans a restart."""
-    every = max(1, len(steps) // _RATES)
-    at = np.arange(0, len(steps), every)
+def _counted(fit: _Fit) -> dict[str, tuple[_Floats, _Floats]]:
+    """Steps and counts of the longest series: where marks stand."""
+    longest = max(fit.series.values(), key=lambda each: len(each.steps), default=_Series())
+    order = np.argsort(np.array(longest.steps), kind="stable")
+    steps, found = np.array(longest.steps)[order], {count: np.array(getattr(longest, count)) for count in _COUNTS}
+    return {count: (steps, values[order]) for count, values in found.items() if values.any()}
+
+
+def _rate(
+    steps: _Floats, times: _Floats, starts: Iterable[float]
+) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
+    """Steps per second between the logged values, in at most `_RATES` intervals, and which values end these.
+
+    No interval spans a restart.
+    """
+    at = np.arange(0, len(steps), max(1, len(steps) // _RATES))
     sitting = np.searchsorted(np.array(sorted(starts)), times[at], side="right")
     forward = (np.diff(steps[at]) > 0) & (np.diff(times[at]) > 0) & (np.diff(sitting) == 0)
-    ends = at[1:][forward]
     rates = np.diff(steps[at])[forward] / np.diff(times[at])[forward]
-    return steps[ends], times[ends], rates.astype(np.float32)
+    return at[1:][forward], rates.astype(np.float32)
 
 
 def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 from trainer_kit.core.display import mask_secrets
+from trainer_kit.hang.stacks import boot_id, start_time
 from trainer_kit.loggers.layout import plain
 
-__all__ = ["EVENTS", "append_event", "read_events"]
+__all__ = ["EVENTS", "append_event", "has_ended", "read_events", "this_process"]
 
 EVENTS: Final = "events.jsonl"
 
@@ -56,3 +58,20 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
                 if isinstance(event, dict) and isinstance(event.get("event"), str):
                     events.append(event)
     return events
+
+
+def this_process() -> list[Any]:
+    """Names this process for `has_ended`."""
+    return [socket.gethostname(), boot_id(), os.getpid(), start_time(os.getpid())]
+
+
+def has_ended(process: Any) -> bool:
+    """Whether a process of `this_process` has ended, as far as this machine can tell.
+
+    Example:
+        >>> has_ended(this_process())
+        False
+    """
+    if not isinstance(process, list) or len(process) != 4 or not process[3] or process[0] != socket.gethostname():
+        return False
+    return bool(process[1] != boot_id() or start_time(process[2]) != process[3])

@@ -73,7 +73,11 @@ def write_report(path: str | os.PathLike[str], runs: Sequence[RunDirectory], ref
         OSError: it cannot be written.
     """
     target = Path(path)
-    page = render([entry for run in runs for entry in run.described()], refresh)
+    # Links are relative, so that a run can be moved with its page.
+    entries = [
+        {**entry, "home": os.path.relpath(run.directory, target.parent)} for run in runs for entry in run.described()
+    ]
+    page = render(entries, refresh)
     discard_torn(target)
     replace_file(target, page.encode(), mode=0o600)
     return target

@@ -121,7 +121,7 @@ class Session:
         recomputes: which blocks compute activations again in backward; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         find_train_loaders: finds the training loaders of the fit that is being set up.
-        note: takes what the report of the run shows beside its values: the kind of an event, and a line about it.
+        note: takes what the report of the run shows beside its values: the kind of an event, and a text about it.
     """
 
     arguments: dict[str, Any]
@@ -168,7 +168,7 @@ class Session:
         self.test_dataloaders: Any = None
         self.predict_dataloaders: Any = None
         self.find_train_loaders: Callable[[], Any] = nothing  # no fit is being set up
-        self.note: Callable[[str, str], Any] = nothing  # no report
+        self.note: Callable[..., Any] = nothing  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
         self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
@@ -682,7 +682,9 @@ class Session:
         values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
         values.setdefault("epoch", self.progress.epoch)
         at = int(values.pop("step", self.progress.step if step is None else step))
-        self.files.deliveries.log(values, at)
+        progress = self.progress
+        counts = {name: count for name in ("samples", "tokens") if (count := getattr(progress, name))}
+        self.files.deliveries.log(values, at, counts)
         if not self.state_verb:  # no entry point ends after this
             self.files.deliveries.close(None)
 

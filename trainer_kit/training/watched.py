@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractCo
     def position() -> tuple[int, Any]:
         return progress.step, (progress.batch, progress.epoch)
 
-    return hang_watchdog(world.rank, world.size, timeout, position, lambda: _directory(trainer))
+    return hang_watchdog(
+        world.rank, world.size, timeout, position, lambda: _directory(trainer), note=partial(trainer.note, "hang")
+    )
 
 
 def watched_evaluation(trainer: Session, run: Evaluation, timeout: float | None) -> AbstractContextManager[None]:
@@ -37,7 +40,11 @@ def watched_evaluation(trainer: Session, run: Evaluation, timeout: float | None)
     def position() -> tuple[int, Any]:
         return run.batches, None
 
-    return hang_watchdog(world.rank, world.size, timeout, position, lambda: _directory(trainer), unit="batch")
+    return hang_watchdog(
+        *(world.rank, world.size, timeout, position, lambda: _directory(trainer)),
+        unit="batch",
+        note=partial(trainer.note, "hang"),
+    )
 
 
 def _directory(trainer: Session) -> Path | None:

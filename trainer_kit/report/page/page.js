@@ -57,11 +57,19 @@
     for (let i = 0; i < raw.length; i++) made[i] = raw.charCodeAt(i);
     return made.buffer;
   };
+  /* What a curve is drawn over: in the list, at the cursor. Samples and tokens only where all runs have counted them. */
+  const KINDS = { steps: ["steps", (at) => `step ${number(at)}`], seconds: ["time", duration], samples: ["samples", (at) => `${number(at)} samples`], tokens: ["tokens", (at) => `${number(at)} tokens`] };
+  const kinds = Object.keys(KINDS).filter((kind) => runs.every((run) => (run.axes || []).every((axis) => axis[kind])));
+  if (!kinds.includes(settings.x)) settings.x = "steps";
   for (const run of runs) {
     for (const axis of run.axes || []) {
       axis.steps = new Float64Array(bytes(axis.steps));
       axis.seconds = new Float32Array(bytes(axis.seconds));
-      axis.order = { steps: rising(axis.steps), seconds: rising(axis.seconds) };
+      axis.order = {};
+      for (const kind of Object.keys(KINDS)) {
+        if (typeof axis[kind] === "string") axis[kind] = new Float64Array(bytes(axis[kind]));
+        if (axis[kind]) axis.order[kind] = rising(axis[kind]);
+      }
     }
   }
   /** Null where the values rise already, else the order in which they do. */
@@ -114,7 +122,7 @@
   const ordered = [...charts.values()].sort((a, b) => rank(a) - rank(b));
 
   /* -- charts ------------------------------------------------------------------------------------------------------ */
-  const MARKS = { restart: ["--warn", [6, 4]], exception: ["--bad", []], warning: ["--warn", null], checkpoint: ["--good", null] };
+  const MARKS = { restart: ["--warn", [6, 4]], exception: ["--bad", []], hang: ["--bad", []], killed: ["--bad", []], warning: ["--warn", null], checkpoint: ["--good", null] };
   const sync = uPlot.sync("report");
   let zooming = false;
   const drawn = new Set();
@@ -134,7 +142,7 @@
       for (const mark of run.marks || []) {
         if (!MARKS[mark.kind]) continue;
         const [name, pattern] = MARKS[mark.kind];
-        const x = Math.round(plot.valToPos(settings.x === "steps" ? mark.step : mark.time, "x", true));
+        const x = Math.round(plot.valToPos({ ...mark, steps: mark.step, seconds: mark.time }[settings.x], "x", true));
         ctx.strokeStyle = ctx.fillStyle = css(many ? `--s${at % 8}` : name);
         ctx.beginPath();
         if (pattern) {
@@ -232,7 +240,7 @@
   function tell(chart, plot) {
     const index = plot.cursor.idx;
     const at = index === null || index === undefined ? null : plot.data[0][index];
-    chart.where.textContent = at === null ? "" : settings.x === "steps" ? `step ${number(at)}` : duration(at);
+    chart.where.textContent = at === null ? "" : KINDS[settings.x][1](at);
     for (const [curve, value] of chart.values) {
       const i = chart.places.get(curve), place = plot.cursor.idxs?.[i];
       const known = at !== null && place !== null && place !== undefined;
@@ -328,7 +336,7 @@
       oninput: (event) => { settings.smooth = Number(event.target.value); output.textContent = settings.smooth.toFixed(2); again(); },
     });
     const axis = el("select", { id: "axis", ariaLabel: "horizontal axis", onchange: (event) => { settings.x = event.target.value; view = false; for (const chart of ordered) chart.stale = true; again(); } },
-      el("option", { value: "steps" }, "steps"), el("option", { value: "seconds" }, "time"));
+      ...kinds.map((kind) => el("option", { value: kind }, KINDS[kind][0])));
     axis.value = settings.x;
     const box = (name, text, title) => el("label", { title }, el("input", { type: "checkbox", id: name, checked: settings[name], onchange: (event) => { settings[name] = event.target.checked; again(); } }), text);
     const filter = el("input", { type: "search", placeholder: "filter curves", value: settings.filter, ariaLabel: "filter curves", oninput: (event) => { settings.filter = event.target.value; keep(); narrow(); } });
@@ -342,7 +350,7 @@
 
   /* -- head and sections ------------------------------------------------------------------------------------------- */
   const fact = (name, value) => el("div", {}, el("span", {}, `${name} `), el("b", {}, value));
-  const badge = (run) => (run.status ? el("span", { className: `badge ${["finished", "failed", "running", "interrupted"].includes(run.status) ? run.status : ""}` }, run.status) : null);
+  const badge = (run) => (run.status ? el("span", { className: `badge ${["finished", "failed", "hung", "killed", "running", "interrupted"].includes(run.status) ? run.status : ""}` }, run.status) : null);
   const head = byId("head");
   const one = runs[0];
   if (one && !many) {
@@ -356,9 +364,10 @@
       el("span", { className: "swatch", style: `color: var(--s${at % 8})` }), run.name));
     head.append(el("div", { className: "runs" }, ...boxes));
   }
-  const trace = (failure) => el("details", {}, el("summary", { className: "soft" }, "traceback"), el("pre", {}, failure.text || ""));
-  const failure = (run, found) => el("div", { className: "failure" }, el("b", {}, `${many ? `${run.name}: ` : ""}${found.headline || ""}`), ` at step ${number(found.step)}`, trace(found));
-  const ended = (run) => (run.status === "failed" ? run.exceptions?.at(-1) : undefined);
+  const stacks = (run, found) => (found.stacks ? el("p", {}, "stacks of all ranks: ", el("a", { href: encodeURI(`${run.home || "."}/${found.stacks}/`) }, found.stacks)) : null);
+  const trace = (found) => (found.text ? el("details", {}, el("summary", { className: "soft" }, found.stacks ? "details" : "traceback"), el("pre", {}, found.text)) : null);
+  const failure = (run, found) => el("div", { className: "failure" }, el("b", {}, `${many ? `${run.name}: ` : ""}${found.headline || ""}`), ` at step ${number(found.step)}`, stacks(run, found), trace(found));
+  const ended = (run) => (["failed", "hung", "killed"].includes(run.status) ? run.exceptions?.at(-1) : undefined);
   for (const run of runs) if (ended(run)) head.append(failure(run, ended(run)));
 
   const sections = byId("sections");
@@ -383,7 +392,7 @@
     ...(many ? [run.name] : []), series.name, new Num(series.last), new Num(series.low), new Num(series.lowStep), new Num(series.high), new Num(series.highStep), new Num(series.count)]));
   if (values.length) panel("Values", !many, table([...(many ? ["run"] : []), "metric", "last", "lowest", "at step", "highest", "at step", "values"], values));
 
-  const TINT = { restart: "--warn", warning: "--warn", exception: "--bad", checkpoint: "--good", start: "--accent", end: "--accent" };
+  const TINT = { restart: "--warn", warning: "--warn", exception: "--bad", hang: "--bad", killed: "--bad", checkpoint: "--good", start: "--accent", end: "--accent" };
   const events = runs.flatMap((run) => (run.marks || []).map((mark) => [
     ...(many ? [run.name] : []), new Kind(mark.kind, TINT[mark.kind] || "--soft"), new Num(mark.step), new Num(duration(mark.time)), mark.text]));
   if (events.length) panel(`Events (${events.length})`, !many && events.length < 40, table([...(many ? ["run"] : []), "event", "step", "after", "what"], events));
