@@ -205,7 +205,9 @@ _SLOW = (
     "testing/test_world_size_mark.py",
     "test_public_names.py",
     "training/test_no_reads.py",
+    "training/test_ranks_that_differ.py",
     "training/test_signals.py",
+    "tuner/test_batch_size.py",
 )
 # Left out of `make test` too: variants of what a quicker test shows in one case. `make test-all` runs them.
 _LONG = (
