@@ -106,11 +106,11 @@ class Entry:
         return bool(self.values) or self.sums is not None or self.metric is not None
 
     def forked(self, kind: str) -> str:
-        """The name under which the value of a ``"step"`` or of the ``"epoch"`` is handed on."""
+        """The logged name of the value per ``"step"`` or per ``"epoch"``."""
         return f"{self.base}_{kind}{self.place}" if self.on_step and self.on_epoch else self.name
 
     def now(self) -> dict[str, Tensor]:
-        """What stands under this name between two flushes: the latest value, or the reduction so far."""
+        """The value between two flushes: the latest one, or the reduction so far."""
         if self.on_step:
             last = self.last if self.metric is None else getattr(self.metric, "_forward_cache", None)
             if last is None:
@@ -125,7 +125,7 @@ class Entry:
         return {self.name: value.to(torch.get_default_dtype())}
 
     def fold(self) -> None:
-        """Reduce what is in the list into the running sums."""
+        """Reduce the recorded values into the running sums."""
         if not self.values or callable(self.reduce):
             return
         pair = _pair(self.reduce, _stacked(self.values), self.weights)
@@ -142,15 +142,15 @@ class Entry:
             self.sums = torch.stack([best(before[0], pair[0]), before[1] + pair[1]])
 
     def step_pair(self) -> Tensor:
-        """The latest value alone, as ``fold`` would have it."""
+        """The latest value and its weight, in the form that ``fold`` makes."""
         kind = "mean" if callable(self.reduce) else self.reduce
         return _pair(kind, _stacked([self.last]), [self.last_weight])
 
     def state(self, place: str | None) -> list[Any]:
-        """What was recorded, as a checkpoint can hold it; a function that reduces comes back with the next `log`.
+        """The recorded values in a form for checkpoints; a custom reduction function is set again by the next `log`.
 
         Args:
-            place: where the module has the metric object that was logged.
+            place: the name of the logged metric object in the module.
         """
         self.fold()
         values = [float(v) for v in self.values]  # sync point: a checkpoint is being taken
@@ -161,7 +161,7 @@ class Entry:
 
     @staticmethod
     def of_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
-        """What `state` returned; a metric object is the one of ``modules`` at its place."""
+        """Make an entry from a `state`; a metric object is looked up in ``modules`` by its place."""
         hook, name, loader, sums, values, weights, *rest = state
         options = list(rest[0]) if rest else [False, None, False, True, "mean", True, True, False]
         if options[4] == "function":
@@ -175,19 +175,19 @@ class Entry:
         return entry
 
     def copy(self) -> Entry:
-        """The same, to be logged into without a trace."""
+        """A copy; values logged into it do not reach this entry."""
         twin = copy(self)
         twin.values, twin.weights = list(self.values), list(self.weights)
         return twin
 
     def adopt(self, restored: Entry) -> None:
-        """Take over what a checkpoint held."""
+        """Take over the values of a checkpoint."""
         self.sums, self.values, self.weights = restored.sums, restored.values, restored.weights
         self.last, self.last_weight, self.turn = restored.last, restored.last_weight, restored.turn
         self.metric = restored.metric
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop the recorded values."""
         self.values.clear()
         self.weights.clear()
         self.sums = self.last = None
@@ -232,7 +232,7 @@ def _reduction(name: str, given: Any) -> Any:
 
 
 class Reduced(dict[str, float]):
-    """Values on the host after a flush: all of them by name, and who wants which."""
+    """Values on the host after a flush: all by name, and those for the loggers and the progress bar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Reduced(dict[str, float]):
         self.by_loader: dict[int | None, dict[str, float]] = {}
 
     def add(self, later: Reduced) -> None:
-        """Take over what a later flush of the same round brought."""
+        """Add the values of a later flush of the same round."""
         self.update(later)
         self.logger.update(later.logger)
         self.progress_bar.update(later.progress_bar)
@@ -277,14 +277,14 @@ def agreed(
     absent: Collection[int | None] = (),
     module: nn.Module | None = None,
 ) -> list[Entry]:
-    """The same entries on every rank; what a rank ran no batch of, it takes from the others.
+    """The same entries on every rank; a rank without a batch takes the names that it lacks from the others.
 
     Args:
         entries: this rank's, sorted alike on every rank.
         group: the ranks.
-        ran: whether this rank ran any batch.
-        absent: of several loaders those that this rank has no batch of.
-        module: whose metric objects take part, empty, where this rank ran no batch.
+        ran: whether this rank has run a batch.
+        absent: the loaders of which this rank has no batch.
+        module: the module; its metric objects take part, empty, if this rank has run no batch.
     """
     names = [f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}" for e in entries]
     digest = zlib.crc32("\n".join(names).encode())
@@ -319,7 +319,7 @@ def _entry(name: _Name, known: Entry | None, module: nn.Module | None) -> Entry:
 
 
 def _place(metric: Any, module: nn.Module | None) -> str | None:
-    """Where another rank finds the same metric object; it computes together with all of them."""
+    """The name by which another rank finds the same metric object; all ranks compute it together."""
     if metric is None:
         return None
     place = place_of(metric, module)

@@ -1,4 +1,4 @@
-"""Logged values: kept on the device as they come, reduced at a flush."""
+"""Logged values: kept on the device when they are logged, and reduced at a flush."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Metrics:
     """The values of `TrainModule.log`.
 
     Args:
-        progress: tells whether a value belongs to the step being finished.
+        progress: the counts that decide whether a value belongs to the step being finished.
 
     Attributes:
-        hook: the hook being called; a value belongs to it.
-        loader: the evaluation loader, where there are several.
-        absent: of several loaders those that this rank has no batch of.
-        weight: what the current batch weighs in a mean; None until a value asks ``weigh``.
-        weigh: what a batch weighs where the user's ``loss_weight`` says so, asked only by values without a batch size.
-        feed: gives the batches whose sizes weigh values, until a value depends on them; None: nothing to ask it.
-        module: whose metric objects are logged.
-        by_batch: whether values of single batches were asked for in this evaluation.
-        counts: whether this rank's values are counted; else another rank reports for it.
-        shares_all: whether each rank has only a part of every value.
+        hook: the hook being called, to which logged values belong.
+        loader: the index of the evaluation loader, if there are several.
+        absent: the loaders of which this rank has no batch.
+        weight: the weight of the current batch in a mean; None until a value needs it and calls ``weigh``.
+        weigh: computes that weight with the user's ``loss_weight``; called only for values without a batch size.
+        feed: gives the batches whose sizes are the weights, until the first value needs one; None if sizes are known.
+        module: the module that owns the logged metric objects.
+        by_batch: whether a value of this evaluation was logged with ``on_step``.
+        counts: whether this rank's values are counted; otherwise another rank reports the same values.
+        shares_all: whether each rank has only a share of every value.
     """
 
     def __init__(self, progress: Progress) -> None:
@@ -154,36 +154,36 @@ class Metrics:
         return entry
 
     def attach(self, strategy: Strategy, module: Any) -> None:
-        """Record values of this module, on the ranks of this strategy, from here on."""
+        """Record values of this module, on the ranks of this strategy, from now on."""
         self.group, self.module = strategy.reports, module
         self.counts = strategy.reporter == strategy.world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
         self._staged = self.shares_all and any(row[0] for row in strategy.world.agree([not self.counts]))
 
     def enter(self, stage: str) -> None:
-        """Record values of ``stage`` from here on; values of its previous round are dropped."""
+        """Record values of ``stage`` from now on; values of its previous round are dropped."""
         self._tables[stage] = self.table = {}
         self.loader, self.by_batch = None, False
         self.leave_batch()
 
     def leave_batch(self) -> None:
-        """Values logged from here on belong to no batch: each rank counts once in a mean."""
+        """Values logged from now on belong to no batch: each rank counts once in a mean."""
         self.weight = 1.0
 
     @property
     def evaluating(self) -> bool:
-        """Whether values belong to an evaluation."""
+        """Whether logged values belong to an evaluation."""
         return self.table is not self._tables["train"]
 
     def leave(self) -> None:
-        """Back to training."""
+        """Return from an evaluation to training."""
         self.table = self._tables["train"]
         self.loader = None
         self.absent.clear()
 
     @contextmanager
     def discarding_logs(self) -> Iterator[None]:
-        """Drop the training values that are logged inside."""
+        """Drop the training values that are logged inside this context."""
         before = self.table
         self._tables["train"] = self.table = {key: entry.copy() for key, entry in before.items()}
         try:
@@ -192,7 +192,7 @@ class Metrics:
             self._tables["train"] = self.table = before
 
     def forget(self) -> None:
-        """A new run: nothing recorded, nothing reduced."""
+        """Drop all recorded and reduced values, before a new run."""
         self._tables = {"train": {}}
         self.table = self._tables["train"]
         self.hook, self.feed = "", None
@@ -203,7 +203,7 @@ class Metrics:
             kept.clear()
 
     def undo(self) -> Callable[[], None]:
-        """Returns what forgets everything that was logged in steps since this call; metric objects keep theirs."""
+        """Return a function that drops all values logged in steps after this call; metric objects keep their state."""
         table, kept = self.table, {key: entry.copied() for key, entry in self.table.items()}
 
         def forget() -> None:
@@ -213,13 +213,13 @@ class Metrics:
         return forget
 
     def flush_step(self, ran: bool = True) -> Reduced:
-        """The values of the step that was just finished, over all ranks. One sync point."""
+        """Reduce the values of the finished step over all ranks. One sync point."""
         latest, self._flushed = self.progress.step - 1, self.progress.step
         entries = [e for e in self.table.values() if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS]
         return self._publish(entries, step=True, ran=ran)
 
     def flush_evaluation_step(self) -> Reduced:
-        """The values of one evaluation batch that asked for ``on_step``, of this rank."""
+        """The ``on_step`` values of one evaluation batch on this rank."""
         result = Reduced()
         for entry in self.table.values():
             if entry.on_step and entry.turn >= 0:
@@ -230,7 +230,7 @@ class Metrics:
         return result
 
     def flush_epoch(self, ran: bool = True) -> Reduced:
-        """The values that were logged for the epoch since the last flush of one, over all ranks. One sync point."""
+        """Reduce the epoch values logged since the last epoch flush over all ranks. One sync point."""
         entries = [e for e in self.table.values() if e.recorded]
         if not self.evaluating and self._flushed != self.progress.step:
             # Values of steps between two flushes: callbacks that monitor them read them now.
@@ -277,9 +277,9 @@ class Metrics:
         result.by_loader.setdefault(entry.loader, {})[forked] = value
 
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest of everything: reduced values, on top what this rank logged since, and what others put in.
+        """The latest value of every name: reduced values, then newer ones of this rank, then those of callbacks.
 
-        The same dict for the length of a run: a callback may add to it what it did not log.
+        It is the same dict during a run: a callback may add values to it without logging them.
         """
         values = self._shown
         values.update((name, torch.tensor(value)) for name, value in self.callback.items())
@@ -287,9 +287,9 @@ class Metrics:
         return values
 
     def _running(self) -> dict[str, Tensor]:
-        """Values that were logged since the last flush that cleared them."""
+        """The values logged since the last flush that cleared them."""
         tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
-        if self._staged:  # what one stage alone knows by now would let the ranks decide differently
+        if self._staged:  # a value that only one pipeline stage knows would let the ranks decide differently
             tables = []
         found: dict[str, Tensor] = {}
         for entry in chain.from_iterable(table.values() for table in tables):
@@ -307,7 +307,7 @@ class Metrics:
         return present if name in self._running() else self._settled.get(name, present)
 
     def state_dict(self) -> dict[str, Any]:
-        """Partial sums of the running epoch, the latest values, and what was reduced last."""
+        """Partial sums of the running epoch, the latest values, and the values of the last reduction."""
         recorded = [entry for entry in self._tables["train"].values() if entry.recorded]
         names = {*self.callback, *chain.from_iterable(entry.now() for entry in recorded)}
         return {
@@ -339,7 +339,7 @@ class Metrics:
         return place
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned; options may change with the next `log` of that name."""
+        """Restore ``state_dict``; the next `log` of a name may change its options."""
         self.callback.update(state.get("callback", {}))
         self.logged.update(state.get("logged", {}))
         self.progress_bar.update(state.get("progress_bar", {}))
@@ -368,7 +368,7 @@ class Metrics:
 
 
 def _host_number(name: str, value: Any) -> float:
-    """A NumPy scalar and the like as a float: on the host already, not a sync point."""
+    """A host number, such as a NumPy scalar, as a float; not a sync point."""
     text = isinstance(value, (str, bytes))  # float() would read some
     try:
         if not text:

@@ -1,4 +1,4 @@
-"""torchmetrics' objects in the middle of an epoch: modules whose running state is in no ``state_dict``."""
+"""torchmetrics objects inside an epoch: their running state is not in the module's ``state_dict``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["count_once", "place_of", "restore_running", "running_states"]
 
 
 def count_once(module: nn.Module, strategy: Strategy) -> None:
-    """Let metrics of ``module`` reduce over the report group: ranks that share a batch count once."""
+    """Reduce the metrics of ``module`` over the report group, so that ranks with the same batch count once."""
     if strategy.reports.size < strategy.world.size:
         for part in module.modules():
             if hasattr(type(part), "update_count") and part.process_group is None:  # torchmetrics' own default
@@ -22,16 +22,16 @@ def count_once(module: nn.Module, strategy: Strategy) -> None:
 
 
 def place_of(metric: Any, module: nn.Module | None) -> str | None:
-    """The name by which ``module`` holds a metric, or None where it is no submodule."""
+    """The name of a metric in ``module``; None if it is not a submodule."""
     found = () if module is None else module.named_modules()
     return next((name for name, part in found if part is metric), None)
 
 
 def running_states(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """What each metric of ``module`` has counted since it was reset, on the CPU, by the metric's name."""
+    """The state of each metric of ``module`` since its last reset, on the CPU, by the metric's name."""
     collections: list[Any] = [part for part in module.modules() if hasattr(type(part), "compute_groups")]
     for part in collections:
-        part.items(copy_state=False)  # of metrics that count the same, only the first is up to date until asked
+        part.items(copy_state=False)  # in a compute group only the first metric is current until others are read
     states = {}
     parts: dict[str, Any] = dict(module.named_modules())
     for name, part in parts.items():
@@ -46,7 +46,7 @@ def _on_host(value: Tensor) -> Tensor:
 
 
 def restore_running(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
-    """Put `running_states` back into the metrics that are still there."""
+    """Restore `running_states` into the metrics that still exist."""
     parts: dict[str, Any] = dict(module.named_modules())
     for name, saved in states.items():
         if name not in parts or not hasattr(type(parts[name]), "update_count"):

@@ -1,4 +1,4 @@
-"""The largest batch size whose steps fit into memory, by trying."""
+"""Find the largest batch size whose steps fit into memory, by running some steps with each size."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["SizeSearch", "scale_batch_size", "set_batch_size"]
 
 
 class _TooLarge(Exception):
-    """Why a size cannot be used, on every rank."""
+    """A batch size cannot be used; raised on every rank, with the reason."""
 
 
 def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]:
-    """What holds the batch size: the loader that is given to ``fit``, else datamodule and module."""
+    """The objects with the batch size: the loader given to ``fit``, else the datamodule and the module."""
     found = holders(name, *([module, datamodule] if loaders is None else [loaders]))
     if not found or any(type(getattr(holder, name)) is not int for holder in found):
         places = (module, datamodule) if loaders is None else (loaders,)
@@ -41,7 +41,7 @@ def set_batch_size(name: str, size: int, module: Any, loaders: Any, datamodule: 
     """Set a batch size where `scale_batch_size` looks for it.
 
     Raises:
-        ConfigurationError: nothing has that attribute.
+        ConfigurationError: no object has that attribute.
     """
     for holder in _holders(name, module, loaders, datamodule):
         if isinstance(holder, DataLoader):  # its __setattr__ refuses, for the sampler would not know
@@ -52,11 +52,11 @@ def set_batch_size(name: str, size: int, module: Any, loaders: Any, datamodule: 
 
 @final
 class _Attempt:
-    """Looks whether the steps of one size fit, on every rank.
+    """Checks on every rank whether the steps of one batch size fit.
 
     Args:
         size: samples of a micro-batch on each rank.
-        name: of its attribute.
+        name: the name of the attribute.
 
     Attributes:
         world: all ranks; None before there is a step to try.
@@ -94,7 +94,7 @@ class _Attempt:
                 Strategy.forward_backward(run.strategy, run.micro)
 
         def both(micro: Any) -> None:
-            self._together(run, lambda: None)  # whether every rank has its batches: a forward may send buffers
+            self._together(run, lambda: None)  # every rank must have its batches first: a forward may send buffers
             self._together(run, forward_backward)
             run.strategy.exchange_gradients()
 
@@ -103,7 +103,7 @@ class _Attempt:
         vars(run.stepper)["step"] = lambda: self._together(run, step)
 
     def _together(self, run: Fit, act: Callable[[], None]) -> None:
-        """Do a part of a step without an exchange, and learn whether it fits on every rank."""
+        """Run a part of a step that has no communication, and agree on whether it fits on every rank."""
         problem: Exception | None = None
         try:
             act()
@@ -115,7 +115,7 @@ class _Attempt:
             raise _TooLarge("it ran out of memory") from problem
 
     def _look(self, run: Fit) -> None:
-        """After the first step: a batch that is not full says nothing about the size."""
+        """After the first step, refuse a batch that is not full: it says nothing about this size."""
         if run.progress.step == 1 and run.micro.sizes[0] < self.size * run.strategy.data.size:
             raise _TooLarge("the data have fewer samples")
 
@@ -140,7 +140,7 @@ class SizeSearch:
     def run(
         self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
     ) -> tuple[int, str]:
-        """The size, and why no larger one; it is not set. Arguments as for `run_trial`; every rank must call it."""
+        """Return the size and the reason against a larger one, without setting it. Every rank must call it."""
         holders = _holders(self.name, module, loaders, datamodule)
         before = getattr(holders[0], self.name)
         good, bad, size, why = 0, 0, self.first, f"max_trials={self.trials} are over"
@@ -162,7 +162,7 @@ class SizeSearch:
         return good, why
 
     def _problem(self, size: int, trainer: Session, *data: Any) -> str:
-        """Why a size cannot be used; empty where it can."""
+        """The reason why a size cannot be used; empty if it can."""
         module, loaders, datamodule, is_set_up = data
         attempt, keeps = _Attempt(size, self.name), ("get_accumulate_grad_batches",)
         try:
@@ -196,24 +196,24 @@ def scale_batch_size(
 ) -> int:
     """Try batch sizes with a few training steps each, and set the largest that works.
 
-    The size is doubled until memory or the data are over; where ``init_val`` does not work, it is halved. Only a size
-    that was tried with full batches is returned. Each trial trains a copy of the module; nothing but the attribute is
-    changed. Gradient accumulation takes part, no other callback does. Every rank must call it, and has the same
-    result: the size of a batch on each rank.
+    The size is doubled until memory or data run out; if ``init_val`` does not fit, it is halved. Only a size that was
+    tried with full batches is returned. Each trial trains a copy of the module; nothing but the attribute is changed.
+    Of the callbacks, only gradient accumulation is active. Every rank must call this, and gets the same result: the
+    batch size on each rank.
 
     Args:
         trainer: a `Trainer`.
         model: the module.
         train_dataloaders: a DataLoader whose ``batch_size`` is set; by default the datamodule's or the module's own
             loader, made with the attribute.
-        val_dataloaders: is not used.
+        val_dataloaders: not used.
         dataloaders: must be None.
         datamodule: as for ``fit``.
         method: ``"fit"``.
         mode: ``"power"``, or ``"binsearch"`` to search on between the last size that works and the first that does not.
         steps_per_trial: optimizer steps of each trial.
         init_val: the first size.
-        max_trials: sizes to try, at most.
+        max_trials: the maximum number of sizes to try.
         batch_arg_name: the attribute of the module, the datamodule, or their ``hparams``.
 
     Returns:

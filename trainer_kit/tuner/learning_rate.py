@@ -1,4 +1,4 @@
-"""The learning rate range test (Smith 2017, https://arxiv.org/abs/1506.01186): the loss while the rate grows."""
+"""The learning rate range test (Smith 2017, https://arxiv.org/abs/1506.01186): the loss at growing rates."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class LearningRates:
     """The curve of a range test.
 
     Args:
-        rates: one for each step.
-        losses: of each step before it was taken, over all micro-batches and ranks.
+        rates: the learning rate of each step.
+        losses: the loss of each step, before the update, over all micro-batches and ranks.
         mode: how the rates grow: ``"exponential"`` or ``"linear"``.
 
     Attributes:
         results: ``"lr"`` and the smoothed ``"loss"``, one number for each step.
-        losses: without smoothing.
+        losses: the losses without smoothing.
 
     Example:
         >>> found = LearningRates([1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1], [4.0, 4.0, 3.0, 1.0, 0.8, 9.0])
@@ -46,7 +46,7 @@ class LearningRates:
         self.results: dict[str, list[float]] = {"lr": list(rates), "loss": _smoothed(self.losses)}
 
     def suggestions(self, skip_begin: int = 10, skip_end: int = 1) -> dict[str, float]:
-        """Learning rates by the way in which they are chosen; empty where the loss never falls.
+        """Suggested learning rates by method; empty if the loss never falls.
 
         ``"steepest"``: where the loss falls fastest, before its lowest point; ``"minimum"``: a tenth of the rate with
         the lowest loss; ``"halfway"``: where the loss has fallen half of the way to its lowest point.
@@ -61,7 +61,7 @@ class LearningRates:
         if len(losses) < 3:
             return {}
         lowest = int(losses.argmin())
-        descent = losses[: lowest + 1]  # a fall behind the lowest point is that of a loss that grew too far
+        descent = losses[: lowest + 1]  # a fall after the lowest point follows a loss that had grown too far
         if not lowest or not descent.max() > descent.min():
             return {}
         halfway = np.flatnonzero(descent >= (descent.max() + descent.min()) / 2)[-1]
@@ -72,7 +72,7 @@ class LearningRates:
         }
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1, method: str = "steepest") -> float | None:
-        """One of `suggestions`; None where the loss never falls.
+        """One of `suggestions`; None if the loss never falls.
 
         Args:
             skip_begin: as for `suggestions`.
@@ -85,7 +85,7 @@ class LearningRates:
         return self.suggestions(skip_begin, skip_end).get(method)
 
     def needed(self) -> float:
-        """`suggestion`, where a run depends on it.
+        """`suggestion`, or an error if there is none.
 
         Raises:
             ConfigurationError: there is none.
@@ -138,7 +138,7 @@ class LearningRates:
 
 
 def _smoothed(losses: Sequence[float]) -> list[float]:
-    """A mean of the neighbours of each point, nearer ones weighing more; it moves no slope along the axis."""
+    """A weighted mean of the neighbours of each point, symmetric so that slopes keep their position."""
     if not losses:
         return []
     reach = max(1, len(losses) // 10)
@@ -172,7 +172,7 @@ class RangeTest:
     def run(
         self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
     ) -> LearningRates:
-        """The curve; arguments are those of `run_trial`. Every rank must call it."""
+        """Return the curve; the arguments are those of `run_trial`. Every rank must call it."""
         self.losses: list[float] = []
         self._mean, self._lowest = 0.0, math.inf
         keeps = ("get_accumulate_grad_batches", "splits_batches")
@@ -206,7 +206,7 @@ class RangeTest:
         run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._read(run))
 
     def _read(self, run: Fit) -> None:
-        """Take the loss of the step over its micro-batches and all ranks, which see the same number."""
+        """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
         micro, weighting = run.micro, run.windows.weighting
         weights = {at: float(micro.weights[at - micro.first]) if weighting else 1.0 for _, _, at in micro.losses}
         total = sum(float(loss) * weights[at] for loss, _, at in micro.losses)
@@ -229,7 +229,7 @@ class RangeTest:
             self._lowest = min(self._lowest, mean)
             if self.threshold is None or mean <= self.threshold * self._lowest:
                 return
-        run.schedule.max_steps = run.progress.step  # as far as every rank knows this was the last step
+        run.schedule.max_steps = run.progress.step  # every rank knows that this was the last step
         run.wake()
 
 
@@ -237,7 +237,7 @@ def attribute_of(module: Any, name: str = "") -> str:
     """The attribute of the module, or of its hyperparameters, that holds the learning rate.
 
     Args:
-        module: is searched.
+        module: the module to search.
         name: the attribute; empty for ``lr`` or ``learning_rate``.
 
     Raises:
@@ -279,24 +279,24 @@ def lr_find(
 ) -> LearningRates:
     """Train a copy of the module for some steps with a growing learning rate, and suggest one.
 
-    Nothing but the attribute of the learning rate is changed: a fit after it is that of a script without this call.
-    Callbacks take no part but for gradient accumulation, and neither do schedulers. Several parameter groups keep the
-    ratios of their rates. The test ends early where the loss grows, or is not finite; where the data are over, it reads
-    the next epoch. Every rank must call it, and has the same result.
+    Nothing but the attribute of the learning rate is changed: a later fit equals that of a script without this call.
+    Gradient accumulation is active; other callbacks and schedulers are not. Several parameter groups keep the ratios of
+    their rates. The test ends early if the loss grows too far or is not finite; at the end of the data it reads the
+    next epoch. Every rank must call this, and gets the same result.
 
     Args:
         trainer: a `Trainer`.
         model: the module.
         train_dataloaders: as for ``fit``.
-        val_dataloaders: is not used.
+        val_dataloaders: not used.
         dataloaders: must be None.
         datamodule: as for ``fit``.
         method: ``"fit"``.
-        min_lr: of the first step.
-        max_lr: of the last step.
-        num_training: optimizer steps.
+        min_lr: the rate of the first step.
+        max_lr: the rate of the last step.
+        num_training: the number of optimizer steps.
         mode: ``"exponential"`` or ``"linear"``.
-        early_stop_threshold: end where the mean loss is so many times its lowest value; None: do not.
+        early_stop_threshold: end when the mean loss exceeds this multiple of its lowest value; None: never.
         update_attr: set the suggestion on the module.
         attr_name: the attribute of the module or its ``hparams``; by default ``lr`` or ``learning_rate``.
 

@@ -1,4 +1,4 @@
-"""A fit of a few steps on copies, which leaves no trace: what every search here tries something with."""
+"""A fit of a few steps on copies, without side effects: each search here uses it for its trials."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["check_call", "holders", "release_copies", "run_trial"]
 
 
 def check_call(method: str, dataloaders: Any) -> None:
-    """Refuse what Lightning's ``method`` and ``dataloaders`` are for: searches in evaluations."""
+    """Refuse Lightning's ``method`` and ``dataloaders`` for searches in evaluations."""
     if method != "fit" or dataloaders is not None:
         raise ConfigurationError(
             "the tuner tries training steps only",
@@ -38,13 +38,13 @@ def check_call(method: str, dataloaders: Any) -> None:
 
 
 def holders(name: str, *owners: Any) -> list[Any]:
-    """Those of ``owners``, and of their hyperparameters, that have an attribute ``name``."""
+    """The ``owners``, and their hyperparameters, that have the attribute ``name``."""
     found = [part for owner in owners if owner is not None for part in (owner, getattr(owner, "hparams", None))]
     return [part for part in found if part is not None and hasattr(part, name)]
 
 
 def release_copies() -> None:
-    """Give the memory of earlier trials back."""
+    """Release the memory of earlier trials."""
     gc.collect()  # modules and what watches them are cycles
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
@@ -67,14 +67,14 @@ def run_trial(
     dataset are shared. All random generators are restored. Every rank must call it.
 
     Args:
-        trainer: is not changed.
-        module: is not changed.
-        loaders: as given to ``fit``.
-        datamodule: as given to ``fit``.
-        steps: how many optimizer steps, at most.
-        watch: is called with the composed fit before its first step, and may add to its bus.
-        keeps: callbacks with any of these attributes take part, as copies; no others do.
-        is_set_up: inside a fit, which has set up module and datamodule.
+        trainer: not changed.
+        module: not changed.
+        loaders: as for ``fit``.
+        datamodule: as for ``fit``.
+        steps: the maximum number of optimizer steps.
+        watch: called with the composed fit before its first step; it may add listeners to the bus.
+        keeps: copies of the callbacks with any of these attributes are active; all others are not.
+        is_set_up: whether a running fit has set up the module and the datamodule.
 
     Raises:
         ConfigurationError: an engine that steps by itself, or a module that cannot be copied.
@@ -125,9 +125,9 @@ def run_trial(
 
 
 def _without_trace(loaders: Any, generators: list[Any]) -> Any:
-    """Loaders that read the same data, and leave the position and the order of the user's loaders as they are.
+    """Copies of loaders that read the same data and do not change the position or order of the originals.
 
-    ``generators`` gets those of the datasets that are shared.
+    ``generators`` is filled with the generators of the shared datasets.
     """
     loaders = None if loaders is None else read_together(loaders)
     if isinstance(loaders, CombinedLoader):
