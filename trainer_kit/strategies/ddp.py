@@ -1,4 +1,4 @@
-"""Data parallel: every rank has the whole model, torch's DistributedDataParallel averages the gradients."""
+"""Data parallelism: every rank has a replica, and torch's DistributedDataParallel averages the gradients."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ __all__ = ["DDPStrategy", "check_comm_hook", "register_comm_hook"]
 class DDPStrategy(Strategy):
     """torch's DistributedDataParallel (Li et al., VLDB 2020; https://pytorch.org/docs/stable/notes/ddp.html).
 
-    Gradients are exchanged once an optimizer step: not at all inside an accumulation window. A rank that has no data
-    for a window takes part in the exchange with zeros, so uneven ranks finish together.
+    Gradients are synchronised once per optimizer step, with the last micro-batch of an accumulation window. A rank
+    without data for a window contributes zeros, so ranks with unequal data finish together.
 
     Args:
-        device: where this rank computes; the Trainer fills it in.
-        find_unused_parameters: let parameters that a step does not use count as ready.
-        static_graph: the graph never changes: allows more overlap.
-        gradient_as_bucket_view: gradients live inside the exchange buffers: less memory, no copy.
-        broadcast_buffers: buffers follow rank 0's at each exchange.
-        bucket_cap_mb: size of an exchange buffer in MiB; torch's default when None.
-        ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook as torch's ``register_comm_hook`` takes.
-        ddp_comm_state: the state of that hook; a dict: arguments of PowerSGD's. It is in no checkpoint: a resumed
-            run starts PowerSGD from its exact first steps.
+        device: the device of this rank; the Trainer sets it.
+        find_unused_parameters: support steps that do not use every parameter.
+        static_graph: the autograd graph never changes, which allows more overlap.
+        gradient_as_bucket_view: keep gradients inside the communication buckets: less memory, no copy.
+        broadcast_buffers: copy rank 0's buffers to all ranks at each synchronisation.
+        bucket_cap_mb: the size of a bucket in MiB; torch's default when None.
+        ddp_comm_hook: ``"fp16"``, ``"bf16"``, ``"powersgd"``, or a hook for torch's ``register_comm_hook``.
+        ddp_comm_state: the state of that hook, or a dict with the arguments of PowerSGD's state. Checkpoints do not
+            hold it: a resumed run starts PowerSGD again with its uncompressed first steps.
         ddp_comm_wrapper: ``"fp16"`` or ``"bf16"``: cast the gradients before the hook sees them; or a function that
             takes the hook and returns one.
-        local_sgd: average weights every so many steps in place of all gradients.
+        local_sgd: average the weights every so many steps, instead of the gradients in each step.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
-        timeout: how long a collective may take.
+        timeout: the limit for one collective.
     """
 
     name = "ddp"
@@ -117,14 +117,14 @@ class DDPStrategy(Strategy):
         self._step, self._frozen = _Step(nn.Module()), []
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Move the module, and give every rank rank 0's weights."""
+        """Move the module to the device, and broadcast rank 0's weights."""
         module.to(self.device)
         for parameter in module.parameters():
             self.world.broadcast(parameter.data)
         broadcast_buffers(module, self.world)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
-        """Move and wrap; every rank gets rank 0's weights."""
+        """Move and wrap the module; broadcast rank 0's weights."""
         if self.local_sgd is not None and (manual or precision.scales):
             raise StrategyError(
                 "local SGD needs to know when every rank steps",
@@ -137,21 +137,21 @@ class DDPStrategy(Strategy):
             self.place_module(module, precision)
             return
         module.to(self.device)
-        # Each backward of manual optimization reaches the parameters of its own optimizer only.
+        # In manual optimization each backward reaches only the parameters of its own optimizer.
         partial = bool(self.wrapper_options["find_unused_parameters"])
         partial = partial or (manual and not self.wrapper_options["static_graph"])
         self._step = _Step(module, partial)
         self._learns_graph = bool(self.wrapper_options["static_graph"])
         self._ddp = self._wrap(self._step, partial)
-        # Sums over three or more depend on where a gradient lies in its bucket.
+        # The sum over three or more ranks depends on the position of a gradient in its bucket.
         if self.world.size > 2 and not partial and not self._learns_graph and self.comm_hook in (None, "fp16", "bf16"):
             self._lay_out(module)
 
     def _lay_out(self, module: nn.Module) -> None:
-        """Let DDP rebuild its buckets now, by a backward of zeros in the order in which parameters are registered.
+        """Make DDP rebuild its buckets now, with a backward of zeros in the order of parameter registration.
 
-        DDP rebuilds them once, after its first backward. If that were the first step's backward, the first step after a
-        resume would add gradients in another order than the uninterrupted run.
+        DDP rebuilds them once, after its first backward. Without this, the first step after a resume would add
+        gradients in another order than the same step of an uninterrupted run.
         """
         assert self._ddp is not None
         with self._step.adding_nothing():
@@ -160,7 +160,7 @@ class DDPStrategy(Strategy):
             parameter.grad = None
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Move, and wrap what has anything to train; every rank gets rank 0's weights."""
+        """Move the module, and wrap it if it has trained parameters; broadcast rank 0's weights."""
         if self.local_sgd is not None:
             raise StrategyError(
                 "a loop of your own averages weights itself", fix="with LocalSGD(accelerator, model, 8)"
@@ -180,10 +180,10 @@ class DDPStrategy(Strategy):
         return wrapped
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
-        """Through the wrapper, whose forward arms the exchange; unless each backward arms it, or there are several.
+        """Call the method through the wrapper, whose forward prepares the gradient synchronisation.
 
-        Several backward passes a micro-batch are exchanged once, after the last of the window: the wrapper counts on
-        each parameter being ready once.
+        Several backward passes per micro-batch bypass the wrapper and are synchronised once, after the last of the
+        window: the wrapper expects each parameter to be ready once. In manual optimization each backward prepares it.
         """
         if several:
             self._backward = "several"
@@ -193,7 +193,7 @@ class DDPStrategy(Strategy):
         return self._ddp
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The user's own, or autograd's; after each of manual optimization gradients are complete."""
+        """The user's backward, or autograd's; in manual optimization each call synchronises gradients."""
         if backward is None or self._backward != "manual" or not self._frozen:
             return backward
 
@@ -213,24 +213,24 @@ class DDPStrategy(Strategy):
         return self._replicas.stepping(optimizer)
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """One micro-batch after the other; gradients are exchanged during the last backward."""
+        """Run one micro-batch after the other; the last backward synchronises gradients."""
         last = micro.count - 1
         local = self.local_sgd is not None and self._replicas.begin(micro.started)
         if local:
             last = -1
-            if self._ddp is not None:  # else the first forward of a rank with a batch broadcasts rank 0's buffers
+            if self._ddp is not None:  # otherwise the first forward of a rank with a batch broadcasts rank 0's buffers
                 self._ddp.require_forward_param_sync = False
         for index in range(micro.count):
             micro.begin(index)
             if self._backward == "one" and self._ddp is not None:
-                # A static graph is learned in the first window, and only from exchanges; more of them change no sum.
+                # DDP learns a static graph in the first window, from synchronised backwards; extra ones change no sum.
                 if index == last or self._learns_graph:
                     self._with_exchange(micro, index)
                 else:
                     with self._ddp.no_sync():
                         _without_exchange(micro, index)
                         if micro.batch is None:
-                            # The wrapper's forward may broadcast buffers or rebuild buckets: no rank may leave it out,
+                            # The wrapper's forward may broadcast buffers or rebuild buckets: no rank may skip it,
                             # for hooks exchange values between two micro-batches.
                             with self._step.adding_nothing():
                                 self._ddp()
@@ -248,7 +248,7 @@ class DDPStrategy(Strategy):
             self._step.reached = [p for p in self._step.parameters() if p.grad is not None]
 
     def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
-        """The wrapper's ``no_sync``; not where a hook, a static graph or local SGD decides about the exchange."""
+        """The wrapper's ``no_sync``; None if a hook, a static graph or local SGD controls the synchronisation."""
         ddp = self._ddp
         if (
             ddp is None
@@ -266,7 +266,7 @@ class DDPStrategy(Strategy):
         return inside
 
     def exchange_gradients(self) -> None:
-        """Average all gradients."""
+        """Average all gradients over the ranks."""
         average_gradients(self._step.parameters(), self.world)
 
     def _with_exchange(self, micro: MicroSteps, index: int) -> None:
@@ -279,7 +279,7 @@ class DDPStrategy(Strategy):
             self._ddp().backward()
 
     def arm(self, loss: Tensor) -> None:
-        """Manual optimization: the next backward, of ``loss``, exchanges gradients."""
+        """In manual optimization: make the next backward, of ``loss``, synchronise gradients."""
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True
             self._ddp.reducer.prepare_for_backward([loss])
@@ -295,18 +295,18 @@ class DDPStrategy(Strategy):
 
     @property
     def own_buffers(self) -> bool:
-        """False where the wrapper's forward broadcasts rank 0's buffers: it must be called, and configured to do so."""
+        """Whether each rank keeps its own buffers; False if the wrapper's forward broadcasts those of rank 0."""
         follow = self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None
         return not follow or self.local_sgd is not None
 
     @contextmanager
     def shared_buffers(self, module: nn.Module) -> Iterator[None]:
-        """Inside, running statistics are those of rank 0, and weights the same everywhere, as in its checkpoints."""
+        """A context with rank 0's running statistics and equal weights on all ranks, as checkpoints hold them."""
         with borrowed_buffers(module, self.world), self._replicas.united(module):
             yield
 
     def own_state(self) -> AbstractContextManager[Any]:
-        """Inside, states are this rank's own, not the average of all ranks."""
+        """A context in which states are this rank's own, not the average over the ranks."""
         return self._replicas.own()
 
     def finish(self, module: nn.Module) -> None:
@@ -314,7 +314,7 @@ class DDPStrategy(Strategy):
         self._replicas.unite(module)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """Whole copies; one exchange of all gradients a step."""
+        """A full replica on each rank; one all-reduce of all gradients per step."""
         sent = []
         if ranks > 1 and self.local_sgd is not None:
             sent = [f"weights: all-reduce over {ranks} ranks, every {self.local_sgd.period} steps"]
@@ -341,15 +341,15 @@ def _without_exchange(micro: MicroSteps, index: int) -> None:
 
 
 class _Step(nn.Module):
-    """What DDP wraps: the module, with ``training_step`` where DDP looks for ``forward``.
+    """The module that DDP wraps; its ``forward`` is the user's ``training_step``.
 
     Args:
-        module: the user's.
-        partial: whether steps may leave parameters out. A rank without data then uses an extra parameter only: if all
-            parameters counted as used, momentum would move them.
+        module: the user's module.
+        partial: whether steps may leave parameters unused. A rank without data then uses only an extra parameter: if
+            all parameters counted as used, momentum would move them.
 
     Attributes:
-        reached: the parameters that get zeros on a rank without data; empty: all.
+        reached: the parameters that get zero gradients on a rank without data; empty: all.
     """
 
     def __init__(self, module: nn.Module, partial: bool = False) -> None:
@@ -360,15 +360,15 @@ class _Step(nn.Module):
         self.reached: list[nn.Parameter] = [self.nothing] if partial else []
 
     def redirect(self, method: Callable[..., Any]) -> None:
-        # Into __dict__, so that DDP's call lands in the user's method without a frame of ours between.
+        # In __dict__, so that DDP calls the user's method without a frame of ours in between.
         self.__dict__["forward"] = method
 
     @contextmanager
     def adding_nothing(self) -> Iterator[None]:
-        """Inside, the forward gives zero gradients to every parameter that other ranks use."""
+        """A context in which the forward gives zero gradients to every parameter that other ranks use."""
         method = self.__dict__.get("forward")
         parameters = self.reached or [p for p in self.parameters() if p.requires_grad]
-        # The sum of no elements: exact zeros, whatever the weights are.
+        # The sum over no elements: exact zeros for any weights.
         self.__dict__["forward"] = lambda: sum(p.reshape(-1)[:0].sum() for p in parameters)
         try:
             yield
@@ -380,10 +380,10 @@ _HOOKS: Final = ("fp16", "bf16", "powersgd")
 
 
 def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
-    """Refuse arguments that cannot exchange gradients.
+    """Check the arguments of a communication hook.
 
     Raises:
-        StrategyError: an unknown name, a wrapper without a hook, or arguments for a hook that takes none.
+        StrategyError: an unknown name, a wrapper without a hook, or a state for a hook that takes none.
     """
     if isinstance(hook, str) and hook not in _HOOKS:
         raise StrategyError("unknown communication hook", found=repr(hook), fix=f"use {', '.join(map(repr, _HOOKS))}")
@@ -400,13 +400,13 @@ def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
 def register_comm_hook(
     ddp: DistributedDataParallel, hook: str | Callable[..., Any], state: Any, wrapper: Any = None
 ) -> None:
-    """Exchange gradients by this hook.
+    """Register a communication hook.
 
     Args:
         ddp: the wrapped module.
-        hook: one of the names, or a function as torch takes it.
-        state: of the hook, or arguments of PowerSGD's.
-        wrapper: ``"fp16"``, ``"bf16"``, or a function of the hook.
+        hook: one of the names, or a function for torch.
+        state: the state of the hook, or the arguments of PowerSGD's state.
+        wrapper: ``"fp16"``, ``"bf16"``, or a function that takes the hook and returns one.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 

@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every rank keeps a part of parameters, gradients and optimizer state."""
+"""Fully sharded data parallelism: every rank keeps a shard of parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -67,24 +67,24 @@ _RESHARDS: Final[Mapping[str, bool | None]] = {
 class FSDPStrategy(Strategy):
     """torch's FSDP2 (Zhao et al., VLDB 2023; https://pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
 
-    A unit's parameters are gathered while it computes, gradients are reduced into parts once an optimizer step. The
-    module keeps its names; after a fit it stays divided, and checkpoints load anywhere.
+    The parameters of a unit are gathered while it computes; gradients are reduced into shards once per optimizer step.
+    The module keeps its parameter names. After a fit it stays sharded, and its checkpoints load under any strategy.
 
     Args:
-        device: where this rank computes; the Trainer fills it in.
+        device: the device of this rank; the Trainer sets it.
         sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"``: parameters stay gathered until backward;
-            ``"HYBRID_SHARD"``: parts within a machine, whole copies across them; ``"HYBRID_SHARD_ZERO2"``: both.
-        reshard_after_forward: as torch's ``fully_shard`` takes it, in place of what ``sharding_strategy`` says of it.
-        auto_wrap_policy: which modules are gathered each by itself: classes, names, a number of parameters, or a
+            ``"HYBRID_SHARD"``: shards within a machine, replicas across machines; ``"HYBRID_SHARD_ZERO2"``: both.
+        reshard_after_forward: as in torch's ``fully_shard``; overrides ``sharding_strategy``.
+        auto_wrap_policy: the modules that are units of their own: classes, names, a number of parameters, or a
             callable; by default the blocks of each list or sequence that repeats a class.
-        activation_checkpointing_policy: which modules compute their activations again in backward; True: the units.
-        cpu_offload: parts, gradients and optimizer state live in host memory.
-        mixed_precision: torch's ``MixedPrecisionPolicy``; by default parameters are gathered as they are stored, and
-            gradients reduced in the dtype that the precision says.
+        activation_checkpointing_policy: the modules that recompute their activations in backward; True: the units.
+        cpu_offload: keep shards, gradients and optimizer state in host memory.
+        mixed_precision: torch's ``MixedPrecisionPolicy``; by default parameters are gathered in their stored dtype, and
+            gradients reduced in the dtype of the precision.
         device_mesh: sizes, or a mesh: one axis to shard over, or two (replicas, shards).
-        ignored_modules: these, or those whose names match a regular expression, stay whole on every rank.
+        ignored_modules: modules that are not sharded, or a regular expression of their names.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
-        timeout: how long a collective may take.
+        timeout: the limit for one collective.
     """
 
     name = "fsdp"
@@ -177,30 +177,30 @@ class FSDPStrategy(Strategy):
         self._root, self._units, self._hooks, self._parameters = None, [], [], []
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are built on rank 0, in host memory; the other ranks get their parts of them."""
+        """Build layers on rank 0, in host memory; the other ranks get their shards from it."""
         return built_once(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Divide the module; a rank has no memory for whole weights in evaluation either."""
+        """Shard the module, for evaluation too: a rank may have no memory for full weights."""
         self.stop()
         self._divide(
             module, precision, [module] if getattr(module, "automatic_optimization", True) else outer_modules(module)
         )
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
-        """Divide; every rank gets its part of rank 0's weights.
+        """Shard the module; every rank gets its shards of rank 0's weights.
 
-        In manual optimization the parts of the module are divided each by itself: a step of an optimizer falls between
-        two of their forwards.
+        In manual optimization the submodules are sharded separately: an optimizer may step between two of their
+        forwards.
         """
         self.stop()
         self._every_backward = manual
         self._divide(module, precision, outer_modules(module) if manual else [module])
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide; it is called as it was before."""
+        """Shard the module; it is called as before."""
         self._divide(module, precision, [module])
-        if self._reshards is None:  # the optimizer of a raw loop may step at any time, so nothing stays gathered
+        if self._reshards is None:  # the optimizer of a raw loop may step at any time, so reshard after each forward
             root: Any = module
             root.set_reshard_after_forward(True, recurse=False)
         return module
@@ -217,10 +217,10 @@ class FSDPStrategy(Strategy):
         self._parameters += module.parameters()
         self._moved.note(before, module)
         for parameter in module.parameters():
-            if (
-                not hasattr(parameter, "placements") and parameter.is_floating_point()
-            ):  # what is whole is averaged as a whole, after each backward
-                frozen = not parameter.requires_grad  # maybe not for good, and torch gives it no hook while it is
+            # Gradients of parameters that are not sharded are averaged after each backward. A frozen one may be trained
+            # later, and torch registers no hook while it is frozen.
+            if not hasattr(parameter, "placements") and parameter.is_floating_point():
+                frozen = not parameter.requires_grad
                 parameter.requires_grad_()
                 hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
@@ -234,17 +234,17 @@ class FSDPStrategy(Strategy):
         whole: Iterable[nn.Module] = (),
         reshards: bool | int | None = None,
     ) -> None:
-        """torch's ``fully_shard`` on the units of a module, then on its roots, in place; sharded ones stay as they are.
+        """Apply torch's ``fully_shard`` in place to the units of a module, then to its roots; skip sharded ones.
 
         Args:
-            module: the whole.
-            precision: in which gradients are reduced.
-            roots: the modules that gather parameters outside of all units.
-            whole: modules that stay whole, where no others were named.
-            reshards: ``reshard_after_forward``, in place of what the strategy says.
+            module: the full module.
+            precision: gives the dtype in which gradients are reduced.
+            roots: the modules that gather the parameters outside of all units.
+            whole: modules that are not sharded, if ``ignored_modules`` was not given.
+            reshards: ``reshard_after_forward``; overrides the strategy's.
 
         Raises:
-            StrategyError: a policy or an expression names what is not there.
+            StrategyError: a policy or an expression matches no module.
         """
         # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
         # norms would compute in them too, and on a CPU refuse to.
@@ -270,7 +270,7 @@ class FSDPStrategy(Strategy):
                 )
 
     def _left_whole(self, module: nn.Module, whole: Iterable[nn.Module] = ()) -> set[nn.Parameter]:
-        """Return the parameters that stay whole on every rank; their gradients are averaged."""
+        """Return the parameters that are not sharded; their gradients are averaged."""
         matching = self._ignored or whole
         if isinstance(matching, str):
             matching = [part for name, part in module.named_modules() if name and re.fullmatch(matching, name)]
@@ -297,25 +297,25 @@ class FSDPStrategy(Strategy):
         self.world.all_reduce(parameter.grad, "mean")
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Parameters that it had before they were divided become their parts."""
+        """Replace the parameters that the optimizer had before sharding by their shards."""
         self._moved.follow(optimizer)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
-        """Through the root's hooks, which gather what no unit does."""
+        """Call the method between the root's hooks, which gather the parameters outside of all units."""
         self._every_backward = self._every_backward or several
         return method if self._root is None else _through(self._root, method)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """The same; weights are divided again after each call, as hooks and checkpoints expect them."""
+        """Like `bind`; weights are sharded again after each call, as hooks and checkpoints expect."""
         call = method if self._root is None else _through(self._root, method)
         return resharding(call, self._units)
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The module's override, or autograd's; with ``inputs`` it keeps the gradients of other parameters."""
+        """The module's backward, or autograd's; with ``inputs`` it keeps all other gradients."""
         return ExchangingBackward(self._parameters, backward) if self._every_backward else backward
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's own step, in which nothing may stay gathered that was only read; by kind of parameter."""
+        """The optimizer's own step, called once per kind of parameter, after all units are sharded again."""
         units = self._units
 
         def step(*arguments: Any, **options: Any) -> Any:
@@ -326,7 +326,7 @@ class FSDPStrategy(Strategy):
         return step_by_kind(optimizer, step)
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """One micro-batch after the other; gradients are reduced during the last backward."""
+        """Run one micro-batch after the other; the last backward reduces gradients."""
         last, root = micro.count - 1, self._root
         waits = last > 0 and root is not None and not self._every_backward
         try:
@@ -352,15 +352,15 @@ class FSDPStrategy(Strategy):
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip by norm or by value, over all parts."""
+        """Clip by norm or by value, over the shards of all ranks."""
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, running statistics are those of rank 0, as in its checkpoints."""
+        """A context with rank 0's running statistics on all ranks, as checkpoints hold them."""
         return borrowed_buffers(module, self.world)
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """A part of everything; parameters are gathered in a forward and again for its backward, gradients reduced."""
+        """A shard of everything; parameters are gathered in forward and again in backward, gradients are reduced."""
         shape = self.mesh or self._shape(ranks)
         rank = shape.get_local_rank(shape.ndim - 1) if isinstance(shape, DeviceMesh) else 0
         *replicas, shards = shape.shape if isinstance(shape, DeviceMesh) else shape
@@ -399,7 +399,7 @@ class FSDPStrategy(Strategy):
 
 
 def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method between the root's hooks; the module keeps no trace of it."""
+    """Return the method wrapped in the root's hooks; the module is not changed."""
     root.__dict__["_step"] = method
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")
@@ -416,7 +416,7 @@ def _separate_units(module: nn.Module, precision: Precision, policy: MixedPrecis
 
 @final
 class ExchangingBackward:
-    """A backward that exchanges gradients, and can leave those of some parameters unchanged.
+    """A backward that synchronises gradients, and can leave those of some parameters unchanged.
 
     Args:
         parameters: all parameters of the module.

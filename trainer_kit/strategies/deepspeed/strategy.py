@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: optimizer state, gradients and parameters are divided among the data ranks; the engine steps."""
+"""ZeRO with DeepSpeed: the data ranks shard optimizer state, gradients and parameters; the engine steps."""
 
 from __future__ import annotations
 
@@ -67,20 +67,20 @@ _OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, wh
 class DeepSpeedStrategy(Strategy):
     """DeepSpeed's ZeRO (Rajbhandari et al., SC 2020; https://www.deepspeed.ai).
 
-    The engine runs backward, averages gradients, clips and steps; the loop keeps accumulation windows, weights, hooks
-    and checkpoints. A checkpoint holds whole tensors in full precision by the module's own names, so that it loads into
-    any other strategy, stage and number of ranks, and continues there.
+    The engine runs backward, averages gradients, clips and steps; the loop controls accumulation windows, loss weights,
+    hooks and checkpoints. A checkpoint holds full tensors in full precision under the module's own names, so a run can
+    resume from it under any other strategy, stage and number of ranks.
 
     Args:
-        device: where this rank computes; the Trainer sets it.
-        stage: 0 divides nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too. Default: the JSON's, or 2.
-        offload_optimizer: masters and moments are held, and stepped, in the host's memory.
-        offload_parameters: parameters are held in the host's memory; stage 3 only.
+        device: the device of this rank; the Trainer sets it.
+        stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters. Default: the JSON's, or 2.
+        offload_optimizer: keep and step master weights and moments in host memory.
+        offload_parameters: keep parameters in host memory; stage 3 only.
         config: DeepSpeed's JSON, as a path or a dict. ``"auto"`` takes the run's value: batch sizes, accumulation,
             clipping, precision; sizes of buckets follow the model's ``config.hidden_size``. The optimizer and the
             scheduler that it names are built where the script builds none.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
-        timeout: how long a collective may take.
+        timeout: the limit for one collective.
 
     Raises:
         StrategyError: DeepSpeed is not installed, or the JSON and the arguments contradict each other.
