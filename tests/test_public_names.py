@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import trainer_kit as tk
-from trainer_kit.compat.lightning_names import PATHS
+from trainer_kit.compat import accelerate_names, lightning_names
 
 NAMES = [
     "AORecipeKwargs",
@@ -167,7 +167,7 @@ def test_nothing_public_is_missing_from_the_names():
         "training",
     }
     # A module that was found by another library's path becomes an attribute too.
-    paths = {path.partition(".")[0] for path in PATHS}
+    paths = {path.partition(".")[0] for path in (*accelerate_names.PATHS, *lightning_names.PATHS)}
     public = {name for name in vars(tk) if not name.startswith("_")} - {
         "annotations",
         "importlib",

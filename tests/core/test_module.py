@@ -194,11 +194,6 @@ def test_layers_that_are_built_late_are_built_before_loading(tmp_path):
     assert torch.equal(Late.load_from_checkpoint(tmp_path / "c").late.weight, net.late.weight)
 
 
-def test_a_file_of_hyperparameters_is_refused_with_what_to_do(tmp_path):
-    with pytest.raises(ConfigurationError, match="keyword"):
-        Net.load_from_checkpoint(tmp_path, hparams_file="h.yaml")
-
-
 def test_an_export_needs_an_input():
     with pytest.raises(ConfigurationError, match="example_input_array"):
         Net().to_onnx(io.BytesIO())

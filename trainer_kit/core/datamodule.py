@@ -9,9 +9,10 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.hooks import DataHooks
-from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.hparams import HParamsMixin, construct, read_hparams
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.core.registry import READERS
 from trainer_kit.core.signatures import check_names
 
 __all__ = ["DataModule"]
@@ -43,6 +44,35 @@ class DataModule(DataHooks, HParamsMixin):
         """Take over what ``state_dict`` returned."""
 
     @classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Build the datamodule from its hyperparameters in a checkpoint, and load its state.
+
+        Args:
+            checkpoint_path: a checkpoint directory of a fit with this datamodule, or a Lightning file.
+            map_location: accepted for Lightning's sake.
+            hparams_file: a YAML, JSON or CSV file of hyperparameters, in place of the checkpoint's.
+            weights_only: accepted for Lightning's sake; nothing in the file is executed.
+            kwargs: constructor arguments; they win over the checkpoint's.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        state = READERS.get("module")(checkpoint_path, whole=True)
+        kept = state.get("datamodule_hyper_parameters") or {}
+        made = construct(cls, kept if hparams_file is None else read_hparams(hparams_file), kwargs)
+        own = state.get("datamodule") or state.get(cls.__qualname__)
+        if own:
+            made.load_state_dict(own)
+        return made
+
+    @classmethod
     def from_datasets(
         cls,
         train_dataset: Any = None,
@@ -60,11 +90,11 @@ class DataModule(DataHooks, HParamsMixin):
             val_dataset: a dataset or several.
             test_dataset: a dataset or several.
             predict_dataset: a dataset or several.
-            batch_size: samples a batch, per rank.
-            num_workers: loader workers.
+            batch_size: samples a batch, per rank; the constructor of ``cls`` gets it too if it takes it.
+            num_workers: loader workers; likewise.
             datamodule_kwargs: for the constructor of ``cls``.
         """
-        made = cls(**datamodule_kwargs)
+        made: DataModule = construct(cls, {"batch_size": batch_size, "num_workers": num_workers}, datamodule_kwargs)
         given: Iterable[tuple[str, Any]] = (
             ("train", train_dataset),
             ("val", val_dataset),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import copy
+import csv
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["HParams", "HParamsMixin", "constructor_arguments"]
+__all__ = ["HParams", "HParamsMixin", "construct", "constructor_arguments", "read_hparams"]
 
 
 class HParams(dict[str, Any]):
@@ -56,6 +61,81 @@ def constructor_arguments(owner: object, frame: FrameType, ignore: Iterable[str]
     return {name: value for name, value in found.items() if name not in skip}
 
 
+def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -> Any:
+    """Make a module or datamodule from the hyperparameters of a checkpoint.
+
+    Args:
+        cls: its class; hyperparameters that its constructor does not take are left out.
+        hparams: of the checkpoint.
+        given: arguments that win over them.
+
+    Raises:
+        ConfigurationError: the checkpoint has an argument only by its repr.
+    """
+    taken = {name: value for name, value in hparams.items() if _takes(cls, name)}
+    missing = [name for name, value in taken.items() if _is_repr(value) and name not in given]
+    if missing:
+        raise ConfigurationError(
+            f"the checkpoint holds only what these looked like: {', '.join(missing)}",
+            found=", ".join(f"{name}={hparams[name]['repr']}" for name in missing),
+            fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})",
+        )
+    return cls(**{**taken, **given})
+
+
+def _is_repr(value: Any) -> bool:
+    """Whether this is the repr of a hyperparameter that could not be stored."""
+    return isinstance(value, dict) and value.keys() == {"repr"}
+
+
+def _takes(cls: type, name: str) -> bool:
+    parameters = inspect.signature(cls).parameters
+    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def read_hparams(path: Any) -> dict[str, Any]:
+    """The hyperparameters in a file: YAML or JSON of plain values, or a CSV file of keys and values.
+
+    Args:
+        path: ends in ``.yaml``, ``.yml``, ``.json`` or ``.csv``, as the files that loggers write.
+
+    Raises:
+        ConfigurationError: the file is missing or something else, or its YAML makes objects.
+    """
+    file = Path(path)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError("hparams_file cannot be read", found=f"{file}: {error}") from error
+    found: Any
+    if file.suffix.lower() == ".csv":
+        found = {row[0]: _literal(row[1]) for row in csv.reader(text.splitlines()) if len(row) == 2}
+        found.pop("key", None)  # the header
+        return dict(found)
+    import yaml
+
+    from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
+
+    try:
+        guarded_root(text)
+        found = yaml.safe_load(text)
+    except (YamlProblem, yaml.YAMLError) as error:
+        raise ConfigurationError(
+            "hparams_file is not YAML of plain values",
+            found=f"{file}: {error}",
+            fix="leave objects out of it, and pass them as keyword arguments",
+        ) from error
+    if not isinstance(found, Mapping):
+        raise ConfigurationError("hparams_file holds no names", found=f"{file}: a {type(found).__name__}")
+    return {str(name): value for name, value in found.items()}
+
+
+def _literal(text: str) -> Any:
+    with suppress(ValueError, SyntaxError):
+        return ast.literal_eval(text)
+    return text
+
+
 class HParamsMixin:
     """``save_hyperparameters`` and ``hparams``, for modules and datamodules."""
 
@@ -93,6 +173,8 @@ class HParamsMixin:
                         )
                 chosen = {str(name): chosen[str(name)] for name in names}
         self.__dict__.setdefault("_hparams", HParams()).update(chosen)
+        initial = self.__dict__.setdefault("_hparams_initial", HParams())
+        initial.update({name: _kept(value) for name, value in chosen.items()})
         self.__dict__["_log_hparams"] = logger
 
     @property
@@ -100,6 +182,18 @@ class HParamsMixin:
         """What ``save_hyperparameters`` kept."""
         kept: HParams = self.__dict__.setdefault("_hparams", HParams())
         return kept
+
+    @property
+    def hparams_initial(self) -> HParams:
+        """What ``save_hyperparameters`` kept, without later changes of ``hparams``; a copy."""
+        return HParams({name: _kept(value) for name, value in self.__dict__.get("_hparams_initial", {}).items()})
+
+
+def _kept(value: Any) -> Any:
+    """A value that later changes do not reach: a copy of a container; other objects are themselves."""
+    with suppress(Exception):  # of objects in it that cannot be copied
+        return copy.deepcopy(value) if isinstance(value, (dict, list, set)) else value
+    return value
 
 
 def _caller() -> FrameType:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
-from trainer_kit.core.hparams import HParamsMixin
+from trainer_kit.core.hparams import HParamsMixin, construct, read_hparams
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
@@ -47,6 +46,19 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     """False: ``training_step`` calls ``manual_backward`` and steps the optimizers itself."""
     example_input_array: Any = None
     """An input of ``forward`` for summaries and exports: a tensor, or a tuple or dict of arguments."""
+    __jit_unused_properties__ = (
+        *(
+            "current_epoch",
+            "device",
+            "device_mesh",
+            "dtype",
+            "global_rank",
+            "global_step",
+            "hparams",
+            "hparams_initial",
+        ),
+        *("local_rank", "logger", "loggers", "trainer"),
+    )
     strict_loading: bool = True
     """Whether a checkpoint must hold exactly the module's keys."""
 
@@ -235,6 +247,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return torch.device("cpu") if trainer is None else trainer.strategy.device
 
     @property
+    def device_mesh(self) -> Any:
+        """torch's mesh of the processes, for ``configure_model``; None under a strategy without one."""
+        trainer = self.__dict__["_trainer"]
+        return None if trainer is None else trainer.strategy.mesh
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first floating-point parameter."""
         for tensor in self.parameters():
@@ -355,6 +373,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         map_location: Any = None,
         hparams_file: Any = None,
         strict: bool | None = None,
+        weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Build the module from the hyperparameters in a checkpoint, and load its weights.
@@ -365,23 +384,17 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             checkpoint_path: a checkpoint directory, a ``.safetensors`` file, or a ``state_dict`` / Lightning file
                 (read without executing anything).
             map_location: the device to put the module on.
-            hparams_file: refused: hyperparameters are in the checkpoint; pass others by keyword.
+            hparams_file: a YAML, JSON or CSV file of hyperparameters, in place of the checkpoint's.
             strict: whether keys must match exactly (default: ``strict_loading``).
+            weights_only: accepted for Lightning's sake; a file that needs more than ``torch.load(weights_only=True)``
+                is refused with any value.
             kwargs: constructor arguments; they win over the checkpoint's.
         """
-        if hparams_file is not None:
-            raise ConfigurationError("hparams_file is not read", fix="pass the values as keyword arguments")
         overridden = cls.on_load_checkpoint is not ModuleHooks.on_load_checkpoint
         state = READERS.get("module")(checkpoint_path, whole=overridden)
-        hparams = state["hyper_parameters"]
-        missing = [k for k, v in hparams.items() if _is_repr(v) and k not in kwargs and _takes(cls, k)]
-        if missing:
-            raise ConfigurationError(
-                f"the checkpoint holds only what these looked like: {', '.join(missing)}",
-                found=", ".join(f"{name}={hparams[name]['repr']}" for name in missing),
-                fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})",
-            )
-        module = cls(**{**{k: v for k, v in hparams.items() if _takes(cls, k)}, **kwargs})
+        if hparams_file is not None:
+            state["hyper_parameters"] = read_hparams(hparams_file)
+        module = construct(cls, state["hyper_parameters"], kwargs)
         module.configure_model()
         if overridden:
             module.on_load_checkpoint(state)
@@ -390,17 +403,39 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
         """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given."""
-        sample = self.example_input_array if input_sample is None else input_sample
+        sample = self._sample(input_sample, "input_sample")
+        with torch.no_grad(), _evaluated(self):
+            return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+
+    def to_torchscript(
+        self, file_path: Any = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
+    ) -> Any:
+        """The module as TorchScript, in evaluation mode; new programs use ``torch.export``.
+
+        Args:
+            file_path: where to save it; None: nowhere.
+            method: ``"script"`` compiles ``forward``, ``"trace"`` records it.
+            example_inputs: for a trace; by default ``example_input_array``.
+            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+
+        Raises:
+            ConfigurationError: for another method, or a trace without inputs.
+        """
+        if method not in ("script", "trace"):
+            raise ConfigurationError('method is "script" or "trace"', found=f"method={method!r}")
+        sample = None if method == "script" else self._sample(example_inputs, "example_inputs")
+        jit: Any = torch.jit
+        with torch.no_grad(), _evaluated(self), _without_run(self):
+            made = jit.script(self, **kwargs) if method == "script" else jit.trace(self, sample, **kwargs)
+        if file_path is not None:
+            jit.save(made, str(file_path))
+        return made
+
+    def _sample(self, given: Any, name: str) -> Any:
+        sample = self.example_input_array if given is None else given
         if sample is None:
-            raise ConfigurationError("an export needs an input", fix="pass input_sample or set example_input_array")
-        modes = [(part, part.training) for part in self.modules()]
-        self.eval()
-        try:
-            with torch.no_grad():
-                return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
-        finally:
-            for part, training in modes:
-                part.training = training
+            raise ConfigurationError("an export needs an input", fix=f"pass {name} or set example_input_array")
+        return sample
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
@@ -409,11 +444,28 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return state
 
 
-def _is_repr(value: Any) -> bool:
-    """Whether this is the repr of a hyperparameter that could not be stored."""
-    return isinstance(value, dict) and value.keys() == {"repr"}
+@contextmanager
+def _evaluated(module: nn.Module) -> Iterator[None]:
+    """In evaluation mode inside; afterwards each submodule is in its own mode again."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
-def _takes(cls: type, name: str) -> bool:
-    parameters = inspect.signature(cls).parameters
-    return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+@contextmanager
+def _without_run(module: TrainModule) -> Iterator[None]:
+    """Without the attributes that are no part of the model, for a compiler that reads the type of each."""
+    states = [part.__dict__ for part in module.own_modules()]
+    names = ("_trainer", "automatic_optimization", "example_input_array", "strict_loading")
+    kept = [{name: state.pop(name) for name in names if name in state} for state in states]
+    for state in states:
+        state["_trainer"] = object()  # every property is read, and without a Trainer some are errors
+    try:
+        yield
+    finally:
+        for state, values in zip(states, kept, strict=True):
+            state.update(values)
