@@ -154,6 +154,8 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 for step in range(20):
     accelerator.log({"loss": float(step)}, step=step)
     if step == 5 and accelerator.process_index == 1:
+        while '"step": 5,' not in open("project/demo/journal.jsonl").read():
+            time.sleep(0.01)
         time.sleep(300)
     optimizer.zero_grad()
     accelerator.backward(model(torch.ones(8, 4)).mean())
