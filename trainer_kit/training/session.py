@@ -185,7 +185,8 @@ class Session:
 
         The strategy is a copy, with the same processes; the precision is one as well.
         """
-        trial = copy.copy(self)
+        trial = object.__new__(type(self))
+        vars(trial).update(vars(self))  # `copy.copy` would ask for what can be pickled: nothing, while a fit runs
         Session.__init__(
             trial,
             settings=settings,
