@@ -846,7 +846,7 @@ def test_weights_alone_start_a_new_run(tmp_path):
     for name in ("w", "c"):
         module = Net()
         trainer = make(max_epochs=0)
-        trainer.fit(module, loader(), ckpt_path=tmp_path / name, weights_only=True)
+        trainer.fit(module, loader(), ckpt_path=tmp_path / name, load_weights_only=True)
         assert torch.equal(weights(module), weights(first.module))
         assert trainer.global_step == 0
     with pytest.raises(TrainerKitError, match="weights"):

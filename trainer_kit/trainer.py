@@ -269,7 +269,8 @@ class Trainer(Session):
         val_dataloaders: Any = None,
         datamodule: Any = None,
         ckpt_path: str | os.PathLike[str] | None = None,
-        weights_only: bool = False,
+        weights_only: bool | None = None,
+        load_weights_only: bool = False,
     ) -> None:
         """Train, from step 0 or from a checkpoint; an earlier fit of this Trainer is not continued.
 
@@ -280,18 +281,24 @@ class Trainer(Session):
             val_dataloaders: a loader, or several in a list or dict, one after the other.
             datamodule: brings the loaders.
             ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
-            weights_only: take only the weights from it.
+            weights_only: not True; accepted for Lightning's sake, where it is about unpickling. Nothing is unpickled.
+            load_weights_only: take only the weights from it: counts, optimizers and data start again.
         """
-        if self.start is not None:
-            run_on_processes(
-                self, "fit", model, train_dataloaders, val_dataloaders, datamodule, ckpt_path, weights_only
+        if weights_only:
+            raise ConfigurationError(
+                "weights_only= is about unpickling, and a checkpoint is never unpickled",
+                found=f"weights_only={weights_only!r}",
+                fix="load_weights_only=True takes only the weights from ckpt_path; otherwise leave it out",
             )
+        if self.start is not None:
+            loaders = (train_dataloaders, val_dataloaders, datamodule)
+            run_on_processes(self, "fit", model, *loaders, ckpt_path, None, load_weights_only)
             return
         with (
             TrainerReport(self, "fit") as report,
             EntryPoint(self, "fit", model, train_dataloaders, datamodule) as entry,
         ):
-            run = entry.compose_fit(val_dataloaders, ckpt_path, weights_only)
+            run = entry.compose_fit(val_dataloaders, ckpt_path, load_weights_only)
             report.begin(entry.module)
             with listening(self.requests), watched_fit(self, run, self.hang_timeout):
                 fit(run)
@@ -304,6 +311,7 @@ class Trainer(Session):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Validate; returns the logged values, one dict for each loader.
 
@@ -313,6 +321,7 @@ class Trainer(Session):
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             verbose: print the values.
             datamodule: brings the loaders.
+            weights_only: accepted for Lightning's sake, where it is about unpickling. Nothing is unpickled.
         """
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
@@ -323,6 +332,7 @@ class Trainer(Session):
         ckpt_path: str | os.PathLike[str] | None = None,
         verbose: bool = True,
         datamodule: Any = None,
+        weights_only: bool | None = None,
     ) -> list[dict[str, float]]:
         """Test; arguments and result as in `validate`."""
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -334,6 +344,7 @@ class Trainer(Session):
         datamodule: Any = None,
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
+        weights_only: bool | None = None,
     ) -> Any:
         """Predict; returns what ``predict_step`` returned, in dataset order, a list for each loader if several.
 
@@ -343,6 +354,7 @@ class Trainer(Session):
             datamodule: brings the loaders.
             return_predictions: False keeps nothing, for callbacks that write.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
+            weights_only: as in `validate`.
         """
         if self.start is not None:
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)

@@ -170,7 +170,7 @@ def test_weights_alone_and_what_users_added(tmp_path):
     assert back.hparams.width == 4
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in back.state_dict().items())
     assert read_checkpoint(path)["vocabulary"] == ["a", "b"]
-    with pytest.raises(CheckpointError, match=r"(?s)holds weights, not a run.*weights_only=True"):
+    with pytest.raises(CheckpointError, match=r"(?s)holds weights, not a run.*load_weights_only=True"):
         trainer().fit(Net(width=4), loader(), ckpt_path=path)
 
 
@@ -318,6 +318,6 @@ def test_a_fit_from_lightnings_file_says_how_to_import_it(tmp_path):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "last.ckpt")
     start = Net.load_from_checkpoint(tmp_path / "last.ckpt")
     module = Net()
-    trainer(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    trainer(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "last.ckpt", load_weights_only=True)
     first = next(iter(loader()))
     assert module.losses[0] == nn.functional.mse_loss(start.net(first[0]), first[1]).item()

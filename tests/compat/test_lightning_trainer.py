@@ -300,13 +300,6 @@ def test_a_trainer_can_be_pickled_before_and_after_a_fit():
     assert again.max_epochs == 1
     copy.deepcopy(trainer).fit(TinyModule(), DATA)
 
-    class Pickles(tk.Callback):
-        def on_train_start(self, trainer, module):
-            pickle.dumps(trainer)
-
-    with pytest.raises(tk.ConfigurationError, match="pickled while"):
-        tk.Trainer(**QUIET, max_epochs=1, callbacks=[Pickles()]).fit(TinyModule(), DATA)
-
 
 def test_a_trainer_with_a_logger_and_checkpoints_can_be_pickled_after_a_fit(tmp_path):
     options = QUIET | {"logger": "csv", "enable_checkpointing": True, "enable_progress_bar": True}
@@ -465,3 +458,20 @@ def test_two_processes_divide_each_new_loader():
     trainer = tk.Trainer(**options, reload_dataloaders_every_n_epochs=1, max_epochs=4)
     trainer.fit(Reloads())
     assert trainer.global_step == 1 + 2 + 2 + 3  # 8, 12, 16 and 20 samples in batches of 4 on each rank
+
+
+def test_weights_only_has_the_meaning_of_lightning(tmp_path):
+    trainer = tk.Trainer(**QUIET, max_epochs=1)
+    module = Validates()
+    trainer.fit(module, DATA, weights_only=False)
+    trainer.save_checkpoint(tmp_path / "saved")
+    again = tk.Trainer(**QUIET, max_epochs=1)
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)unpickling.*found: weights_only=True.*load_weights_only=True"
+    ):
+        again.fit(module, DATA, ckpt_path=tmp_path / "saved", weights_only=True)
+    again.fit(module, DATA, ckpt_path=tmp_path / "saved", load_weights_only=True)
+    assert again.global_step == 3
+    path = tmp_path / "saved"
+    assert again.validate(module, DATA, ckpt_path=path, weights_only=True) == again.validate(module, DATA, path)
+    assert len(again.predict(module, DATA, ckpt_path=path, weights_only=False)) == 3

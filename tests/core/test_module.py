@@ -229,7 +229,7 @@ def test_extra_state_comes_with_the_weights(tmp_path):
     trainer.save_checkpoint(tmp_path / "c")
     assert Counts.load_from_checkpoint(tmp_path / "c").count == 7
     other = Counts()
-    Trainer(**QUIET, max_steps=1).fit(other, [torch.randn(2, 2)], ckpt_path=tmp_path / "c", weights_only=True)
+    Trainer(**QUIET, max_steps=1).fit(other, [torch.randn(2, 2)], ckpt_path=tmp_path / "c", load_weights_only=True)
     assert other.count == 7
 
 

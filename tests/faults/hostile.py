@@ -527,7 +527,7 @@ def readers(kept: Path, scratch: Path) -> dict[str, Callable[[], Any]]:
             "export to torch": lambda: tk.checkpoint.export(file, scratch / "out.pt"),
             "read": lambda: tk.checkpoint.read_checkpoint(file),
             "resume": lambda: fit(kept, file),
-            "start": lambda: fit(kept, file, weights_only=True),
+            "start": lambda: fit(kept, file, load_weights_only=True),
             "test": lambda: evaluate(file),
         }
     return ways

@@ -142,7 +142,7 @@ def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) ->
         tk.Trainer(accelerator="cpu", barebones=True, **together).fit(Logs(), data, ckpt_path=tmp_path / "weights")
     started = Logs()
     starter = tk.Trainer(accelerator="cpu", barebones=True, max_steps=0, **together)
-    starter.fit(started, data, ckpt_path=tmp_path / "weights", weights_only=True)
+    starter.fit(started, data, ckpt_path=tmp_path / "weights", load_weights_only=True)
     assert_same(whole(starter.strategy.module_state(started)), {**loaded_state, "seen": loaded.seen}, 0.0)
 
     # A shard of the newest is damaged: the run goes on from the one before, on both ranks.

@@ -85,7 +85,7 @@ class Starts(Keeps):
 def test_a_new_run_from_the_weights(saved: tuple[Keeps, Path, Path]) -> None:
     for path in saved[1:]:
         module = Starts()
-        trainer = fit(module, ckpt_path=path, weights_only=True)
+        trainer = fit(module, ckpt_path=path, load_weights_only=True)
         check(module, saved[0])
         assert trainer.global_step == 4, "it starts at step 0"
         assert (module.seen["global_step"], module.seen["hyper_parameters"]) == (4, {"lr": 0.2})
@@ -108,7 +108,7 @@ def test_a_file_that_lightning_wrote(saved: tuple[Keeps, Path, Path], tmp_path: 
     torch.save(content, tmp_path / "theirs.ckpt")
     check(Keeps.load_from_checkpoint(tmp_path / "theirs.ckpt"), saved[0])
     module = Starts()
-    fit(module, ckpt_path=tmp_path / "theirs.ckpt", weights_only=True)
+    fit(module, ckpt_path=tmp_path / "theirs.ckpt", load_weights_only=True)
     check(module, saved[0])
     other = Keeps()
     tk.Trainer(**QUIET).validate(other, batches(1), ckpt_path=tmp_path / "theirs.ckpt")
@@ -157,7 +157,7 @@ def test_ranks_that_hold_parts(tmp_path: Path) -> None:
     trains = {"strategy": "fsdp", "devices": 2}
     module, again = KeepsParts(lr=0.1), KeepsParts(lr=0.0)
     fit(module, trainer=trains).save_checkpoint(tmp_path / "full")
-    fit(again, trainer=trains, ckpt_path=tmp_path / "full", weights_only=True)
+    fit(again, trainer=trains, ckpt_path=tmp_path / "full", load_weights_only=True)
     assert again.vocabulary["words"] == ["a", "b"]
     assert torch.equal(whole(again.vocabulary["counts"]), torch.tensor([3, 4]))
     assert torch.equal(whole(again.layer.weight), whole(module.layer.weight))

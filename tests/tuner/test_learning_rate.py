@@ -279,7 +279,7 @@ def test_fits_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     made.fit(Net())
     made.save_checkpoint("weights", weights_only=True)
     with pytest.raises(tk.ConfigurationError, match="with other weights"):
-        trainer(finder).fit(Net(), ckpt_path="weights", weights_only=True)
+        trainer(finder).fit(Net(), ckpt_path="weights", load_weights_only=True)
     made.save_checkpoint("whole")
     trainer(finder, max_epochs=3).fit(Net(), ckpt_path="whole")
     assert finder.optimal_lr is None

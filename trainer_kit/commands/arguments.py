@@ -85,14 +85,14 @@ class Parsed:
 
     def entry_point_arguments(self) -> dict[str, Any]:
         """The arguments of the entry point itself."""
-        return {name: self._values[name] for name in ("ckpt_path", "weights_only") if name in self._values}
+        return {name: self._values[name] for name in ("ckpt_path", "load_weights_only") if name in self._values}
 
     def configuration(self) -> dict[str, Any]:
         """The configuration as ``--config`` reads it, under any command that has its keys."""
         text = self._parser.dump(self._values, skip_unset=False)
         plain: dict[str, Any] = yaml.safe_load(text)
-        if not plain.get("weights_only"):
-            plain.pop("weights_only", None)  # only fit has it
+        if not plain.get("load_weights_only"):
+            plain.pop("load_weights_only", None)  # only fit has it
         return plain
 
     def instantiate(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Arguments:
         _add_optimizer_arguments(parser)
         parser.add_argument("--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"')
         if command == "fit":
-            parser.add_argument("--weights_only", type=bool, default=False, help="take only the weights from it")
+            parser.add_argument("--load_weights_only", type=bool, default=False, help="take only the weights from it")
         parser.set_defaults(self._defaults)
         return parser
 

@@ -124,7 +124,7 @@ def _import(file: Path, target: str | None) -> None:
 
     path = import_lightning(file, target)
     info, resumes = read_info(path), "progress" in read_manifest(path)["parts"]
-    way = f'fit(ckpt_path="{path}")' if resumes else f'weights alone: fit(ckpt_path="{path}", weights_only=True)'
+    way = f'fit(ckpt_path="{path}")' if resumes else f'weights alone: fit(ckpt_path="{path}", load_weights_only=True)'
     click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {way}")
     if info["left_out"]:
         click.echo(f"not taken over: the state of {', '.join(info['left_out'])}")

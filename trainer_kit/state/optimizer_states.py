@@ -172,7 +172,7 @@ def _check_positions(strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], 
             "optimizer_states",
             "param_groups",
             f"an imported file names no parameters: it has groups of {then}, and the optimizer of {now} parameters",
-            fix="configure the optimizer over the same parameters, or pass weights_only=True",
+            fix="configure the optimizer over the same parameters, or pass load_weights_only=True",
         )
 
 

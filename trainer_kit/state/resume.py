@@ -260,7 +260,7 @@ def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:
 
 def holds_weights(path: Location | None) -> CheckpointError:
     """The error for a run that cannot continue because the checkpoint holds weights alone."""
-    fix = "pass weights_only=True to start a new run from them"
+    fix = "pass load_weights_only=True to start a new run from them"
     if path is not None and path.name.endswith(".ckpt") and not path.is_dir():
         target = str(path).removesuffix(".ckpt")
         fix = f'if Lightning wrote it: trainer-kit checkpoint import {path}, and ckpt_path="{target}"; or {fix}'

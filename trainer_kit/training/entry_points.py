@@ -314,7 +314,7 @@ class EntryPoint:
         if tuning and state is not None and weights_only:
             raise ConfigurationError(
                 f"{type(tuning[0]).__name__} would search with other weights than those of the checkpoint",
-                found="weights_only=True",
+                found="load_weights_only=True",
                 fix="load them first: fit(Module.load_from_checkpoint(path), ...)",
             )
         if tuning and trainer.settings.fast:

@@ -820,10 +820,9 @@ class Session:
             yield
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.state_verb:
-            raise ConfigurationError("a Trainer cannot be pickled while an entry point runs", found=self.state_verb)
-        # What belongs to the process: the objects of the last fit, and where lines of a report go.
-        return {**vars(self), "run": None, "evaluation": None, "find_train_loaders": nothing, "note": nothing}
+        # A copy has no part in what belongs to the process: the objects of a fit, and where lines of a report go.
+        parts = {"run": None, "evaluation": None, "find_train_loaders": nothing, "note": nothing}
+        return {**vars(self), **parts, "state_verb": ""}
 
     def print(self, *values: Any, **options: Any) -> None:
         """Print on rank 0, without tearing the progress bar."""

@@ -38,7 +38,7 @@ _REFUSED: Final = {
         )
     },
     "megatron_lm_eod_mask_loss": "mask it in training_step, and count what is left in loss_weight",
-    "megatron_lm_no_load_optim": "ckpt_path= with weights_only=True",
+    "megatron_lm_no_load_optim": "ckpt_path= with load_weights_only=True",
     "megatron_lm_no_save_optim": "ModelCheckpoint(save_weights_only=True)",
     "megatron_lm_overlap_cpu_optimizer_d2h_h2d": "use FSDPStrategy(cpu_offload=True)",
 }  # fmt: skip
