@@ -86,6 +86,21 @@ def test_tied_weights_of_divided_models_are_written_once(tmp_path: Path) -> None
         assert all(torch.equal(value, found[name]) for name, value in other.get_state_dict(model).items())
 
 
+@pytest.mark.world_size(2)
+def test_processes_that_name_other_directories_share_that_of_the_main_process(tmp_path: Path) -> None:
+    """Scripts make temporary directories, and each process gets another one."""
+    accelerator = Accelerator(cpu=True)
+    model = trained(accelerator)
+    mine = tmp_path / f"temporary-{accelerator.process_index}"
+    saved = accelerator.get_state_dict(model)["head.weight"].clone()
+    assert accelerator.save_state(mine) == str(tmp_path / "temporary-0")
+    with torch.no_grad():
+        model.module.head.weight.zero_()
+    accelerator.load_state(mine)
+    assert torch.equal(accelerator.get_state_dict(model)["head.weight"], saved)
+    assert os.listdir(tmp_path) == ["temporary-0"]
+
+
 def with_hooks(accelerator: Accelerator, seed: int = 0) -> nn.Module:
     """As published scripts have them: the model is saved by its own means, in a directory that the hook is given."""
     model = trained(accelerator, seed)

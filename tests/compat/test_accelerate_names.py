@@ -363,7 +363,11 @@ def test_the_state_is_the_newest_accelerator() -> None:
         assert not gradients.sync_gradients
     with pytest.raises(ConfigurationError, match="'fp16' after 'bf16'"):
         script_names.AcceleratorState(mixed_precision="fp16")
-    script_names.AcceleratorState._reset_state(True)
+    for reset in (script_names.AcceleratorState._reset_state, accelerator.state._reset_state):
+        script_names.AcceleratorState(cpu=True)
+        reset(True)
+        assert not script_names.is_initialized()
+    PartialState._reset_state()
     assert script_names.AcceleratorState(cpu=True) is not accelerator
     assert isinstance(script_names.GradientState(), script_names.GradientState)
 
@@ -379,6 +383,11 @@ def test_models_are_unwrapped_and_saved(tmp_path: Path) -> None:
         model.weight.zero_()
     script_names.load_fsdp_model(None, accelerator, model, tmp_path)
     assert torch.equal(model.weight, before)
+    for safe, name in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
+        script_names.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe)
+        assert torch.equal(modules.load_state_dict(tmp_path / "merged" / name)["weight"], before)
+    script_names.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", remove_checkpoint_dir=True)
+    assert not (tmp_path / "pytorch_model_fsdp_0").exists()
     script_names.save({"w": before}, tmp_path / "w.safetensors", safe_serialization=True)
     assert torch.equal(modules.load_state_dict(tmp_path / "w.safetensors")["w"], before)
     with pytest.raises(ConfigurationError, match="adapter_only=True"):
@@ -420,6 +429,7 @@ def test_handlers_say_what_they_hold() -> None:
     assert tk.GradScalerKwargs(init_scale=2.0).to_dict()["init_scale"] == 2.0
     plugin = tk.TorchDynamoPlugin(backend=utilities.DynamoBackend.EAGER, use_regional_compilation=True)
     assert plugin.to_kwargs() == {"backend": "eager"}
+    tk.FullyShardedDataParallelPlugin().set_auto_wrap_policy(nn.Linear(1, 1))
     model = script_names.compile_regions(nn.Linear(1, 1), backend="eager")
     assert model(torch.ones(1)).shape == (1,)
 

@@ -82,6 +82,16 @@ def _list_of(part: str, name: str) -> Any:
     return property(get, put)
 
 
+def newest() -> Accelerator | None:
+    """The Accelerator that was made last, while the script keeps it: functions of Accelerate ask for no Accelerator."""
+    return _NEWEST[0]() if _NEWEST else None
+
+
+def forget_newest(reset_partial_state: bool = False) -> None:
+    """Let `newest` find none, until the next one is made; a `PartialState` has nothing to forget."""
+    _NEWEST.clear()
+
+
 @final
 class Accelerator:
     """Everything of a Trainer but the loop, under Hugging Face Accelerate's names.
@@ -147,6 +157,7 @@ class Accelerator:
     megatron_lm_plugin = None
     torch_tp_plugin = None
     flag_tensor = None
+    _reset_state = staticmethod(forget_newest)  # of Accelerate's state, which scripts call between two Accelerators
     # Lists of the parts, which scripts for Accelerate read, and may replace.
     log_with = _list_of("tracking", "log_with")
     trackers = _list_of("tracking", "started")
@@ -843,7 +854,7 @@ class Accelerator:
 
         Args:
             output_dir: where; without it, and with automatic naming,
-                ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+                ``<project_dir>/checkpoints/checkpoint_<iteration>``. The main process's counts.
             safe_serialization: False is refused: nothing is pickled.
             save_model_func_kwargs: accepted for Accelerate's sake.
 
@@ -869,6 +880,7 @@ class Accelerator:
 
         Args:
             input_dir: what `save_state` or DeepSpeed wrote; by default the project's newest one that is whole.
+                The main process's counts.
             load_kwargs: accepted for Accelerate's sake.
             load_model_func_kwargs: of ``load_state_dict`` of the models: ``strict``, ``assign``.
 
@@ -1008,16 +1020,6 @@ class Accelerator:
         plugin = self.deepspeed_plugin
         config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
         return f"{self.processes!r}\nMixed precision type: {self.mixed_precision}\n{config}"
-
-
-def newest() -> Accelerator | None:
-    """The Accelerator that was made last, while the script keeps it: functions of Accelerate ask for no Accelerator."""
-    return _NEWEST[0]() if _NEWEST else None
-
-
-def forget_newest() -> None:
-    """Let `newest` find none, until the next one is made."""
-    _NEWEST.clear()
 
 
 def _wrapping(model: nn.Module) -> str:

@@ -192,7 +192,7 @@ class Checkpoints:
             )
         automatic = self._project.automatic_checkpoint_naming
         path = self._next_path() if automatic or output_dir is None else output_dir
-        target = _local_directory(path)
+        target = self._agreed(path)
         modules = self._modules
         strategy = self._strategy
         held = fail_together(self._world, lambda: [strategy.module_state(module) for module in modules])
@@ -352,6 +352,10 @@ class Checkpoints:
                 path, None, "; ".join(wrong), fix="prepare and register the same things, in the same order, first"
             )
 
+    def _agreed(self, path: str | os.PathLike[str]) -> Path:
+        """The main process's directory: a script may have made a temporary one on each process."""
+        return Path(on_rank_zero(self._world, lambda: str(_local_directory(path))))
+
     def _root(self, call: str, fix: str) -> Path:
         """The directory of the project's checkpoints."""
         if self._project.project_path is None:
@@ -360,7 +364,7 @@ class Checkpoints:
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return _local_directory(input_dir)
+            return self._agreed(input_dir)
         root = self._root("load_state", "pass it, or the project's: Accelerator(project_dir=...)")
 
         def newest_sound() -> str | None:

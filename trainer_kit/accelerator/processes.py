@@ -316,6 +316,10 @@ class PartialState(Processes):
     torch_tp_plugin = None
     _debug: ClassVar[bool | None] = None
 
+    @staticmethod
+    def _reset_state() -> None:
+        """Accepted: it keeps nothing that another one would find."""
+
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         here = Environment.detect()
         super().__init__(here, here.rank, here.world_size, here.local_rank if here.world_size > 1 else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
@@ -22,8 +23,10 @@ from trainer_kit.accelerator.processes import PartialState, synchronize_rng_stat
 from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
 from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
 from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.compat.accelerate_utilities import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin
 from trainer_kit.compat.options import AutocastKwargs, DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.seed import order_seed
@@ -57,6 +60,7 @@ __all__ = [
     "get_sampler",
     "is_initialized",
     "load_fsdp_model",
+    "merge_fsdp_weights",
     "prepare_data_loader",
     "save",
     "save_fsdp_model",
@@ -111,9 +115,7 @@ class AcceleratorState(metaclass=_Recognised):
             )
         return found
 
-    @staticmethod
-    def _reset_state(reset_partial_state: bool = False) -> None:
-        forget_newest()
+    _reset_state = staticmethod(forget_newest)
 
 
 @final
@@ -324,6 +326,35 @@ def load_fsdp_model(
     _refuse_adapters(adapter_only)
     accelerator.strategy.load_module_state(unwrap(model), read_weights(_folder(input_dir, model_index)), True)
     accelerator.wait_for_everyone()
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Write the weights of a directory as ``model.safetensors`` of another one; see ``trainer-kit merge-weights``.
+
+    Args:
+        checkpoint_dir: what `save_fsdp_model` wrote, or anything that `read_weights` reads.
+        output_path: a directory; it is made where it is missing.
+        safe_serialization: False writes ``pytorch_model.bin``.
+        remove_checkpoint_dir: delete the first directory afterwards.
+
+    Raises:
+        CheckpointError: there are no weights, or the files are damaged.
+    """
+
+    def write() -> None:
+        weights = read_weights(checkpoint_dir)
+        Path(output_path).mkdir(parents=True, exist_ok=True)
+        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+        write_object(weights, Path(output_path) / name, safe_serialization)
+        if remove_checkpoint_dir:
+            shutil.rmtree(checkpoint_dir)
+
+    on_rank_zero(PartialState().world, write)
 
 
 def _folder(around: str | os.PathLike[str], index: int) -> Path:

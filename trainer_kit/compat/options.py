@@ -380,6 +380,9 @@ class FullyShardedDataParallelPlugin:
         made: Strategy = STRATEGIES.get("fsdp")(**self.arguments(), **options)
         return made
 
+    def set_auto_wrap_policy(self, model: Any) -> None:
+        """Accepted: the units of a model are found when it is prepared."""
+
     def arguments(self) -> dict[str, Any]:
         """The arguments of `FSDPStrategy`."""
         engine = variable("distributed_type")
