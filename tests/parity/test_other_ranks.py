@@ -111,7 +111,7 @@ def test_one_rank_then_two(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DataLoader cannot skip by index")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
 def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:
     whole = run_distributed(train, 2, str(tmp_path / "whole"), 2, -1, False, kind)
     before = run_distributed(train, 2, str(tmp_path), 2, 2, False, kind)
@@ -188,7 +188,7 @@ def regression(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{"global_batch_size": 8}, {"global_batch_size": 16, "accumulate_grad_batches": 2}])
-@pytest.mark.parametrize("chain", [(1, 2, 4, 1), (4, 2, 1, 4)])
+@pytest.mark.parametrize("chain", [(1, 2, 4, 1), pytest.param((4, 2, 1, 4), marks=pytest.mark.long)])
 def test_steps_samples_and_losses_are_those_of_one_process(tmp_path: Path, chain: Any, options: Any) -> None:
     """Cut three times, each time inside an epoch, and taken up on another number of ranks."""
     steps = 3 * 48 // options["global_batch_size"]

@@ -126,10 +126,12 @@ def check(make: Callable[[], Any], count: int, **options: Any) -> None:
 QUICK = ("shorter than its length", "one batch for all ranks")
 
 
+def others(mark: pytest.MarkDecorator) -> list[Any]:
+    return [*QUICK, *(pytest.param(name, marks=mark) for name in DATA if name not in QUICK)]
+
+
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(
-    "data", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in DATA if name not in QUICK)]
-)
+@pytest.mark.parametrize("data", others(pytest.mark.slow))
 def test_two_ranks(data: str) -> None:
     check(*DATA[data])
     check(*DATA[data], accumulate_grad_batches=3)
@@ -137,7 +139,7 @@ def test_two_ranks(data: str) -> None:
 
 @pytest.mark.world_size(3)
 @pytest.mark.slow
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("data", others(pytest.mark.long))
 def test_three_ranks(data: str) -> None:
     check(*DATA[data])
     check(*DATA[data], accumulate_grad_batches=2)
