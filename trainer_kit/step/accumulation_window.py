@@ -1,4 +1,4 @@
-"""From the feed to accumulation windows: k micro-batches and their weights, equally many on every rank."""
+"""Accumulation windows: k micro-batches of the feed and their weights, equally many on every rank."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class WindowLoader:
 
     Args:
         feed: this rank's batches.
-        micro: is loaded.
-        group: the ranks over which losses are weighed.
-        parts: how many of them share a batch, each with a part of it; ``loss_weight`` weighs the part.
-        divisor: by what the engine divides the sum over the ranks.
-        loss_weight: the user's, or None for the number of samples.
-        weighting: False for the mean of means.
-        ahead: wraps an iterator so that batches move to the device ahead of time, or None.
+        micro: the object that windows are loaded into.
+        group: the ranks whose losses are weighted together.
+        parts: how many of these ranks share a batch; ``loss_weight`` then weighs this rank's part.
+        divisor: the number by which the engine divides the sum over the ranks.
+        loss_weight: the user's function, or None to weight by the number of samples.
+        weighting: False for an unweighted mean over micro-batches and ranks.
+        ahead: wraps an iterator so that batches are copied to the device early, or None.
 
     Attributes:
-        length: micro-batches of a window, from the next one on.
-        limit: micro-batches of an epoch, or None if unknown.
-        provide: called for a window of which a rank may lack a micro-batch; None if nothing has to be done.
-        budget: the number of micro-batches left in the run, where known; None for no limit.
-        left_out: numbers of the steps whose windows are read, counted and not trained on.
+        length: micro-batches per window, from the next window on.
+        limit: micro-batches per epoch, or None if unknown.
+        provide: called for a window in which a rank may lack a micro-batch; None if no padding batch is needed.
+        budget: the micro-batches left in the run; None for no limit.
+        left_out: the steps whose windows are read and counted, but not trained on.
         measure: called once with the samples and the weight of the next micro-batch over all ranks, before its window
             is complete; it sets ``length``. None: ``length`` is known.
     """
@@ -65,11 +65,11 @@ class WindowLoader:
         self.budget: int | None = None
         self.measure: Callable[[float, float], None] | None = None
         self._source: Iterator[Any] | None = None  # more batches, while `measure` is to be called
-        # The weight of a batch matters only beside other batches.
+        # A weight matters only in relation to other batches.
         self._asks = weighting and loss_weight is None
 
     def epoch(self, progress: Progress) -> Iterator[MicroBatches]:
-        """The windows of the running epoch, from where ``progress`` stands."""
+        """The windows of the running epoch, from the position in ``progress``."""
         start = progress.epoch_batch
         batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
         if self.limit is not None:
@@ -87,7 +87,7 @@ class WindowLoader:
         return self._tracked(windows) if self.feed.stateful else windows
 
     def _without(self, windows: Iterator[MicroBatches], progress: Progress) -> Iterator[MicroBatches]:
-        """Windows of steps that are left out have no micro-batch."""
+        """Replace the windows of steps in ``left_out`` by windows without micro-batches."""
         for micro in windows:
             if micro.started + 1 in self.left_out:
                 progress.batch += micro.count
@@ -103,7 +103,7 @@ class WindowLoader:
             yield micro
 
     def _alone(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
-        """One rank, and a batch weighs its samples: nothing to ask, and no factor for a window of one."""
+        """One rank, weights by samples: no communication, and no factor for a window of one micro-batch."""
         micro, one, sizes = self.micro, [None], [0]
         for batch, size in batches:
             if self.length == 1 and self.measure is None:
@@ -128,9 +128,9 @@ class WindowLoader:
             self._ask()
 
     def _weighed_windows(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
-        """One rank, with the user's weights or batches that moved ahead of time."""
+        """One rank, with the user's weights or with batches that were copied early."""
         micro = self.micro
-        # Not map(): a StopIteration of the user's loss_weight would look like the end of the batches.
+        # Not map(): a StopIteration from the user's loss_weight would look like the end of the batches.
         items = batches if self.ahead is not None else (self._weighed(*pair) for pair in batches)
         while window := list(islice(items, self.length)):
             if self.measure is not None:
@@ -143,7 +143,7 @@ class WindowLoader:
             yield micro
 
     def _together(self, batches: Iterator[Any], start: int) -> Iterator[MicroBatches]:
-        """Several ranks: windows are equally long on all of them."""
+        """Several ranks: windows have the same length on all of them."""
         micro = self.micro
         self._by_samples = self.feed.even and self.loss_weight is None
         length = self.feed.length
@@ -167,13 +167,13 @@ class WindowLoader:
         self.feed.ask_for_sizes("define loss_weight(self, batch) on the module")
 
     def _ahead(self, items: Iterator[Any]) -> Iterator[Any]:
-        """Batches move while the device works; nothing is read and thrown away where the run ends inside the epoch."""
+        """Copy batches while the device computes; read no batch beyond the end of the run."""
         assert self.ahead is not None
         for part in (islice(items, self.budget), items) if self.budget is not None else (items,):
             yield from self.ahead(part)
 
     def _load_together(self, window: list[Any], start: int) -> bool:
-        """Load this rank's share; False once no rank has anything left. WindowLoader are equally long on every rank."""
+        """Load this rank's micro-batches; False once no rank has any left. Windows are equally long on every rank."""
         micro = self.micro
         sizes, weights, batches = self._columns(window)
         if self.measure is not None and self._source is not None:
@@ -204,7 +204,7 @@ class WindowLoader:
         return True
 
     def _columns(self, window: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Sizes, weights and batches of a window."""
+        """The sizes, weights and batches of a window."""
         if self.ahead is not None:
             return [item[0] for item in window], [item[1] for item in window], [item[2] for item in window]
         batches = [None if batch is EMPTY else batch for batch, _ in window]
@@ -214,7 +214,7 @@ class WindowLoader:
         return sizes, weights, batches
 
     def _measured(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
-        """Learn the length of the window from its first micro-batch; every rank calls it."""
+        """Set the length of the window from its first micro-batch; every rank calls it."""
         measure, self.measure = self.measure, None
         assert measure is not None
         mine = [sum(sizes), sum(weights)]
@@ -222,7 +222,7 @@ class WindowLoader:
         measure(sum(row[0] for row in rows) / self.parts, sum(row[1] for row in rows))
 
     def _load_one(self, window: list[Any], start: int) -> bool:
-        """A faster `_load_together` for the usual window: one batch whose number of samples is known."""
+        """A faster `_load_together` for a window of one batch with a known number of samples."""
         samples = self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
         if samples is None or self.measure is not None:
             return self._load_together(window, start)
@@ -251,5 +251,5 @@ class WindowLoader:
         return size, self._weigh(batch, size), batch
 
     def _weigh(self, batch: Any, size: int) -> float:
-        # On the host batch, before it moves: reading a tensor here waits for nothing.
+        # On the host, before the copy: reading a tensor here does not wait for the device.
         return float(size if self.loss_weight is None else self.loss_weight(batch))  # no sync point

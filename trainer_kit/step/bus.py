@@ -1,4 +1,4 @@
-"""The bus: for each hook the methods that override it, found once a run."""
+"""The bus: for each hook the methods that override it, looked up once per run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Scope(Protocol):
 
 
 def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
-    """By ``order``, then as given; refuses what is not a callback, and two with the same state key."""
+    """Sort by ``order``, then as given; refuse objects that are no callbacks, and equal state keys."""
     chosen = list(callbacks)
     for callback in chosen:
         if not isinstance(callback, Callback):
@@ -58,8 +58,8 @@ class Bus:
     the values of the epoch are reduced.
 
     Args:
-        trainer: what callbacks are given first.
-        module: what they are given second, and who is called last.
+        trainer: the first argument of callbacks.
+        module: the second argument of callbacks; its own hooks are called last.
         callbacks: in the order in which they are called.
         datamodule: its ``on_exception`` is called.
         scope: its ``hook`` is set to the name of the hook being called, so that `log` knows where it is.
@@ -134,7 +134,7 @@ class Bus:
         return found
 
     def silent(self) -> Bus:
-        """A bus without listeners."""
+        """Make a bus without listeners."""
         quiet = Bus.__new__(Bus)
         for name in Bus.__annotations__:
             setattr(quiet, name, ())
@@ -142,7 +142,7 @@ class Bus:
 
     @staticmethod
     def names() -> list[str]:
-        """Every hook."""
+        """The names of all hooks."""
         return [name for name in vars(Callback) if name.startswith("on_")]
 
     def listeners(self, name: str) -> list[str]:
@@ -167,7 +167,7 @@ def _entered(name: str, scope: _Scope, found: Sequence[Callable[..., Any]]) -> L
 
 
 def _wrapped(name: str, found: list[Callable[..., Any]], callbacks: Sequence[Callback]) -> list[Callable[..., Any]]:
-    """The listeners of a hook, as the callbacks that override ``wrap_hook`` want them to be called."""
+    """The listeners of a hook, wrapped by the callbacks that override ``wrap_hook``."""
     for callback in callbacks:
         if is_overridden("wrap_hook", callback, Callback):
             found = [callback.wrap_hook(name, _owner(listener), listener) for listener in found]
@@ -175,7 +175,7 @@ def _wrapped(name: str, found: list[Callable[..., Any]], callbacks: Sequence[Cal
 
 
 def _fitting(name: str, bound: Callable[..., Any], method: Callable[..., Any], leading: int) -> Callable[..., Any]:
-    """Evaluation hooks are given ``dataloader_idx`` last; a method that does not take it is called without."""
+    """Adapt a listener that lacks the last argument of evaluation hooks, ``dataloader_idx``."""
     if not name.endswith(("_batch_start", "_batch_end")) or "train" in name:
         return bound
     count = leading + (4 if name.endswith("_end") else 3)

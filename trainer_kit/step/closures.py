@@ -1,7 +1,7 @@
-"""Closures of optimizers that compute the loss themselves: SAM and its kind, LBFGS, line searches.
+"""Closures for optimizers that compute the loss themselves, such as SAM, LBFGS and line searches.
 
-The loop computes a window's loss and gradients before it steps. A closure therefore returns what is there as long as
-weights and gradients are those of the window, and runs the window again afterwards.
+The loop computes the loss and gradients of a window before the step. A closure therefore returns this loss while
+weights and gradients are unchanged, and runs the window again after they have changed.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ __all__ = ["Closures", "calls_once", "refusal", "refusal_of_scaling", "requires_
 _GRADIENT: Final = attrgetter("grad")
 _VERSION: Final = attrgetter("_version")
 _FIRST_ORDER: Final = ("torch.", "torchao.", "bitsandbytes.")
-"""Libraries whose optimizers call an optional closure once, before they change anything."""
+"""Libraries whose optimizers call an optional closure once, before they change weights."""
 
 
 def requires_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot do without a closure."""
+    """Whether ``step`` requires a closure."""
     closure = _parameters_of_step(optimizer).get("closure")
     return closure is not None and closure.default is closure.empty
 
@@ -57,7 +57,7 @@ def _parameters_of_step(optimizer: Optimizer) -> Any:
 
 
 def refusal(optimizer: Optimizer, strategy: Strategy, precision: Precision) -> ConfigurationError | None:
-    """The error for an optimizer that runs a window again where that cannot be done; None where it can."""
+    """The error for an optimizer that runs a window again, if that is not possible here; else None."""
     if precision.scales:
         return refusal_of_scaling(optimizer)
     why = strategy.why_not_again
@@ -65,7 +65,7 @@ def refusal(optimizer: Optimizer, strategy: Strategy, precision: Precision) -> C
 
 
 def refusal_of_scaling(optimizer: Optimizer) -> ConfigurationError:
-    """The error for an optimizer that computes gradients again, which would be scaled, inside its step."""
+    """The error for an optimizer that recomputes gradients inside its step, where they would be scaled."""
     return _refusal(optimizer, "it cannot run with scaled gradients", "use bf16 mixed precision, or float32")
 
 
@@ -78,8 +78,8 @@ class Closures:
     """Makes the closure for each step of one optimizer.
 
     Args:
-        parameters: whose values and gradients decide whether the window is still what it was; read at each step.
-        world: every rank; all of them run a window again, or none does.
+        parameters: a change of their values or gradients makes the window run again; read at each step.
+        world: all ranks; either all of them run a window again or none.
         loss: returns the loss of the window that ran last.
         again: runs the window again, and returns its loss.
     """
@@ -95,7 +95,7 @@ class Closures:
         self._checked = self._unversioned = False
 
     def make(self) -> Callable[[], Any]:
-        """The closure of this step; gradients are complete."""
+        """Make the closure of this step; gradients are complete."""
         gradients = list(map(_GRADIENT, self._parameters))
         versions = self._versions(gradients)
         norms = None if self._checked else self._norms(gradients)
@@ -118,7 +118,7 @@ class Closures:
             return False
         if norms is None:
             return True
-        # Writing through `.data` changes no version: look once whether this optimizer does that.
+        # Writes through `.data` do not change the version counter: check once whether this optimizer does that.
         self._checked = True
         differ = not all(map(torch.equal, norms, self._norms(gradients)))  # sync point: once a fit
         self._unversioned = any(row[0] for row in self._world.agree([differ]))

@@ -1,4 +1,4 @@
-"""Validation, test and prediction: the same loop over each loader, without gradients."""
+"""Validation, test and prediction: one loop over each loader, without gradients."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Evaluation:
     Attributes:
         stage: validate, test or predict.
         feeds: one for each loader.
-        limits: batches of each loader, None for all.
-        strategy: loaders are split over its data ranks, and it says how the step is called.
-        move: batch → batch on the device; None where there is nothing to do.
-        whole: ranks that share a batch each run all of it.
+        limits: the number of batches per loader, None for all.
+        strategy: splits loaders over its data ranks, and binds the step.
+        move: copies a batch to the device; None if that is not needed.
+        whole: whether ranks that share a batch each run all of it.
         inference_mode: torch's, instead of ``no_grad``.
-        publish: is handed the values of single batches that were asked for, and how many of that loader's came before.
-        seen: batches of each loader so far, over all rounds.
-        batches: that were begun, over all loaders and rounds.
+        publish: called with the ``on_step`` values of a batch and the number of that loader's batches before it.
+        seen: the batches of each loader so far, over all rounds.
+        batches: the batches begun so far, over all loaders and rounds.
         indices: in prediction, the dataset's indices of the batch that runs; None if they are unknown.
     """
 
@@ -115,7 +115,7 @@ def _call(run: Evaluation, *moments: str) -> None:
 
 
 def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -> bool:
-    """One loader. Returns whether this rank had any batch."""
+    """Run one loader; return whether this rank had a batch."""
     name = f"{_HOOKS[run.stage]}_step"
     step = getattr(run.module, name)
     extra = (loader,) if len(run.feeds) > 1 else ()
@@ -172,15 +172,15 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
 
 
 def _all_have(run: Evaluation, loader: int) -> bool:
-    """Whether it is certain that every data rank has a share of the first batch."""
+    """Whether every data rank is known to have a share of the first batch."""
     feed, ranks = run.feeds[loader], run.strategy.data.size
     samples = feed.samples(0)
-    # Whole batches go to the ranks in turn: one batch of many samples is one rank's alone.
+    # Full batches go to the ranks in turn, so a single batch belongs to one rank.
     return samples is not None and samples >= ranks and all(unit == "samples" for unit, _ in feed.stride)
 
 
 def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
-    """Run a padding batch, which the other ranks need in their collectives: no hooks, nothing is logged."""
+    """Run a padding batch for the collectives of the other ranks, without hooks and without logging."""
     metrics = run.metrics
     kept, metrics.table, metrics.hook = (metrics.table, metrics.by_batch), {}, f"{_HOOKS[run.stage]}_step"
     try:
@@ -196,7 +196,7 @@ def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:
 
 
 def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callable[..., Any]:
-    """A step that does not take all of (batch, batch_idx, dataloader_idx)."""
+    """Adapt a step that does not take all of (batch, batch_idx, dataloader_idx)."""
     if takes(step, 2):
         return step
     if takes(step, 1):
@@ -205,7 +205,7 @@ def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callab
 
 
 def _in_order(mine: list[Any], group: Group) -> list[Any]:
-    """The outputs of all ranks in dataset order: a global batch is the ranks' blocks one after the other."""
+    """The outputs of all ranks in dataset order: a global batch is the concatenation of the ranks' blocks."""
     if group.size == 1:
         return mine
     on_host = apply_to_collection(
@@ -262,7 +262,7 @@ class _Evaluating:
 
 
 def part_weight(module: Any, strategy: Strategy) -> Callable[[Any], Any] | None:
-    """The weight of this rank's part of a batch, by the user's ``loss_weight``; None: its samples."""
+    """The weight of this rank's part of a batch by the user's ``loss_weight``; None to weight by samples."""
     if not is_overridden("loss_weight", module, TrainModule):
         return None
     weigh: Callable[[Any], Any] = module.loss_weight

@@ -27,7 +27,7 @@ __all__ = ["ManualOptimizer", "ManualStepper", "Stepper"]
 
 @final
 class _SteppedByStrategy(OptimizerProxy):
-    """The argument of an overridden ``optimizer_step`` where the strategy has its own way to step."""
+    """The optimizer passed to an overridden ``optimizer_step`` when the strategy performs the step."""
 
     def __init__(self, optimizer: Optimizer, step: Callable[..., Any]) -> None:
         super().__init__(optimizer)
@@ -44,19 +44,19 @@ class _SteppedByStrategy(OptimizerProxy):
 
 @final
 class Stepper:
-    """What happens between the last backward of a window and the next window, in automatic optimization.
+    """Automatic optimization: everything between the last backward of a window and the next window.
 
     Args:
         made: the optimizers and schedulers.
-        module: its overridden ``optimizer_step`` and the like are called.
-        strategy: clips, and says how an optimizer is stepped.
-        precision: unscales, and skips a step whose gradients overflowed.
-        bus: ``on_before_zero_grad``, ``on_before_optimizer_step``.
+        module: the module, whose overrides such as ``optimizer_step`` are called.
+        strategy: clips gradients, and binds the step of an optimizer.
+        precision: unscales gradients, and skips a step if they overflowed.
+        bus: calls ``on_before_zero_grad`` and ``on_before_optimizer_step``.
         clip: (value, algorithm), or None.
-        metrics: what schedulers monitor.
+        metrics: the values that schedulers monitor.
 
     Attributes:
-        several: the parameters of each optimizer, where they are named.
+        several: the parameters of each optimizer, if optimizers are named.
         trained: whether a step has had a gradient; None before the first step with a loss.
     """
 
@@ -84,9 +84,9 @@ class Stepper:
         self.read_groups()
 
     def read_groups(self) -> None:
-        """Read the parameter groups again, into the lists that the loop already holds."""
+        """Read the parameter groups again, into the lists that the loop already uses."""
         optimizers, state = self.made.optimizers, self.strategy.optimizer_state
-        # The module's own: an engine may have put others into the groups, whose gradients are its business.
+        # Only the module's parameters: an engine may have replaced some in the groups, whose gradients it drops.
         self._parameters = {id(o): [p for group in state(o)[0] for p in group] for o in optimizers}
         self._all[:] = [p for parameters in self._parameters.values() for p in parameters]
         names: Sequence[str | None] = self.made.names or [None] * len(optimizers)
@@ -108,7 +108,7 @@ class Stepper:
             raise refused
         closures = self._closures(optimizer, name)
         if self._own_step:
-            # A strategy may do more than the optimizer's own step: average weights, reshard, run a graph.
+            # A strategy may do more than the optimizer's step: average weights, reshard, replay a graph.
             given = optimizer if step == optimizer.step else _SteppedByStrategy(optimizer, step)
             return lambda: module.optimizer_step(module.current_epoch, self.window.index, given, closures.make())
         if self._is_given_closure(optimizer):
@@ -116,12 +116,12 @@ class Stepper:
         return step
 
     def _is_given_closure(self, optimizer: Optimizer) -> bool:
-        """Whether it may compute the loss by itself; not where an engine calls its step."""
+        """Whether the optimizer gets a closure; never if an engine calls its step."""
         return not (calls_once(optimizer) or self.strategy.keeps_gradients)
 
     def _closures(self, optimizer: Optimizer, name: str | None) -> Closures:
-        """What makes the closures of one optimizer."""
-        # It may decide by the loss, which must then be the same on every rank.
+        """The closures of one optimizer."""
+        # The optimizer may decide by the loss, so every rank must see the same one.
         read = self._loss_over_ranks if self._is_given_closure(optimizer) else lambda of: self.window.window_loss(of)
 
         def again() -> Any:
@@ -144,7 +144,7 @@ class Stepper:
         return group.all_reduce(whole) / self.strategy.gradient_divisor
 
     def _evaluate(self, optimizer: Optimizer) -> None:
-        """Run the window again; gradients of other optimizers stay as they are."""
+        """Run the window again, without changing the gradients of other optimizers."""
         mine = {id(parameter) for parameter in self._parameters[id(optimizer)]}
         others = [(parameter, parameter.grad) for parameter in self._all if id(parameter) not in mine]
         for parameter, _ in others:
@@ -166,11 +166,11 @@ class Stepper:
 
     @property
     def draws(self) -> bool:
-        """Whether one does so by itself, with the random numbers of the first run."""
+        """Whether an optimizer runs a window again itself, with the random numbers of the first run."""
         return any(map(self._is_given_closure, self.made.optimizers))
 
     def droppable(self) -> list[nn.Parameter]:
-        """The parameters whose gradients the loop drops: none where a hook or the module does it."""
+        """The parameters whose gradients the loop drops; none if a hook or the module does that."""
         return [] if self._own_zero or self.bus.on_before_zero_grad else self._all
 
     def zero(self) -> None:
@@ -209,7 +209,7 @@ class Stepper:
                 skipped.append(optimizer)
         if scales:
             self.precision.end_step()
-        for config in self.made.schedulers:  # callbacks may put others in their place
+        for config in self.made.schedulers:  # callbacks may have replaced them
             due = config.interval == "step" and (window.progress.step + 1) % config.frequency == 0
             if due and not (skipped and config.optimizer in skipped):
                 self.advance(config)
@@ -227,7 +227,7 @@ class Stepper:
             known = self.metrics()
             metric = known.get(config.monitor)
             if self.strategy.world.size > 1:
-                # Between flushes values are each rank's own, and those of tensor ranks may differ in their last bit.
+                # Between flushes values are local to a rank, and tensor-parallel ranks may differ in the last bit.
                 metric = self.strategy.world.broadcast(None if metric is None else float(metric))  # sync point: decides
             if metric is None:
                 if not config.strict:
@@ -247,9 +247,9 @@ class Stepper:
 
 @final
 class ManualOptimizer(OptimizerProxy):
-    """An optimizer as ``self.optimizers()`` hands it out: ``step`` unscales, calls the hooks and skips overflows.
+    """An optimizer returned by ``self.optimizers()``: its ``step`` unscales, calls the hooks and skips overflows.
 
-    It is a ``torch.optim.Optimizer``, which torch's schedulers take; groups and state are the optimizer's own.
+    It is a ``torch.optim.Optimizer``, so torch's schedulers accept it; groups and state are those of the original.
     """
 
     def __init__(self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: Any) -> None:
@@ -305,7 +305,7 @@ class ManualOptimizer(OptimizerProxy):
 
 @final
 class ManualStepper:
-    """The loop's side of manual optimization: nothing to step, one scale to adapt, and the weighted backward."""
+    """Manual optimization: the loop steps nothing; it adapts the loss scale, and weights the backward."""
 
     evaluates = draws = False
     several = None
@@ -327,7 +327,7 @@ class ManualStepper:
             optimizer._step = self.strategy.bind_step(optimizer.optimizer)
 
     def step(self) -> None:
-        """A turn is over."""
+        """End a window: the user has stepped already."""
         if self.precision.scales:
             self.precision.end_step()
 
@@ -345,7 +345,7 @@ class ManualStepper:
         """The user advances schedulers."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Weigh, scale, and run the module's backward; gradients of all ranks are averaged by it."""
+        """Weight and scale the loss, and run the module's backward, which averages gradients over the ranks."""
         micro = self.window
         if micro is not None:
             micro.note(loss)
