@@ -175,5 +175,14 @@ def test_every_rank_repeats_what_one_cannot() -> None:
                 assert_close(module.net.inner, plain.net.inner)
                 theirs = trainer.strategy.world.all_gather_object([p.tolist() for p in module.parameters()])
                 assert theirs[0] == theirs[1]
+    with case(hook="on_train_batch_start"):  # which the ranks agree on before each micro-batch
+
+        class Starts(tk.Callback):
+            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+                pass
+
+        module = net(2, "forward", rank=1)
+        train(module, batches, strategy="ddp", devices=2, callbacks=[AutoMicroBatch(), Starts()], **options)
+        assert_close(module.net.inner, plain.net.inner)
     with pytest.raises(ConfigurationError, match="cannot repeat a step here"):
         train(net(), batches, strategy="fsdp", devices=2, callbacks=[AutoMicroBatch()], **options)

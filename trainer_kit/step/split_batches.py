@@ -18,7 +18,7 @@ from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.tensors import local
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
-from trainer_kit.step.micro_batch import MicroBatches
+from trainer_kit.step.micro_batch import EarlyEpochExit, MicroBatches
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ReplayedSteps", "SplitBatches", "split"]
@@ -111,6 +111,14 @@ class SplitBatches:
 
     def _attempt(self, micro: MicroBatches) -> Exception | None:
         """Run the window; returns the error of a rank that ran out of memory."""
+        agree, agreed = micro.agree_on_exit, 0
+
+        def counted(leaves: bool, has_batch: bool) -> bool:
+            nonlocal agreed
+            agreed += 1
+            return agree is not None and agree(leaves, has_batch)
+
+        micro.agree_on_exit = None if agree is None else counted
         try:
             with self._inside():
                 for index in range(micro.count):
@@ -120,8 +128,17 @@ class SplitBatches:
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            return error.with_traceback(None)  # its frames hold activations
-        return None
+            problem = error.with_traceback(None)  # its frames hold activations
+        else:
+            return None
+        finally:
+            micro.agree_on_exit = agree
+        # The other ranks agree before each of their micro-batches whether to leave the epoch.
+        while agree is not None and agreed < micro.count:
+            agreed += 1
+            if agree(False, False):
+                raise EarlyEpochExit
+        return problem
 
     def _parts(self, batch: Any) -> Iterable[tuple[Any, float]]:
         if batch is None:
