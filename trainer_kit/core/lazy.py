@@ -183,7 +183,8 @@ class _OtherPaths(MetaPathFinder, Loader):
         there += [f"{self._package}.{path}" for path, homes in self.paths.items() if name in homes]
         if there:
             return str(ConfigurationError(problem, fix=f"from {there[0]} import {name}"))
-        known = dir(import_module(module))
+        here = import_module(module)
+        known = getattr(here, "__all__", None) or dir(here)
         return str(ConfigurationError(problem, fix=did_you_mean(name, known, f"dir({module}) lists its names")))
 
 
