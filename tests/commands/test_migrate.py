@@ -321,6 +321,9 @@ def test_modules_without_faults_have_no_findings(tmp_path: Path) -> None:
         "    def training_step(self, batch): return self.shared(batch).mean()\n"
         "    def validation_step(self, batch, batch_idx, dataloader_idx=0): self.log('x', self.scale, batch_size=1)\n"
     )
+    (tmp_path / "frames.py").write_text(
+        "import pytorch_lightning as pl\ndef frame():\n    import polars as pl\n    return pl.col('x')\n"
+    )
     (tmp_path / "net.py").write_text(
         "import torch\nfrom base import Base\nfrom mixins import Unknown\n"
         "class Net(Base):\n"
@@ -335,7 +338,7 @@ def test_modules_without_faults_have_no_findings(tmp_path: Path) -> None:
     code, output = call(tmp_path, "--check")
     assert (code, output.splitlines()[0]) == (
         1,
-        "2 files read, 1 to rewrite; 1 of 1 imported names exist here; 0 findings",
+        "3 files read, 2 to rewrite; 2 of 2 imported names exist here; 0 findings",
     )
 
 

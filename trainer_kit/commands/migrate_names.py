@@ -154,14 +154,21 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def bound_names(tree: ast.AST) -> dict[str, str]:
-    """What a file's imports of the packages bind, wherever they stand: by local name, the dotted name there."""
-    bound = {}
+    """What a file's imports of the packages bind, wherever they stand: by local name, the dotted name there.
+
+    A name that an import of another package binds too (``pl`` may be polars) is left out.
+    """
+    bound, others = {}, set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                if renamed(alias.name) is not None:
-                    root = alias.name.partition(".")[0]
-                    bound[alias.asname or root] = alias.name if alias.asname else root
-        elif isinstance(node, ast.ImportFrom) and not node.level and renamed(node.module or "") is not None:
-            bound.update({alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names})
-    return bound
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        package = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else None
+        for alias in node.names:
+            root = alias.name.partition(".")[0]
+            name, full = alias.asname or root, alias.name if alias.asname else root
+            full = full if package is None else f"{package}.{alias.name}"
+            if renamed(full) is None:
+                others.add(name)
+            else:
+                bound[name] = full
+    return {name: full for name, full in bound.items() if name not in others}
