@@ -224,7 +224,7 @@ pl.Trainer.from_argparse_args(args)
     assert "| fix: trainer.fit(..., ckpt_path=p)" in wrong
     assert "accelerator" not in wrong.replace('accelerator="gpu", devices', "")
     assert "fit has no argument 'train_dataloader'" in lines.pop(24)
-    assert "Trainer has no 'from_argparse_args'" in lines.pop(25)
+    assert "the Trainer has no from_argparse_args | fix: trainer_kit.cli(Module, DataModule)" in lines.pop(25)
     assert not lines
 
 

@@ -850,6 +850,10 @@ class Session:
     accelerator = _Elsewhere("trainer.strategy.device")
     plugins = _Elsewhere("trainer.precision_plugin is the precision")
     enable_validation = _Elsewhere("trainer.num_val_batches is empty without validation")
+    add_argparse_args = _Elsewhere("trainer_kit.cli(Module, DataModule) has an option for every argument")
+    from_argparse_args = _Elsewhere(
+        "trainer_kit.cli(Module, DataModule) makes it; or Trainer(max_epochs=args.max_epochs)"
+    )
     distributed_sampler_kwargs = _Elsewhere(
         "loaders are divided without samplers; trainer.world_size and global_rank say how"
     )
