@@ -485,7 +485,7 @@ def test_the_guides_commands_and_file() -> None:
     Path("two_gpus.yaml").write_text(file)
     assert read_configuration(Path("two_gpus.yaml")).values["num_processes"] == 4
     Path("two_gpus.yaml").write_text(file.replace("num_processes", "num_proceses"))
-    (error,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    error = re.findall(r"```text\n(.*?)```", page[page.index(file) :], re.S)[0]
     assert call("launch", "--config_file", "two_gpus.yaml", "train.py") == (2, error)
 
 
