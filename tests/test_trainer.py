@@ -579,7 +579,7 @@ def test_a_datamodule_that_is_given_twice_is_refused():
         make(max_epochs=1).fit(Net(), Data(), datamodule=Data())
 
 
-def test_what_is_passed_wins_over_the_datamodule():
+def test_passed_loaders_win_over_the_datamodule():
     module = Net()
     make(max_epochs=1).fit(module, loader(4), datamodule=Data())
     assert module.counts["train"] == 2

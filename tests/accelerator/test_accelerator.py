@@ -440,7 +440,7 @@ def test_a_rollback_in_the_saving_process_equals_one_in_a_new_process(tmp_path, 
     assert "configured" not in capsys.readouterr().out
 
 
-def test_what_is_registered_is_saved_and_what_cannot_be_is_refused(tmp_path):
+def test_registered_objects_are_saved_or_refused(tmp_path):
     class Counter:
         def __init__(self):
             self.count = torch.zeros(())

@@ -237,7 +237,7 @@ def test_debug_mode_names_who_does_not_come(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_who_waits_for_long_says_where_everybody_is(monkeypatch):
+def test_a_long_wait_prints_where_each_rank_is(monkeypatch):
     """The same without debug mode."""
     monkeypatch.setenv("TRAINER_KIT_PATIENCE", "0.4")
     accelerator = Accelerator(cpu=True)

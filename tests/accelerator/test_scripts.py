@@ -363,7 +363,7 @@ def test_a_compiled_model_skips_gradient_exchange_on_request():
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])
-def test_what_is_freed_is_gone(precision):
+def test_free_memory_drops_models_and_optimizers(precision):
     accelerator = tk.Accelerator(cpu=True, mixed_precision=precision)
     own = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(own, torch.optim.AdamW(own.parameters()))

@@ -349,7 +349,7 @@ def test_rank_0_judges_and_names_for_all(tmp_path):
     ],
 )
 @pytest.mark.parametrize("async_save", [True, False])
-def test_what_is_kept(options, kept, best, async_save):
+def test_kept_checkpoints(options, kept, best, async_save):
     keeper = ModelCheckpoint(**options)
     done = fit(keeper, epochs=5, val=each("m", 3.0, 5.0, 1.0, 2.0, 4.0), async_save=async_save)
     directory = Path(keeper.dirpath)
@@ -405,7 +405,7 @@ def test_a_deletion_that_fails_does_not_end_the_run():
     assert found[0].startswith("after saving ")
 
 
-def test_what_was_there_before_is_neither_overwritten_nor_deleted(tmp_path):
+def test_existing_checkpoints_are_neither_overwritten_nor_deleted(tmp_path):
     directory = tmp_path / "mine"
     for step in (4, 8):
         write_checkpoint(directory / f"step-{step:08d}", {"old": {"step": step}})
@@ -510,7 +510,7 @@ def test_the_state_comes_back():
     assert again.state_key != ModelCheckpoint(monitor="m", mode="max").state_key
 
 
-def test_what_was_deleted_since_is_forgotten():
+def test_deleted_checkpoints_are_forgotten():
     """Going back behind a checkpoint whose successors had already deleted others."""
     options = {"monitor": "m", "save_top_k": 2}
     fit(ModelCheckpoint(**options), epochs=3, val=each("m", 3.0, 2.0, 1.0))

@@ -64,7 +64,7 @@ def test_the_newest_stays_although_it_is_not_among_the_best():
 
 
 @pytest.mark.parametrize("keep", [-1, 0, 1, 3])
-def test_what_is_kept_does_not_depend_on_when_saves_are_done(keep):
+def test_kept_checkpoints_do_not_depend_on_when_saves_finish(keep):
     draw = random.Random(keep)
     prompt, tardy = Retention(keep, higher), Retention(keep, higher)
     disk, late = set(), []
@@ -164,7 +164,7 @@ def test_saves_that_failed_one_after_the_other_leave_no_trace():
 
 
 @pytest.mark.parametrize("keep", [-1, 0, 1, 3])
-def test_what_is_left_is_what_the_saves_that_did_not_fail_make(keep):
+def test_failed_saves_leave_the_state_of_the_others(keep):
     """Whichever fail, and whenever that becomes known: nothing of them stays, and nothing that was kept is gone."""
     draw = random.Random(keep)
     held, plain = Retention(keep, higher), Retention(keep, higher)

@@ -73,7 +73,7 @@ def test_by_epochs(clock):
     assert not any("time is up" in line for line in made.printed)
 
 
-def test_what_was_used_before_a_restart_counts(clock, tmp_path):
+def test_time_before_a_restart_counts(clock, tmp_path):
     before, after, restored = Timer("10s"), Timer("10s"), []
     first = timed(clock, before, seconds=7, max_steps=1)
     assert before.state_dict() == {"time_elapsed": {"train": 7.0, "validate": 0.0, "test": 0.0, "predict": 0.0}}

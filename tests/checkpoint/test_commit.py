@@ -30,7 +30,7 @@ def listing(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_was_written_is_read(saved, same, make_state):
+def test_a_written_checkpoint_is_read_back(saved, same, make_state):
     assert same(read_checkpoint(saved), make_state())
     assert list(read_checkpoint(saved)) == ["model", "optimizers", "progress", "rng", "callbacks"]
     assert read_info(saved) == {"step": 12}

@@ -120,7 +120,7 @@ def test_its_weights_are_read_and_exported(golden, tmp_path):
     assert set(read_weights(export(golden, tmp_path / "model.safetensors"))) == {"layer.weight", "layer.bias"}
 
 
-def test_what_is_written_today_is_the_same(golden, tmp_path):
+def test_todays_files_equal_the_golden_ones(golden, tmp_path):
     """When this fails, the format has changed: give it a new version, a migration, and a golden directory."""
     today = write(tmp_path / "today", golden.name)
     assert diff(golden, today) == []

@@ -175,7 +175,7 @@ def test_any_layout_loads_into_any_other(tmp_path, ranks, layout, then, into):
 
 
 @pytest.mark.slow
-def test_what_one_process_wrote_loads_into_shards(tmp_path):
+def test_a_checkpoint_of_one_process_loads_into_shards(tmp_path):
     module, optimizer = build("plain")
     for number in range(SAVED_AFTER):
         step(module, optimizer, number)

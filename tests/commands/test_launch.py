@@ -440,7 +440,7 @@ def test_help_is_a_screen(command: str) -> None:
     assert "--fsdp_version" not in output
 
 
-def test_what_has_no_effect_is_named() -> None:
+def test_options_without_effect_are_named() -> None:
     code, output = call("explain", "--cpu", "--vm", "one", "--vm", "two", "--rdzv_backend", "c10d", "raw.py")
     assert code == 0
     assert (

@@ -215,7 +215,7 @@ def test_loaders_that_are_read_together(leaves: Any, mode: Any) -> None:
     assert_resumes(lambda: CombinedLoader(leaves(), mode), epochs=2, ahead=1)
 
 
-def test_what_was_read_of_a_combined_loader_is_not_read_again() -> None:
+def test_read_batches_of_a_combined_loader_are_not_read_again() -> None:
     read: list[int] = []
 
     class Noting(Rewinding):

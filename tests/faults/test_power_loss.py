@@ -95,7 +95,7 @@ def lose_power(directory):
 
 @pytest.mark.timeout(0 if "LOSSES" in os.environ else 120)
 @pytest.mark.parametrize("keep", [-1, 1])
-def test_what_was_reported_saved_is_there(tmp_path, capsys, keep):
+def test_reported_checkpoints_survive_a_power_loss(tmp_path, capsys, keep):
     image, disk = tmp_path / "image", tmp_path / "disk"
     draw, count = random.Random(f"power {keep}"), 0
     for number in range(LOSSES // 2):

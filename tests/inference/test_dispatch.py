@@ -255,7 +255,7 @@ def test_hooks_that_a_module_had_before_use_its_weights_and_may_fail(tmp_path: P
         assert torch.equal(model(x), expected)
 
 
-def test_what_is_put_in_the_place_of_offloaded_weights_is_not_passed_over(tmp_path: Path) -> None:
+def test_replacing_offloaded_weights_is_an_error(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, other, x = nn.Linear(4, 2), nn.Linear(4, 2), torch.randn(3, 4)
     export(other.state_dict(), tmp_path / "other")

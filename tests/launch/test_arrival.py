@@ -52,7 +52,7 @@ def started(
 @pytest.mark.parametrize(
     ("ranks", "world", "missing"), [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")]
 )
-def test_who_has_not_come_is_named(ranks: tuple[int, ...], world: int, missing: str) -> None:
+def test_missing_ranks_are_named(ranks: tuple[int, ...], world: int, missing: str) -> None:
     port = free_port()
     [speaker] = started(ranks[:1], world, 20, port)
     assert speaker.stderr is not None
@@ -68,7 +68,7 @@ def test_who_has_not_come_is_named(ranks: tuple[int, ...], world: int, missing: 
 
 
 @pytest.mark.slow
-def test_who_comes_late_is_waited_for() -> None:
+def test_a_late_rank_is_waited_for() -> None:
     port = free_port()
     [first] = started([0], 2, port=port)
     assert first.stderr is not None

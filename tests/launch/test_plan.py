@@ -364,7 +364,7 @@ def test_what_only_an_agent_can_do_has_one() -> None:
     assert (found.supervised, tuple(found.ignored)) == (False, ("tee", "max_restarts"))
 
 
-def test_what_has_no_effect_is_named() -> None:
+def test_options_without_effect_are_named() -> None:
     found = plan(options(SAMPLES["multi_cpu.yaml"] + "enable_cpu_affinity: true\n"), ALONE)
     assert found.ignored == {
         "enable_cpu_affinity": "processes are not bound to cores",

@@ -113,7 +113,7 @@ def test_a_full_disk_costs_one_line_and_never_a_torn_one(tmp_path):
     assert [(record["step"], record["a"]) for record in read_journal(logger.path)] == [(0, 1.0), (2, 3.0)]
 
 
-def test_what_was_logged_survives_the_process(tmp_path):
+def test_logged_values_survive_the_process(tmp_path):
     code = (
         "import os, sys; from trainer_kit.loggers import JSONLLogger; logger = JSONLLogger(sys.argv[1], '', '')\n"
         "for step in range(5): logger.log_metrics({'a': step / 2}, step)\n"

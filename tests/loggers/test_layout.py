@@ -102,7 +102,7 @@ def test_every_logger_fits_the_protocol(make, tmp_path):
     assert isinstance(make(tmp_path), Logger)
 
 
-def test_what_is_not_a_number_is_refused_by_name(make, tmp_path):
+def test_values_that_are_no_numbers_are_refused_by_name(make, tmp_path):
     logger = make(tmp_path)
     with pytest.raises(LogError, match="'picture' is not one number") as caught:
         logger.log_metrics({"picture": torch.zeros(2, 3)}, 0)

@@ -243,7 +243,7 @@ def test_tensors_of_different_lengths_are_asked_for() -> None:
         train(Net(make_net().double()), batches, accumulate_grad_batches=2)
 
 
-def test_who_gives_the_sizes_is_not_asked() -> None:
+def test_given_batch_sizes_are_used_without_a_warning() -> None:
     class Gives(Net):
         def loss_weight(self, batch: Any) -> int:
             return len(batch.hidden[1])

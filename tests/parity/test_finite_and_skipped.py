@@ -165,7 +165,7 @@ def test_all_of_a_window_is_skipped() -> None:
 
 
 @pytest.mark.parametrize("skipped", [{0}, {1}, {2}])
-def test_what_is_skipped_of_a_window_keeps_its_weight(skipped: set[int]) -> None:
+def test_skipped_micro_batches_keep_their_weight(skipped: set[int]) -> None:
     sizes = (4, 2, 6)
     batches = [doubled(make_batches(1, size=size, seed=size))[0] for size in sizes]
     net, mine = make_net().double(), make_net().double()

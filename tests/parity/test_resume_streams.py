@@ -135,7 +135,7 @@ def test_a_resumed_run_ends_as_the_one_that_was_not(tmp_path: Path, make: Any, o
             assert len(again.given) == len(module.given) - cut
 
 
-def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
+def test_batches_read_before_a_resume_are_not_read_again(tmp_path: Path) -> None:
     data = DataLoader(Samples(), batch_size=2)
     fit(tmp_path, data, max_steps=6)
     again = DataLoader(Samples(), batch_size=2)

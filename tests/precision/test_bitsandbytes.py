@@ -154,7 +154,7 @@ def test_scales_are_not_cast() -> None:
     assert dtypes == {**adapters, "base.weight": "uint8", "base.nf4_absmax": "float32"}
 
 
-def test_what_is_trained_in_8_bits() -> None:
+def test_layers_trained_in_8_bits() -> None:
     import bitsandbytes as bnb
 
     class Whole(Net):

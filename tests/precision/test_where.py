@@ -69,7 +69,7 @@ def test_every_word_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_refused_says_why_and_where_it_runs(engine: str) -> None:
+def test_refusals_name_the_reason_and_the_engines_that_work(engine: str) -> None:
     class Named(Precision):
         def convert_module(self, module: torch.nn.Module) -> None:
             """Nothing to cast."""

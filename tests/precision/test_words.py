@@ -175,7 +175,7 @@ def test_contradictions_are_refused() -> None:
         MixedPrecision(BF16, "cpu", torch.amp.GradScaler("cpu"))
 
 
-def test_what_is_no_dtype_and_no_precision() -> None:
+def test_unknown_dtypes_and_precisions_are_refused() -> None:
     with pytest.raises(
         PrecisionError, match=r"found: precision=torch.bfloat16\n  fix: .*TruePrecision\(torch.bfloat16"
     ):

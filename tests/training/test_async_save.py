@@ -191,7 +191,7 @@ def test_an_exception_does_not_cost_the_save_under_way(tmp_path, storage):
     assert threading.active_count() == 1
 
 
-def test_what_is_saved_by_hand_is_there_at_once(tmp_path, storage):
+def test_a_checkpoint_saved_by_hand_is_durable_at_once(tmp_path, storage):
     def saves(trainer):
         trainer.save_checkpoint(tmp_path / "mine")
         assert verify_checkpoint(tmp_path / "mine")

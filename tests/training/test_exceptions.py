@@ -131,7 +131,7 @@ def test_stop_iteration_of_a_loss_weight_does_not_pass_for_the_end_of_the_epoch(
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("hook", ["setup", "on_sanity_check_start", "on_train_batch_end", "on_validation_end"])
-def test_what_is_no_exception_arrives_as_well(make_cast, tmp_path, hook, kind):
+def test_base_exceptions_are_passed_on_too(make_cast, tmp_path, hook, kind):
     cast, logger = make_cast(), Recorder()
     trainer = Trainer(max_epochs=2, logger=logger, callbacks=cast.callbacks, **QUIET)
     trap = cast.log.traps["C1", hook] = kind("a reason")

@@ -295,7 +295,7 @@ def test_a_tensor_of_several_numbers_is_refused_with_its_shape(value):
 
 
 @pytest.mark.parametrize("value", ["3 apples", None, [1.0], {"b": 1}, np.zeros(2), object()])
-def test_what_is_no_number_is_refused(value):
+def test_values_that_are_no_numbers_are_refused(value):
     with pytest.raises(LogError, match="'a' is not a number"):
         fit(Net(lambda m, v: m.log("a", value)))
 
@@ -560,7 +560,7 @@ def test_the_same_name_of_one_s_own_for_two_loaders_is_an_error():
         fit(Net(val=lambda m, v: m.log("a", v, add_dataloader_idx=False)), [loader(), loader()])
 
 
-def test_what_is_logged_at_the_end_of_an_evaluation_belongs_to_no_loader():
+def test_values_logged_at_the_end_of_an_evaluation_belong_to_no_loader():
     class Ends(Net):
         def on_test_epoch_end(self):
             self.log("end", 7.0)

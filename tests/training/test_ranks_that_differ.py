@@ -198,7 +198,7 @@ class Watches(TinyModule):
 
 
 @pytest.mark.world_size(2)
-def test_what_one_rank_alone_decides():
+def test_hooks_that_leave_an_epoch_on_some_ranks():
     for ranks, samples, steps in (((0, 1), 8, 1), ((0,), 5, 1), ((), 8, 2)):  # of 5, rank 1 has no second batch
         trainer = Trainer(**QUIET)
         trainer.fit(Leaves(ranks), loader(samples))

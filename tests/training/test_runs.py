@@ -97,7 +97,7 @@ def test_a_fit_leaves_a_record(tmp_path, script):
     assert json.loads(file.read_text())["format"] == "trainer_kit.runs"
 
 
-def test_who_writes_no_checkpoints_leaves_none(tmp_path, script):
+def test_a_run_without_checkpoints_leaves_no_files(tmp_path, script):
     script()
     fit(resume=None, enable_checkpointing=None, fast_dev_run=True)
     trainer = tk.Trainer(max_epochs=1, enable_checkpointing=False, logger=False, **QUIET)

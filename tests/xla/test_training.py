@@ -160,7 +160,7 @@ def test_other_precisions(parts: bool, word: str, near: float, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", [True, {"regional": True}])
-def test_what_is_compiled_twice_is_refused(parts: bool, how: Any, tmp_path: Path) -> None:
+def test_compiling_twice_is_refused(parts: bool, how: Any, tmp_path: Path) -> None:
     module = Net()
     module.net = nn.Sequential(nn.Linear(16, 4), nn.Linear(4, 4))
     with pytest.raises(StrategyError, match="XLA compiles steps by itself"):
