@@ -127,9 +127,30 @@ def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, in
 
     (directory / ".metadata").write_bytes(pickle.dumps(Evil()))
     (directory / "__0_0.distcp").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match="is a pickle, which can run any code"):
+    with pytest.raises(CheckpointError, match=r"mkdir is no part of .* is a pickle, which can run any code"):
         read_weights(tmp_path / "dcp")
     assert not (tmp_path / "made").exists()
+    (directory / ".metadata").write_bytes(pickle.dumps({"no": "records"}))
+    with pytest.raises(CheckpointError, match="it does not describe tensors"):
+        read_weights(tmp_path / "dcp")
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_checkpoint_of_two_processes_is_whole(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 1, dtype=torch.bfloat16))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    fully_shard(model)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "dcp"))
+    found = read_weights(tmp_path / "dcp")
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
 def test_what_is_left_of_a_checkpoint_is_not_taken_for_loose_files(tmp_path):

@@ -145,10 +145,18 @@ def test_merge_of_every_kind(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_distributed_checkpoint_of_torch_is_refused(tmp_path):
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    code, said = call("merge-weights", tmp_path / "dcp", tmp_path / "out.safetensors")
+def test_a_distributed_checkpoint_of_torch_is_merged(tmp_path):
+    weights = {"a.w": torch.arange(6.0).reshape(2, 3), "a.n": torch.tensor(3), "a.empty": torch.empty(0, 2)}
+    weights["b.h"] = torch.ones(2, dtype=torch.bfloat16)
+    dcp.save({"model": weights}, checkpoint_id=str(tmp_path / "state" / "pytorch_model_fsdp_0"), no_dist=True)
+    dcp.save({"optim": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "state" / "optimizer_0"), no_dist=True)
+    assert call("merge-weights", tmp_path / "state", tmp_path / "out.safetensors")[0] == 0
+    merged = read_weights(tmp_path / "out.safetensors")
+    assert merged.keys() == weights.keys()
+    assert all(torch.equal(merged[name], weights[name]) for name in weights)
+    (damaged,) = (tmp_path / "state" / "pytorch_model_fsdp_0").glob("*.distcp")
+    damaged.write_bytes(damaged.read_bytes()[:-900])
+    code, said = call("merge-weights", tmp_path / "state", tmp_path / "again.safetensors")
     assert code == 1
-    assert "its .metadata is a pickle, which can run any code when it is read" in said
-    assert "dcp_to_torch" in said
-    assert not (tmp_path / "out.safetensors").exists()
+    assert "pytorch_model_fsdp_0" in said
+    assert not (tmp_path / "again.safetensors").exists()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 import numpy as np
 import torch
@@ -407,11 +407,11 @@ _UNSAFE: Final = "if you trust its author, load it yourself, and save it with te
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 
 
-def torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> Any:
+def torch_load(file: Path | IO[bytes], device: torch.device | str, mapped: bool = False) -> Any:
     """Load a ``torch.save`` file with ``weights_only=True``, never in another way.
 
     Args:
-        file: a local file.
+        file: a local file, or its content.
         device: the device of the tensors.
         mapped: map the file, so that a tensor is read when it is used.
 
@@ -423,6 +423,8 @@ def torch_load(file: Path, device: torch.device | str, mapped: bool = False) -> 
             with zipfile.ZipFile(file) as archive:
                 if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
                     raise ValueError("it is compressed, as torch.save never writes it")
+        if not isinstance(file, Path):
+            file.seek(0)
         return torch.load(file, map_location=device, weights_only=True, mmap=mapped)
     except Exception as error:  # a hostile file can cause any error
         text, refused = str(error).strip(), _REFUSED.search(str(error))

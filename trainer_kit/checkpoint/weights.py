@@ -45,6 +45,7 @@ from trainer_kit.checkpoint.manifest import (
 from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.checkpoint.store import similar
+from trainer_kit.checkpoint.torch_sharded import find_torch_sharded, read_torch_sharded
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
@@ -68,8 +69,9 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
 
     Args:
         path: a checkpoint directory of ours (its part ``model``); a safetensors file, or a directory of safetensors in
-            Hugging Face's layout; a ``torch.save`` file of a state_dict; a Lightning ``.ckpt`` (its ``state_dict``); or
-            a DeepSpeed directory, universal or without ZeRO. The content decides, not the suffix.
+            Hugging Face's layout; a ``torch.save`` file of a state_dict; a Lightning ``.ckpt`` (its ``state_dict``);
+            a DeepSpeed directory, universal or without ZeRO; or a torch distributed checkpoint. The content decides,
+            not the suffix.
         device: the device of the tensors.
 
     Raises:
@@ -90,6 +92,8 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
 def _read(file: Location, device: torch.device | str, parts: Collection[str] | None) -> dict[str, Any]:
     """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
     if isinstance(file, Path) and holds_weight_files(file):
+        if (sharded := find_torch_sharded(file)) is not None:
+            return {"state_dict": read_torch_sharded(sharded, device)}
         return {"state_dict": _joined(_find_weight_files(file), partial(read_tensors, device=device))}
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
         return {"state_dict": deepspeed_weights(theirs, device)}
@@ -260,16 +264,15 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
 
     Raises:
         CheckpointError: there are no files; the index names a missing file or a file elsewhere; or the directory is a
-            torch distributed checkpoint, whose ``.metadata`` is a pickle and is not read.
+            torch distributed checkpoint, of which no single tensor is read.
     """
     for metadata in (directory / ".metadata", *sorted(directory.glob("*/.metadata"))):
         if os.path.lexists(metadata):
             raise CheckpointError(
                 metadata.parent,
                 None,
-                "torch's distributed checkpoint: its .metadata is a pickle, which can run any code when it is read",
-                fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
-                "dcp_to_torch DIRECTORY FILE.pt, and merge FILE.pt",
+                "tensors of a torch distributed checkpoint are not read one by one",
+                fix="trainer-kit merge-weights DIRECTORY model.safetensors first",
             )
     indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) > 1:

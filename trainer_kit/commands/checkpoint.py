@@ -156,8 +156,8 @@ def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
 
     OUTPUT ends in .safetensors for one file; without a suffix it is a directory in Hugging Face's layout.
 
-    DIRECTORY is a checkpoint of this library, sharded or not, or Hugging Face's safetensors with their index. torch's
-    distributed checkpoints are refused, as they are pickles.
+    DIRECTORY is a checkpoint of this library, sharded or not, Hugging Face's safetensors with their index, or a torch
+    distributed checkpoint, as Accelerate writes it under FSDP.
     """
     from trainer_kit.checkpoint.weights import export
 
