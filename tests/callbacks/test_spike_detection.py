@@ -76,6 +76,15 @@ def test_memory_of_a_loss_that_is_written_again_is_no_spike() -> None:
     assert detection.spikes == {}
 
 
+def test_a_second_fit_forgets_the_first() -> None:
+    detection, guard = SpikeDetection(action="warn"), NaNGuard("skip", max_skips=1)
+    for at, by in ((6, 20.0), (4, float("nan")), (5, float("nan"))):
+        module = Spiking(at, by)
+        train(module, make_batches(12), callbacks=[detection, guard], log_every_n_steps=4, **RUN)
+        assert list(detection.spikes) == ([at + 1] if by == 20.0 else [])
+        assert guard.skipped_steps == ([] if by == 20.0 else [at + 1])
+
+
 @pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("by", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_is_left_to_the_guard(k: int, by: float) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, final
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["NaNGuard"]
 
@@ -69,6 +70,10 @@ class NaNGuard(Callback):
     def non_finite(self) -> tuple[str, int, int, list[int]]:
         """What the loop asks: policy, steps before the bad one, limit, and the list that it fills."""
         return self.policy, self.n, self.max_skips, self.skipped_steps
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":
+            self.skipped_steps.clear()  # of another fit; a resumed fit restores its own after this
 
     def state_dict(self) -> dict[str, Any]:
         return {"skipped_steps": list(self.skipped_steps)}

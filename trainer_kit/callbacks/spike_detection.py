@@ -69,11 +69,18 @@ class SpikeDetection(Callback):
             raise ConfigurationError("a running mean has at least one step", found=f"window={window}")
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
         self.action = action
+        self._begin()
+
+    def _begin(self) -> None:
         self.spikes: dict[int, float] = {}
         self._kept: list[tuple[int, Tensor]] = []
         self._window: list[Tensor] = []
-        self._recent: deque[float] = deque(maxlen=window)
+        self._recent: deque[float] = deque(maxlen=self.window)
         self._judged = 0
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":
+            self._begin()  # forget another fit; a resumed fit restores its state after this
 
     def state_dict(self) -> dict[str, Any]:
         """Losses that are not judged yet are read here: a sync point of a checkpoint."""
