@@ -13,21 +13,21 @@ __all__ = ["AutoMicroBatch"]
 
 @final
 class AutoMicroBatch(Callback):
-    """When a step runs out of memory, repeat it with each batch in twice as many parts, on every rank.
+    """When a step runs out of memory, repeat it with every batch split into twice as many parts, on every rank.
 
-    The parts of a batch run one after the other, and their gradients are weighed as the samples of one batch: up to
-    rounding the step has the result that it would have had in one part. The number of parts stays, is the same on every
-    rank, and is kept in checkpoints. Hooks and ``batch_idx`` count the loader's batches, not the parts.
+    The parts of a batch run one after the other, and their gradients are weighted by their samples: up to rounding the
+    step has the same result as with the full batch. The number of parts is kept for later steps, is the same on every
+    rank, and is saved in checkpoints. Hooks and ``batch_idx`` count the loader's batches, not the parts.
 
-    A step in parts calls ``training_step`` once for each part. So what depends on the whole batch (``BatchNorm``,
-    contrastive losses) has another result, and dropout draws other numbers. Where a window is repeated, its hooks are
-    called again, and attributes that ``training_step`` itself sets are not undone.
+    A split step calls ``training_step`` once per part. Computations over the full batch (``BatchNorm``, contrastive
+    losses) therefore have another result, and dropout draws other numbers. When a window is repeated, its hooks are
+    called again, and attributes that ``training_step`` has set are not undone.
 
-    With several ranks gradients are exchanged after the backward of a window, not during it. Each step of a run with
-    this callback costs a copy of the buffers and one small exchange.
+    With several ranks gradients are synchronised after the backward of a window, not during it. Each step of a run with
+    this callback costs a copy of the buffers and one small collective.
 
     Args:
-        parts: into how many parts each batch is divided from the first step on.
+        parts: the number of parts of each batch, from the first step on.
 
     Raises:
         ConfigurationError: for a number below 1, manual optimization, several losses, optimizers that evaluate the loss

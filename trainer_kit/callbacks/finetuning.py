@@ -1,4 +1,4 @@
-"""Finetuning: parts of a module are frozen before training, and trained from a later epoch on."""
+"""Finetuning: freeze parts of a module before training, and unfreeze them at a later epoch."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ class BaseFinetuning(Callback):
         Frozen parameters that the optimizer has already keep the learning rate of their group, with a warning.
 
         Args:
-            modules: to unfreeze.
-            optimizer: that is to step them.
-            lr: of the new group; None: that of the first group, divided by ``initial_denom_lr``.
+            modules: the modules to unfreeze.
+            optimizer: the optimizer that gets the new group.
+            lr: the learning rate of the new group; None: that of the first group, divided by ``initial_denom_lr``.
             initial_denom_lr: see ``lr``.
             train_bn: False leaves out batch norms.
         """
@@ -187,8 +187,8 @@ def _let_schedulers_follow(trainer: TrainerLike, optimizer: Optimizer, changed: 
     """Keep the schedulers' own lists as long as the optimizer's groups; otherwise torch refuses the next step.
 
     Args:
-        trainer: has the schedulers.
-        optimizer: whose groups may be more than its schedulers know.
+        trainer: the Trainer with the schedulers.
+        optimizer: the optimizer, which may have new groups.
         changed: groups with a new learning rate.
     """
     from trainer_kit.state.optimizer_states import scheduler_parts
@@ -217,14 +217,14 @@ class BackboneFinetuning(BaseFinetuning):
 
     Args:
         unfreeze_backbone_at_epoch: the epoch from which it is trained.
-        lambda_func: by what its learning rate is multiplied when an epoch starts, given the epoch.
-        backbone_initial_ratio_lr: its first learning rate, as a part of that of the first group.
-        backbone_initial_lr: its first learning rate, in place of that part.
-        should_align: whether its learning rate ends at that of the first group; otherwise it grows on.
-        initial_denom_lr: by what the first group's learning rate is divided where none of the two is given.
-        train_bn: whether batch norms of the backbone are trained from the start.
-        verbose: print both learning rates when an epoch starts.
-        rounding: digits of what is printed.
+        lambda_func: returns, for an epoch, the factor of its learning rate at the start of that epoch.
+        backbone_initial_ratio_lr: its first learning rate, as a fraction of that of the first group.
+        backbone_initial_lr: its first learning rate, in place of that fraction.
+        should_align: stop its learning rate at that of the first group; False: let it grow further.
+        initial_denom_lr: the divisor of the first group's learning rate, if neither of the two is given.
+        train_bn: train the batch norms of the backbone from the start.
+        verbose: print both learning rates at the start of each epoch.
+        rounding: the number of printed digits.
 
     Raises:
         ConfigurationError: before the first step, for a module without ``backbone``, and with several optimizers.
@@ -300,7 +300,7 @@ class BackboneFinetuning(BaseFinetuning):
 
 @final
 class LayerWiseUnfreezing(BaseFinetuning):
-    """Train one part of a module after the other: gradual unfreezing, with smaller learning rates for lower layers.
+    """Gradual unfreezing: train one layer of a module after the other, lower layers with smaller learning rates.
 
     All named parts are frozen at first. From ``unfreeze_at_epoch`` on, one more of them is trained every
     ``every_n_epochs``, in the given order; usually from the last layer to the first (Howard and Ruder 2018,
@@ -309,9 +309,9 @@ class LayerWiseUnfreezing(BaseFinetuning):
     Args:
         layers: names of submodules, as in ``named_modules``.
         unfreeze_at_epoch: when the first one is trained.
-        every_n_epochs: epochs between one and the next.
+        every_n_epochs: epochs between two layers.
         lr_factor: the i-th part (from 1) is trained with the learning rate of the first group times ``lr_factor**i``.
-        train_bn: whether batch norms are trained from the start.
+        train_bn: train batch norms from the start.
 
     Raises:
         ConfigurationError: before the first step, for a name that the module does not have, with several optimizers,
