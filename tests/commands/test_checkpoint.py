@@ -167,6 +167,7 @@ COMMANDS = {
         "explain",
         "launch",
         "merge-weights",
+        "migrate",
         "report",
         "test",
     ],
