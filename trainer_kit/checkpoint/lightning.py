@@ -61,7 +61,7 @@ def import_lightning(file: str | os.PathLike[str], target: str | os.PathLike[str
         >>> with tempfile.TemporaryDirectory() as directory:
         ...     torch.save(content, f"{directory}/last.ckpt")
         ...     sorted(path.name for path in import_lightning(f"{directory}/last.ckpt").iterdir())
-        ['manifest.json', 'model.safetensors', 'state.json']
+        ['manifest.json', 'state.json']
     """
     source = Path(file)
     content = torch_load(source, "cpu")
