@@ -59,6 +59,7 @@ WIDE_CONSTRUCTORS = {
     "Accelerator": "the reference library's arguments",
     "Fit": "a record: everything of one run, composed in one place",
     "ModelCheckpoint": "the reference library's full signature",
+    "LightningCLI": "the reference library's arguments",
     "DeepSpeedPlugin": "the reference library's arguments",
 }
 FORBIDDEN_NAMES = {"utils", "util", "common", "helpers", "helper", "misc", "manager", "handler", "connector"}

@@ -38,6 +38,7 @@ NAMES = [
     "HookError",
     "InitProcessGroupKwargs",
     "LaunchError",
+    "LightningCLI",
     "LightningDataModule",
     "LightningModule",
     "LocalSGD",

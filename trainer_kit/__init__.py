@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
     from trainer_kit.commands.cli import cli
+    from trainer_kit.commands.lightning_cli import LightningCLI
     from trainer_kit.compat.accelerate_utilities import send_to_device
     from trainer_kit.compat.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
     from trainer_kit.compat.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -128,6 +129,7 @@ __all__ = [
     "HookError",
     "InitProcessGroupKwargs",
     "LaunchError",
+    "LightningCLI",
     "LightningDataModule",
     "LightningModule",
     "LocalSGD",
@@ -227,6 +229,7 @@ _HOME = {
     "HookError": "core.errors:HookError",
     "InitProcessGroupKwargs": "compat.options:InitProcessGroupKwargs",
     "LaunchError": "core.errors:LaunchError",
+    "LightningCLI": "commands.lightning_cli:LightningCLI",
     "LightningDataModule": "core.datamodule:DataModule",
     "LightningModule": "core.module:TrainModule",
     "LocalSGD": "accelerator.local_sgd:LocalSGD",

@@ -8,11 +8,11 @@ import os
 import sys
 from abc import ABC
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal, NoReturn, final
 
 import jsonargparse
-import yaml
 from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -27,7 +27,7 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.trainer import Trainer
 
-__all__ = ["Arguments", "Parsed"]
+__all__ = ["Arguments", "Extension", "Parsed", "add_schedule_arguments", "class_of", "use_optimizer"]
 
 # Instantiate no class for an argument without a type, and none of the classes that jsonargparse denies by itself.
 jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=[])
@@ -65,57 +65,74 @@ _PARTS: Mapping[str, tuple[Any, Any, str]] = {
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class Extension:
+    """What a `LightningCLI` changes in a command line.
+
+    Attributes:
+        trainer: makes the Trainer, whose arguments are options.
+        commands: whether there are commands; else the options stand alone.
+        instantiates_trainer: whether `Parsed.instantiate` makes the Trainer, or returns its arguments.
+        optimizers: whether ``--optimizer`` and ``--lr_scheduler`` are options.
+        seed: the default of ``--seed_everything``.
+        extend: adds arguments to the parser of each command.
+        parser: the class of the parsers.
+        parser_options: keyword arguments of the parser; by the name of a command those of its parser.
+    """
+
+    trainer: Any = Trainer
+    commands: bool = True
+    instantiates_trainer: bool = True
+    optimizers: bool = True
+    seed: int | bool = 0
+    extend: Callable[[Any], None] = lambda parser: None
+    parser: type[jsonargparse.ArgumentParser] = jsonargparse.ArgumentParser
+    parser_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@final
 class Parsed:
     """A parsed command line.
 
     Args:
-        command: fit, validate, test or predict.
+        command: fit, validate, test or predict; or "".
         parser: of the command.
         values: as parsed, before objects are made.
     """
 
     def __init__(self, command: str, parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace) -> None:
-        self.command, self._parser, self._values = command, parser, values
+        self.command, self.parser, self.values = command, parser, values
 
     @property
     def seed(self) -> int | None:
-        """For `seed_everything`; None for no seeding."""
-        seed = self._values.seed_everything
-        return None if seed is False or seed is None else int(seed)
+        """For `seed_everything`; None for no seeding. True is 0: ranks that are started elsewhere draw no same seed."""
+        seed = self.values.seed_everything
+        return None if seed is False or seed is None else 0 if seed is True else int(seed)
 
     def entry_point_arguments(self) -> dict[str, Any]:
         """The arguments of the entry point itself."""
-        return {name: self._values[name] for name in ("ckpt_path", "load_weights_only") if name in self._values}
+        return {name: self.values[name] for name in ("ckpt_path", "load_weights_only") if name in self.values}
 
-    def configuration(self) -> dict[str, Any]:
-        """The configuration as ``--config`` reads it, under any command that has its keys."""
-        text = self._parser.dump(self._values, skip_unset=False)
-        plain: dict[str, Any] = yaml.safe_load(text)
-        if not plain.get("load_weights_only"):
-            plain.pop("load_weights_only", None)  # only fit has it
-        return plain
-
-    def instantiate(self) -> dict[str, Any]:
-        """Make Trainer, module and data, in this order; the module has the chosen optimizer.
-
-        Raises:
-            ConfigurationError: the choices contradict each other.
-        """
-        made = self._parser.instantiate(self._values)
-        _use_optimizer(made["model"], self._values, made["trainer"].print)
-        return {name: made[name] for name in ("trainer", "model", "data") if name in made}
+    def instantiate(self) -> Any:
+        """Make Trainer, module, data, and what else has options, but for optimizers."""
+        return self.parser.instantiate(self.values)
 
 
 @final
 class Arguments:
-    """A parser for four commands.
+    """A parser for four commands, or for none.
+
+    Attributes:
+        parser: the whole parser.
 
     Args:
         module: the module's class.
         data: the datamodule's class, or None.
         choose_model: whether ``class_path`` chooses a subclass.
         choose_data: the same for the data.
+        needs_data: whether data must be chosen.
         trainer_defaults: override the defaults of the Trainer.
+        extension: of a `LightningCLI`.
     """
 
     def __init__(
@@ -125,7 +142,9 @@ class Arguments:
         *,
         choose_model: bool,
         choose_data: bool,
+        needs_data: bool = True,
         trainer_defaults: Mapping[str, Any],
+        extension: Extension = Extension(),
     ) -> None:
         for name in _callbacks.__all__:  # import them, so that their bare names are known
             getattr(_callbacks, name)
@@ -136,40 +155,60 @@ class Arguments:
             **_OPTIMIZERS,
         }
         self._choose = {"model": choose_model, "data": choose_data}
+        self._needs_data = needs_data
         self._defaults = {f"trainer.{name}": value for name, value in trainer_defaults.items()}
         text = inspect.getdoc(module) if module.__doc__ else None
-        self._parser = _make_parser(description=text and text.partition("\n\n")[0])
-        subcommands = self._parser.add_subcommands(required=True, dest="subcommand")
-        self._parsers = {name: self._make_command(name) for name in _COMMANDS}
+        description = text and text.partition("\n\n")[0]
+        self._extension = extension
+        if not extension.commands:
+            self._parsers = {"": self._make_command("", description)}
+            self.parser = self._parsers[""]
+            return
+        self.parser = self._make_parser("", description)
+        subcommands = self.parser.add_subcommands(required=True, dest="subcommand")
+        self._parsers = {name: self._make_command(name, about) for name, about in _COMMANDS.items()}
         for name, parser in self._parsers.items():
             subcommands.add_subcommand(name, parser, help=_COMMANDS[name])
 
-    def _make_command(self, command: str) -> jsonargparse.ArgumentParser:
-        parser = _make_parser(description=_COMMANDS[command])
+    def _make_parser(self, command: str, description: str | None) -> jsonargparse.ArgumentParser:
+        given = self._extension.parser_options
+        options = given.get(command, {}) if command else {k: v for k, v in given.items() if k not in _COMMANDS}
+        # With abbreviations a misspelt option could match another option.
+        standard = {"description": description, "exit_on_error": False, "allow_abbrev": False}
+        return self._extension.parser(**{**standard, **options})
+
+    def _make_command(self, command: str, description: str | None) -> jsonargparse.ArgumentParser:
+        parser, more = self._make_parser(command, description), self._extension
         parser.add_argument(
-            "--config", action="config", help="a YAML file of these options; may be given several times"
+            *("-c", "--config"), action="config", help="a YAML file of these options; may be given several times"
         )
         parser.add_argument(
             "--seed_everything",
             type=int | bool,
-            default=0,
+            default=more.seed,
             help="seed of Python, NumPy, torch and the order of the data; false seeds none",
         )
-        parser.add_class_arguments(Trainer, "trainer", skip=set(_PARTS))
+        parser.add_class_arguments(
+            class_of(more.trainer), "trainer", skip=set(_PARTS), instantiate=more.instantiates_trainer
+        )
         for name, (kind, default, text) in _PARTS.items():
             parser.add_argument(f"--trainer.{name}", type=kind, default=default, help=text)
         for name, kind in self._kinds.items():
             if name == "trainer.callbacks" or name in _OPTIMIZERS:
                 continue
             if self._choose[name]:
-                parser.add_subclass_arguments(kind, name, required=True, fail_untyped=False)
+                needed = name == "model" or self._needs_data
+                parser.add_subclass_arguments(kind, name, required=needed, fail_untyped=False)
             else:
                 parser.add_class_arguments(kind, name, fail_untyped=False)
-        _add_optimizer_arguments(parser)
-        parser.add_argument("--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"')
+        if command:
+            parser.add_argument("--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"')
         if command == "fit":
             parser.add_argument("--load_weights_only", type=bool, default=False, help="take only the weights from it")
         parser.set_defaults(self._defaults)
+        more.extend(parser)
+        if more.optimizers:
+            _add_optimizer_arguments(parser)
         return parser
 
     def parse(self, words: Sequence[str]) -> Parsed:
@@ -181,10 +220,11 @@ class Arguments:
         # The shell does not expand a tilde after "=".
         words = [f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}" if w.startswith(_CONFIG) else w for w in words]
         files = _config_files(words)
-        command = next((word for word in words if word in self._parsers), "fit")
+        alone = not self._extension.commands
+        command = "" if alone else next((word for word in words if word in self._parsers), "fit")
         prog = f"{os.path.basename(sys.argv[0])}{f' {command}' if command in words else ''}"
         early = words[0].partition("=")[0] if words else ""
-        if early.startswith("--") and early != "--help":
+        if not alone and early.startswith("-") and early not in ("-h", "--help"):
             _refuse(f"{prog}: {early}: options stand after the command: {', '.join(_COMMANDS)}")
         known = [option for option in self._parsers[command]._option_string_actions if option.startswith("--")]
         try:
@@ -192,22 +232,32 @@ class Arguments:
                 check_file(file)
             check_words(prog, words)
             check_keys(prog, words, files, known, self._kinds)
-            found = self._parser.parse_args(list(words))
+            found = self.parser.parse_args(list(words))
             check_keys(prog, words, files, known, self._kinds)  # parsing has imported more classes
         except FileProblem as problem:
             _refuse(str(problem))
         except jsonargparse.ArgumentError as error:
             _refuse(complaint(str(error), prog, words, files, known, self._kinds))
-        return Parsed(found.subcommand, self._parsers[found.subcommand], found[found.subcommand])
+        return self._parsed(found)
 
+    def parse_values(self, values: Any) -> Parsed:
+        """Read a dict or a namespace in place of words; where there are commands, ``subcommand`` names one.
 
-def _make_parser(description: str | None) -> jsonargparse.ArgumentParser:
-    # With abbreviations a misspelt option could match another option.
-    return jsonargparse.ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False)
+        Raises:
+            SystemExit: 2 and one line on standard error for a wrong one.
+        """
+        try:
+            return self._parsed(self.parser.parse_object(values))
+        except (jsonargparse.ArgumentError, KeyError, TypeError, ValueError) as error:
+            _refuse(" ".join(str(error).split()))
+
+    def _parsed(self, found: Any) -> Parsed:
+        command = found.subcommand if self._extension.commands else ""
+        return Parsed(command, self._parsers[command], found[command] if command else found)
 
 
 def _config_files(words: Sequence[str]) -> list[str]:
-    after = [value for word, value in pairwise(words) if word == "--config"]
+    after = [value for word, value in pairwise(words) if word in ("-c", "--config")]
     return [*after, *(word.partition("=")[2] for word in words if word.startswith("--config="))]
 
 
@@ -222,6 +272,11 @@ def _add_optimizer_arguments(parser: jsonargparse.ArgumentParser) -> None:
     later: dict[str, Any] = {"instantiate": False, "fail_untyped": False}
     parser.add_subclass_arguments(Optimizer, "optimizer", skip={"params"}, **later)
     parser.add_subclass_arguments(LRScheduler, "lr_scheduler", skip={"optimizer"}, **later)
+    add_schedule_arguments(parser)
+
+
+def add_schedule_arguments(parser: jsonargparse.ArgumentParser) -> None:
+    """Add when the scheduler advances, and what it looks at."""
     parser.add_argument(
         "--lr_scheduler_interval", type=Literal["epoch", "step"], default="epoch", help="when the scheduler advances"
     )
@@ -230,13 +285,16 @@ def _add_optimizer_arguments(parser: jsonargparse.ArgumentParser) -> None:
     )
 
 
-def _use_optimizer(module: Any, values: Any, show: Callable[[str], None]) -> None:
+def use_optimizer(
+    module: Any, values: Any, show: Callable[[str], None], compose: Callable[[Any, Any, Any], Any] | None = None
+) -> None:
     """Replace ``configure_optimizers`` of a module by the chosen optimizer and scheduler, if any.
 
     Args:
         module: the module.
-        values: as parsed.
+        values: as parsed: ``optimizer``, ``lr_scheduler``, ``lr_scheduler_interval`` and ``lr_scheduler_monitor``.
         show: prints a line.
+        compose: returns what ``configure_optimizers`` returns, from module, optimizer, and scheduler or None.
 
     Raises:
         ConfigurationError: a scheduler without an optimizer, or without a monitored value.
@@ -247,25 +305,31 @@ def _use_optimizer(module: Any, values: Any, show: Callable[[str], None]) -> Non
         if scheduler is not None:
             raise ConfigurationError("--lr_scheduler needs --optimizer", fix="name the optimizer whose rate it sets")
         return
-    plateau = scheduler is not None and issubclass(_imported(scheduler), ReduceLROnPlateau)
-    if plateau and monitor is None:
+    plateau = scheduler is not None and issubclass(class_of(scheduler.class_path), ReduceLROnPlateau)
+    if plateau and monitor is None and compose is None:
         raise ConfigurationError("ReduceLROnPlateau needs --lr_scheduler_monitor", fix="name a value that is logged")
     if is_overridden("configure_optimizers", module, TrainModule):
         show(f"--optimizer counts: {type(module).__name__}.configure_optimizers is not called")
 
     def configure_optimizers() -> Any:
-        made = _imported(optimizer)(module.parameters(), **_init_args(optimizer))
-        if scheduler is None:
+        made = class_of(optimizer.class_path)(module.parameters(), **_init_args(optimizer))
+        schedule = None if scheduler is None else class_of(scheduler.class_path)(made, **_init_args(scheduler))
+        if compose is not None:
+            return compose(module, made, schedule)
+        if schedule is None:
             return made
-        config = {"scheduler": _imported(scheduler)(made, **_init_args(scheduler)), "interval": interval}
+        config = {"scheduler": schedule, "interval": interval}
         return {"optimizer": made, "lr_scheduler": {**config, "monitor": monitor} if plateau else config}
 
     module.configure_optimizers = configure_optimizers
 
 
-def _imported(named: Any) -> Any:
-    path, _, name = named.class_path.rpartition(".")
-    return getattr(importlib.import_module(path), name)
+def class_of(maker: Any) -> Any:
+    """A class, its path, or the class that stands in for a function by its arguments."""
+    if isinstance(maker, str):
+        module, _, name = maker.rpartition(".")
+        return getattr(importlib.import_module(module), name)
+    return maker if isinstance(maker, type) else jsonargparse.class_from_function(maker)  # type: ignore[attr-defined]
 
 
 def _init_args(named: Any) -> dict[str, Any]:

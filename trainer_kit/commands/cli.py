@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from trainer_kit.core.protocols import ModuleLike, TrainerLike
     from trainer_kit.trainer import Trainer
 
-__all__ = ["CliRun", "cli"]
+__all__ = ["CliRun", "SaveConfigCallback", "cli"]
 
 
 @final
@@ -84,7 +83,7 @@ def cli(
         >>> ran.command, ran.module.lr, ran.trainer.global_step
         ('fit', 0.5, 12)
     """
-    from trainer_kit.commands.arguments import Arguments
+    from trainer_kit.commands.arguments import Arguments, use_optimizer
     from trainer_kit.core.module import TrainModule
 
     words = sys.argv[1:] if args is None else list(args)
@@ -99,45 +98,75 @@ def cli(
         seed_everything(parsed.seed)
     try:
         made = parsed.instantiate()
+        use_optimizer(made["model"], parsed.values, made["trainer"].print)
     except ConfigurationError as error:  # from the Trainer or from constructors of the user
         print(error, file=sys.stderr)
         raise SystemExit(2) from error
     trainer, datamodule = made["trainer"], made.get("data")
-    trainer.set_callbacks([*trainer.callbacks, _SaveConfig(parsed.configuration(), partial(_writes, trainer))])
+    trainer.set_callbacks([*trainer.callbacks, SaveConfigCallback(parsed.parser, parsed.values)])
     run = getattr(trainer, parsed.command)
     result = run(made["model"], datamodule=datamodule, **parsed.entry_point_arguments())
     return CliRun(command=parsed.command, trainer=trainer, module=made["model"], datamodule=datamodule, result=result)
 
 
-def _writes(trainer: Trainer, stage: str) -> bool:
-    """Whether the run writes logs or checkpoints, with the callbacks that the module adds."""
-    saves = stage == "fit" and trainer.checkpoint_callback is not None
-    return bool(trainer.loggers or saves) and not trainer.settings.fast
+class SaveConfigCallback(Callback):
+    """Writes the resolved configuration to the run's directory; a `LightningCLI` and `cli` add it.
 
+    A run that writes neither logs nor checkpoints has no file. Secrets are masked, and only the owner can read it.
+    Override `save_config` to put the configuration elsewhere as well.
 
-@final
-class _SaveConfig(Callback):
-    """Writes the resolved configuration to the run's directory, without replacing another one."""
+    Args:
+        parser: of the command.
+        config: as parsed.
+        config_filename: the name of the file.
+        overwrite: replace a file of this name; else the next is ``config-2.yaml``.
+        multifile: refused: one file holds everything.
+        save_to_log_dir: False: only `save_config` is called.
 
-    def __init__(self, configuration: Mapping[str, Any], writes: Callable[[str], bool]) -> None:
-        self.configuration = configuration
-        self.writes = writes
+    Raises:
+        ConfigurationError: for ``multifile=True``.
+    """
+
+    def __init__(
+        self,
+        parser: Any,
+        config: Any,
+        config_filename: str = "config.yaml",
+        overwrite: bool = False,
+        multifile: bool = False,
+        save_to_log_dir: bool = True,
+    ) -> None:
+        if multifile:
+            raise ConfigurationError("the configuration is saved as one file", fix="leave multifile out")
+        self.parser, self.config, self.config_filename = parser, config, config_filename
+        self.overwrite, self.save_to_log_dir, self.already_saved = overwrite, save_to_log_dir, False
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        if not trainer.is_global_zero or not self.writes(stage):
+        if self.already_saved or not trainer.is_global_zero:
             return
-        import yaml
+        writes = trainer.loggers or (stage == "fit" and trainer.checkpoint_callback is not None)
+        if self.save_to_log_dir and writes and not trainer.fast_dev_run:
+            import yaml
 
-        text = yaml.safe_dump(mask_secrets(self.configuration), sort_keys=False, allow_unicode=True)
-        directory = trainer.run_dir
-        directory.mkdir(parents=True, exist_ok=True)
-        _keep(directory, text)
+            text = self.parser.dump(self.config, skip_unset=False)  # as --config reads it, under any command
+            plain = yaml.safe_load(text)
+            if not plain.get("load_weights_only"):
+                plain.pop("load_weights_only", None)  # only fit has it
+            trainer.run_dir.mkdir(parents=True, exist_ok=True)
+            text = yaml.safe_dump(mask_secrets(plain), sort_keys=False, allow_unicode=True)
+            _keep(trainer.run_dir / self.config_filename, text, self.overwrite)
+        self.save_config(trainer, module, stage)
+        self.already_saved = True
+
+    def save_config(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        """Called once on rank 0, after the file is written; does nothing."""
 
 
-def _keep(directory: Path, text: str) -> None:
-    number = 1
+def _keep(first: Path, text: str, overwrite: bool) -> None:
+    number, path = 1, first
+    if overwrite:
+        path.unlink(missing_ok=True)
     while True:
-        path = directory / ("config.yaml" if number == 1 else f"config-{number}.yaml")
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(text)
@@ -146,3 +175,4 @@ def _keep(directory: Path, text: str) -> None:
             if path.is_file() and path.read_text(encoding="utf-8") == text:
                 return
         number += 1
+        path = first.with_stem(f"{first.stem}-{number}")

@@ -102,6 +102,8 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "callbacks.throughput_monitor": _at("callbacks.monitors", "ThroughputMonitor"),
     "cli": {
         "__call__": "commands.cli:cli",
+        **_at("commands.cli", "SaveConfigCallback"),
+        **_at("commands.lightning_cli", "ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_class"),
         **_utilities("LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau"),
     },
     "core": {**_MODULE, **_DATA_MODULE},
@@ -212,13 +214,11 @@ _ENVIRONMENT = (
 )
 _HARDWARE = 'Trainer(accelerator="cpu"), "gpu" or what torch calls the device; trainer.strategy.device is its device'
 _LOOP = "the loop is one function and has no objects; Trainer arguments and callback hooks change what it does"
-_CLI = "trainer_kit.cli(Module, DataModule) is the command line, with the same options and files"
 _GIVEN = "leave it out, or copy it into your project: nothing here needs it"
 
 ELSEWHERE: Final[dict[str, str]] = {
     "AbstractClosure": _LOOP,
     "AcceleratorRegistry": _HARDWARE,
-    "ArgsType": f"{_CLI}: its args= is a list of words",
     "AsyncCheckpointIO": _CHECKPOINT_IO,
     "BoringDataModuleNoLen": "a DataModule over RandomIterableDataset",
     "CPUAccelerator": _HARDWARE,
@@ -248,8 +248,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "LRSchedulerCallable": "collections.abc.Callable",
     "LSFEnvironment": _ENVIRONMENT,
     "LayerSync": "Trainer(sync_batchnorm=True)",
-    "LightningArgumentParser": _CLI,
-    "LightningCLI": _CLI,
     "LightningDoublePrecisionModule": 'Trainer(precision="64-true")',
     "LightningEnvironment": _ENVIRONMENT,
     "LightningLSTM": "examples/lm.py has a language model",
@@ -272,7 +270,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "ProgressBarBase": "from trainer_kit.callbacks import ProgressBar",
     "SIGTERMException": "SystemExit: SIGTERM saves a checkpoint and ends the process with exit code 143",
     "SLURMEnvironment": _ENVIRONMENT,
-    "SaveConfigCallback": "leave it out: trainer_kit.cli saves config.yaml in the directory of each run",
     "ServableModule": "export the module: to_onnx, or torch.export",
     "ServableModuleValidator": "export the module: to_onnx, or torch.export",
     "SimpleLSTM": "examples/lm.py has a language model",
@@ -325,7 +322,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "get_nvidia_gpu_stats": "callbacks=[DeviceStatsMonitor()], or torch.cuda.memory_stats()",
     "get_standard_metrics": "ProgressBar.get_metrics(trainer, module)",
     "get_torchvision_model": "torchvision.models.get_model(name)",
-    "instantiate_class": f"{_CLI}; outside of it, jsonargparse",
     "is_cuda_out_of_memory": "utilities.memory.is_oom_error",
     "is_out_of_cpu_memory": "utilities.memory.is_oom_error",
     "is_param_in_hook_signature": "inspect.signature(hook).parameters",

@@ -1,0 +1,322 @@
+"""``LightningCLI``: Lightning's class for a command line, over the parser of `tk.cli`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import jsonargparse
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from trainer_kit.commands.arguments import Arguments, Extension, Parsed, add_schedule_arguments, class_of, use_optimizer
+from trainer_kit.commands.cli import SaveConfigCallback
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.seed import seed_everything
+from trainer_kit.trainer import Trainer
+
+__all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_class"]
+
+_Namespace: Any = jsonargparse.Namespace
+ArgsType: TypeAlias = list[str] | dict[str, Any] | jsonargparse.Namespace | None
+"""What ``args`` of a `LightningCLI` may be."""
+
+
+class LightningArgumentParser(jsonargparse.ArgumentParser):
+    """The parser that `LightningCLI.add_arguments_to_parser` is given."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.callback_keys: list[str] = []
+        self.chosen: dict[type[Any], dict[str, tuple[Any, str]]] = {Optimizer: {}, LRScheduler: {}}
+
+    def dump(self, cfg: Any, *args: Any, skip_none: bool | None = None, **kwargs: Any) -> str:
+        """As text; ``skip_none`` is the former name of ``skip_unset``."""
+        more = kwargs if skip_none is None else {**kwargs, "skip_unset": skip_none}
+        return cast(str, super().dump(cfg, *args, **more))
+
+    def add_lightning_class_args(
+        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+    ) -> list[str]:
+        """Add the arguments of a callback, a module or a datamodule; a callback is given to the Trainer.
+
+        Args:
+            lightning_class: a class, or a function that is annotated with the class that it returns.
+            nested_key: the prefix of the options.
+            subclass_mode: whether ``class_path`` chooses a subclass.
+            required: whether one must be chosen.
+        """
+        lightning_class = class_of(lightning_class)
+        if issubclass(lightning_class, Callback):
+            self.callback_keys.append(nested_key)
+        if subclass_mode:
+            added = self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
+            return cast(list[str], added)
+        return cast(list[str], self.add_class_arguments(lightning_class, nested_key, fail_untyped=False))
+
+    def add_optimizer_args(
+        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+    ) -> None:
+        """Add the arguments of an optimizer, of any of several with a tuple.
+
+        Args:
+            optimizer_class: a class, or a tuple of base classes.
+            nested_key: the prefix of the options.
+            link_to: an argument that is given ``class_path`` and ``init_args``, for `instantiate_class`; by default the
+                module's ``configure_optimizers`` is replaced.
+        """
+        self._add_chosen(Optimizer, optimizer_class, nested_key, link_to, "params")
+
+    def add_lr_scheduler_args(
+        self,
+        lr_scheduler_class: Any = (LRScheduler,),
+        nested_key: str = "lr_scheduler",
+        link_to: str = "AUTOMATIC",
+    ) -> None:
+        """Add the arguments of a scheduler; as `add_optimizer_args`."""
+        self._add_chosen(LRScheduler, lr_scheduler_class, nested_key, link_to, "optimizer")
+
+    def _add_chosen(self, role: type[Any], kind: Any, key: str, link_to: str, skipped: str) -> None:
+        options: dict[str, Any] = {"instantiate": False, "fail_untyped": False, "skip": {skipped}}
+        if isinstance(kind, tuple):
+            self.add_subclass_arguments(kind, key, **options)
+        else:
+            self.add_class_arguments(kind, key, **options)
+        self.chosen[role][key] = (kind, link_to)
+
+    def link_chosen(self) -> None:
+        """Link optimizers and schedulers to the arguments that take them."""
+        for every in self.chosen.values():
+            for key, (kind, link_to) in every.items():
+                if link_to != "AUTOMATIC":
+                    self.link_arguments(key, link_to, compute_fn=partial(_plain_choice, kind))
+
+    def automatic(self, role: type[Any], values: Any) -> Any:
+        """The choice that replaces ``configure_optimizers``, or None.
+
+        Raises:
+            ConfigurationError: there are several.
+        """
+        found = {key: kind for key, (kind, link_to) in self.chosen[role].items() if link_to == "AUTOMATIC"}
+        if len(found) > 1:
+            raise ConfigurationError(
+                f"{role.__name__} is chosen by several options",
+                found=", ".join(found),
+                fix="pass link_to= for each, and make them in configure_optimizers with instantiate_class",
+            )
+        return next((_named(kind, values[key]) for key, kind in found.items()), None)
+
+
+def _named(kind: Any, given: Any) -> Any:
+    if isinstance(kind, tuple) or given is None:
+        return given
+    return _Namespace(class_path=f"{kind.__module__}.{kind.__qualname__}", init_args=given)
+
+
+def _plain_choice(kind: Any, given: Any) -> Any:
+    chosen = _named(kind, given)
+    return None if chosen is None else chosen.as_dict()
+
+
+def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
+    """Make an object from ``class_path`` and ``init_args``, with one or several positional arguments.
+
+    Args:
+        args: the positional argument, or a tuple of them.
+        init: what `LightningArgumentParser.add_optimizer_args` links to an argument.
+
+    Example:
+        >>> from torch import nn
+        >>> init = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}}
+        >>> instantiate_class(nn.Linear(2, 1).parameters(), init).defaults["lr"]
+        0.5
+    """
+    kind = class_of(init["class_path"])
+    return kind(*(args if isinstance(args, tuple) else (args,)), **dict(init.get("init_args") or {}))
+
+
+class LightningCLI:
+    """A command line as Lightning's class of this name makes it; `tk.cli` is the same as one function.
+
+    Options, files and checks are those of `tk.cli`. A subclass may override `add_arguments_to_parser`,
+    `before_instantiate_classes`, `after_instantiate_classes`, `instantiate_trainer`, `configure_optimizers`, and define
+    ``before_fit``, ``fit``, ``after_fit``, and so for each command.
+
+    Args:
+        model_class: the module's class, or a function that returns one; None: any, chosen by ``--model``.
+        datamodule_class: likewise; None: any, chosen by ``--data``, or none.
+        save_config_callback: saves the configuration; None: it is not saved.
+        save_config_kwargs: its arguments.
+        trainer_class: a subclass of the Trainer, or a function that returns a Trainer.
+        trainer_defaults: arguments of the Trainer; ``callbacks`` are added to those of the command line.
+        seed_everything_default: an int; True is 0; False seeds nothing.
+        parser_kwargs: of the parser; by the name of a command of its parser.
+        parser_class: a subclass of `LightningArgumentParser`.
+        subclass_mode_model: ``--model`` chooses a subclass.
+        subclass_mode_data: ``--data`` chooses a subclass.
+        args: words in place of ``sys.argv[1:]``, or values as a dict or namespace.
+        run: run a command; False: make the objects, and add no commands.
+        auto_configure_optimizers: add ``--optimizer`` and ``--lr_scheduler``.
+        load_from_checkpoint_support: without effect: a checkpoint holds what `save_hyperparameters` was given.
+
+    Raises:
+        SystemExit: with 2 for a wrong call.
+
+    Example:
+        >>> from trainer_kit.testing import TinyModule
+        >>> made = LightningCLI(TinyModule, run=False, args=["--model.lr=0.5", "--trainer.max_epochs=1"])
+        >>> made.model.lr, made.trainer.max_epochs, made.config.model.lr
+        (0.5, 1, 0.5)
+    """
+
+    def __init__(
+        self,
+        model_class: Any = None,
+        datamodule_class: Any = None,
+        save_config_callback: type[SaveConfigCallback] | None = SaveConfigCallback,
+        save_config_kwargs: Mapping[str, Any] | None = None,
+        trainer_class: Any = Trainer,
+        trainer_defaults: Mapping[str, Any] | None = None,
+        seed_everything_default: bool | int = True,
+        parser_kwargs: Mapping[str, Any] | None = None,
+        parser_class: type[LightningArgumentParser] = LightningArgumentParser,
+        subclass_mode_model: bool = False,
+        subclass_mode_data: bool = False,
+        args: ArgsType = None,
+        run: bool = True,
+        auto_configure_optimizers: bool = True,
+        load_from_checkpoint_support: bool = True,
+    ) -> None:
+        self.save_config_callback, self.save_config_kwargs = save_config_callback, dict(save_config_kwargs or {})
+        self.trainer_class, self.trainer_defaults = trainer_class, dict(trainer_defaults or {})
+        self.auto_configure_optimizers = auto_configure_optimizers
+        plain = {name: value for name, value in self.trainer_defaults.items() if _is_plain(value)}
+        arguments = Arguments(
+            class_of(model_class or TrainModule),
+            class_of(datamodule_class or DataModule),
+            choose_model=subclass_mode_model or model_class is None,
+            choose_data=subclass_mode_data or datamodule_class is None,
+            needs_data=datamodule_class is not None,
+            trainer_defaults={name: value for name, value in plain.items() if name != "callbacks"},
+            extension=Extension(
+                trainer=trainer_class,
+                commands=run,
+                instantiates_trainer=False,
+                optimizers=False,
+                seed=seed_everything_default,
+                extend=self._extend,
+                parser=parser_class,
+                parser_options=parser_kwargs or {},
+            ),
+        )
+        words: Sequence[str] | None = sys.argv[1:] if args is None else args if isinstance(args, list) else None
+        self._parsed: Parsed = arguments.parse_values(args) if words is None else arguments.parse(words)
+        self.subcommand = self._parsed.command or None
+        self.parser = arguments.parser
+        self.config = self._with_command(self._parsed.values)
+        if self._parsed.seed is not None:
+            seed_everything(self._parsed.seed)
+        try:
+            self.before_instantiate_classes()
+            self.instantiate_classes()
+            self.after_instantiate_classes()
+        except ConfigurationError as error:
+            print(error, file=sys.stderr)
+            raise SystemExit(2) from error
+        if self.subcommand is not None:
+            self._run(self.subcommand)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add arguments, defaults and links to the parser of each command; nothing by default."""
+
+    def before_instantiate_classes(self) -> None:
+        """Called when `config` is known; nothing by default."""
+
+    def after_instantiate_classes(self) -> None:
+        """Called when `model`, `datamodule` and `trainer` exist; nothing by default."""
+
+    def instantiate_classes(self) -> None:
+        """Make `datamodule`, `model` and `trainer`."""
+        made = self._parsed.instantiate()
+        self.config_init = self._with_command(made)
+        self.datamodule, self.model = made.get("data"), made["model"]
+        self.trainer = self.instantiate_trainer()
+        if not self.auto_configure_optimizers:
+            return
+        parser, values = cast(LightningArgumentParser, self._parsed.parser), self._parsed.values
+        chosen = _Namespace(
+            optimizer=parser.automatic(Optimizer, values),
+            lr_scheduler=parser.automatic(LRScheduler, values),
+            lr_scheduler_interval=values.lr_scheduler_interval,
+            lr_scheduler_monitor=values.lr_scheduler_monitor,
+        )
+        own = type(self).configure_optimizers is not LightningCLI.configure_optimizers
+        use_optimizer(self.model, chosen, self.trainer.print, self.configure_optimizers if own else None)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Make the Trainer.
+
+        Args:
+            kwargs: arguments that win over all others.
+        """
+        made = self._parsed.instantiate() if not hasattr(self, "config_init") else self._get(self.config_init)
+        given = {**made["trainer"].as_dict(), **self._fixed(made["trainer"]), **kwargs}
+        parser = cast(LightningArgumentParser, self._parsed.parser)
+        callbacks = [*_several(given.get("callbacks")), *(made[key] for key in parser.callback_keys)]
+        callbacks += _several(self.trainer_defaults.get("callbacks"))
+        if self.save_config_callback is not None:
+            callbacks.append(self.save_config_callback(parser, self._parsed.values, **self.save_config_kwargs))
+        return cast(Trainer, self.trainer_class(**{**given, "callbacks": callbacks}))
+
+    @staticmethod
+    def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        """What the module's ``configure_optimizers`` returns for the options' choice; override it to change that."""
+        return optimizer if lr_scheduler is None else ([optimizer], [lr_scheduler])
+
+    def _fixed(self, values: Any) -> dict[str, Any]:
+        """Defaults that are objects, which no option holds, where no option is given."""
+        objects = {k: v for k, v in self.trainer_defaults.items() if not _is_plain(v) and k != "callbacks"}
+        default = self._parsed.parser.get_default
+        return {k: v for k, v in objects.items() if values.get(k) == default(f"trainer.{k}")}
+
+    def _extend(self, parser: LightningArgumentParser) -> None:
+        self.add_arguments_to_parser(parser)
+        if self.auto_configure_optimizers:
+            if not parser.chosen[Optimizer]:
+                parser.add_optimizer_args()
+            if not parser.chosen[LRScheduler]:
+                parser.add_lr_scheduler_args()
+            add_schedule_arguments(parser)
+        parser.link_chosen()
+
+    def _with_command(self, values: Any) -> Any:
+        name = self.subcommand
+        return values if name is None else _Namespace(subcommand=name, **{name: values})
+
+    def _get(self, config: Any, key: str | None = None, default: Any = None) -> Any:
+        found = config if self.subcommand is None else config[self.subcommand]
+        return found if key is None else found.get(key, default)
+
+    def _run(self, command: str) -> None:
+        getattr(self, f"before_{command}", _nothing)()
+        call = getattr(self, command, getattr(self.trainer, command))
+        call(self.model, datamodule=self.datamodule, **self._parsed.entry_point_arguments())
+        getattr(self, f"after_{command}", _nothing)()
+
+
+def _nothing() -> None: ...
+
+
+def _several(given: Any) -> list[Any]:
+    return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float, Mapping))
