@@ -31,6 +31,7 @@ NAMES = [
     "DummyScheduler",
     "Duration",
     "DurationError",
+    "Fabric",
     "FullyShardedDataParallelPlugin",
     "GeneralTracker",
     "GradScalerKwargs",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         synchronize_rng_states,
     )
     from trainer_kit.accelerator.batch_size import find_executable_batch_size, release_memory
+    from trainer_kit.accelerator.fabric import Fabric
     from trainer_kit.accelerator.generators import set_seed
     from trainer_kit.accelerator.launchers import debug_launcher, notebook_launcher
     from trainer_kit.accelerator.loader import skip_first_batches
@@ -122,6 +123,7 @@ __all__ = [
     "DummyScheduler",
     "Duration",
     "DurationError",
+    "Fabric",
     "FullyShardedDataParallelPlugin",
     "GeneralTracker",
     "GradScalerKwargs",
@@ -222,6 +224,7 @@ _HOME = {
     "DummyScheduler": "compat.deepspeed:DummyScheduler",
     "Duration": "core.progress:Duration",
     "DurationError": "core.errors:DurationError",
+    "Fabric": "accelerator.fabric:Fabric",
     "FullyShardedDataParallelPlugin": "compat.options:FullyShardedDataParallelPlugin",
     "GeneralTracker": "accelerator.trackers:GeneralTracker",
     "GradScalerKwargs": "compat.options:GradScalerKwargs",

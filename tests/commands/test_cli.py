@@ -394,7 +394,8 @@ for turn in range(300):
     said, began = io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stderr(said):
-            arguments.parse(["fit", "--config=mutated.yaml"]).configuration()
+            parsed = arguments.parse(["fit", "--config=mutated.yaml"])
+            parsed.parser.dump(parsed.values, skip_unset=False)
     except SystemExit as leaving:
         line = said.getvalue()
         refused += 1

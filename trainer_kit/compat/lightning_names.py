@@ -176,13 +176,14 @@ PATHS: Final[dict[str, dict[str, str]]] = {
 
 _FABRIC = ("apply_func", "cloud_io", "data", "distributed", "exceptions", "rank_zero", "seed", "types", "warnings")
 PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC})
+_FABRIC_CLASS = _at("accelerator.fabric", "Fabric")
 PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS})
+PATHS.update({"fabric": {**_FABRIC_CLASS, **_SEED}, "fabric.fabric": _FABRIC_CLASS})
 _ONLY_ELSEWHERE = (
     "accelerators",
     "callbacks.checkpoint",
     "core.saving",
     "demos.transformer",
-    "fabric",
     "fabric.plugins.environments",
     "loggers.neptune",
     "plugins.environments",
@@ -239,7 +240,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "DoublePrecision": 'Trainer(precision="64-true")',
     "EPOCH_OUTPUT": "list[STEP_OUTPUT]; on_validation_epoch_end has no outputs: keep them in a list on self",
     "FSDPPrecision": 'Trainer(strategy="fsdp", precision="bf16-mixed")',
-    "Fabric": "trainer_kit.Accelerator: prepare, backward and your own loop",
     "GPUAccelerator": _HARDWARE,
     "GPUStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
     "HalfPrecision": 'Trainer(precision="bf16-true") or "16-true"',
@@ -251,7 +251,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "LightningDoublePrecisionModule": 'Trainer(precision="64-true")',
     "LightningEnvironment": _ENVIRONMENT,
     "LightningLSTM": "examples/lm.py has a language model",
-    "LightningLite": "trainer_kit.Accelerator: prepare, backward and your own loop",
+    "LightningLite": "trainer_kit.Fabric: setup, backward and your own loop",
     "LightningTransformer": "examples/lm.py has a language model",
     "LoggerCollection": "trainer.loggers is the list of loggers",
     "Loop": _LOOP,
@@ -312,7 +312,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "demos.lstm": "examples/lm.py has a language model",
     "demos.mnist_datamodule": "examples/digits.py has data and a network for digits",
     "disable_possible_user_warnings": "leave it out: this library issues no such warning",
-    "fabric.fabric": "trainer_kit.Accelerator: prepare, backward and your own loop",
     "find_shared_parameters": "leave it out: tied weights stay tied on every device",
     "find_usable_cuda_devices": 'Trainer(devices=2) or devices="auto" finds them',
     "from_compiled": "Trainer(compile=True) compiles training_step and leaves the module as it is",
@@ -330,7 +329,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "lightning_getattr": "getattr(module, name), or module.hparams[name]",
     "lightning_hasattr": "hasattr(module, name), or name in module.hparams",
     "lightning_setattr": "setattr(module, name, value), or module.hparams[name] = value",
-    "lite": "trainer_kit.Accelerator: prepare, backward and your own loop",
+    "lite": "trainer_kit.Fabric: setup, backward and your own loop",
     "load_hparams_from_yaml": "yaml.safe_load",
     "loops": _LOOP,
     "measure_flops": "torch.utils.flop_counter.FlopCounterMode; ModelSummary shows FLOPs",

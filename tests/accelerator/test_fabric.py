@@ -1,0 +1,224 @@
+"""`Fabric`: the loops of Lightning's documentation, with another import, against loops by hand."""
+
+from __future__ import annotations
+
+import csv
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from trainer_kit import Fabric
+from trainer_kit.loggers import CSVLogger
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def points(count=24):
+    drawn = torch.randn(count, 3, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(drawn, drawn.sum(1, keepdim=True))
+
+
+def by_hand(epochs=2, batch_size=4, every=1, clip=None):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for index, (inputs, targets) in enumerate(DataLoader(points(), batch_size)):
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            if (index + 1) % every == 0:
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def assert_equal(model, expected, **tolerance):
+    torch.testing.assert_close(
+        dict(model.state_dict()), dict(expected.state_dict()), **(tolerance or {"rtol": 0, "atol": 0})
+    )
+
+
+def test_the_loop_of_the_documentation():
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="auto")
+    fabric.launch()
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model, optimizer = fabric.setup(model, optimizer)
+    dataloader = fabric.setup_dataloaders(DataLoader(points(), batch_size=4))
+    model.train()
+    for _ in range(2):
+        for inputs, targets in dataloader:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            fabric.backward(loss)
+            optimizer.step()
+    assert_equal(model, by_hand())
+
+
+def test_accumulation_and_clipping():
+    fabric = Fabric(accelerator="cpu")
+    model = fabric.setup_module(net())
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
+    train, val = fabric.setup_dataloaders(DataLoader(points(), 4), DataLoader(points(8), 4))
+    for _ in range(2):
+        for index, (inputs, targets) in enumerate(train):
+            is_accumulating = (index + 1) % 2 != 0
+            with fabric.no_backward_sync(model, enabled=is_accumulating):
+                fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+            if not is_accumulating:
+                norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+                assert norm > 0
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal(model, by_hand(every=2, clip=0.5))
+    assert sum(len(inputs) for inputs, _ in val) == 8
+
+
+def test_gradients_that_are_not_finite_or_clipped_in_two_ways():
+    fabric = Fabric(accelerator="cpu")
+    model, optimizer = fabric.setup(net(), torch.optim.SGD(net().parameters(), lr=0.1))[0], None
+    fabric.backward(model(torch.full((1, 3), float("nan"))).sum())
+    with pytest.raises(tk.NonFiniteError, match="error_if_nonfinite=False"):
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+    assert not torch.isfinite(fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False))
+    with pytest.raises(tk.ConfigurationError, match="by value or by norm"):
+        fabric.clip_gradients(model, optimizer, clip_val=1.0, max_norm=1.0)
+    assert fabric.clip_gradients(model, optimizer, clip_val=1.0) is None
+
+
+def test_precision_and_where_layers_are_built():
+    fabric = Fabric(accelerator="cpu", precision="bf16-true")
+    with fabric.init_module():
+        layer = nn.Linear(3, 1)
+    assert (layer.weight.dtype, layer.weight.device.type) == (torch.bfloat16, "cpu")
+    mixed = Fabric(accelerator="cpu", precision="bf16-mixed")
+    model = mixed.setup(nn.Linear(3, 1))
+    with mixed.autocast():
+        assert torch.mm(torch.ones(1, 3), torch.ones(3, 1)).dtype == torch.bfloat16
+    assert model.weight.dtype == torch.float32
+
+
+def test_saving_and_loading(tmp_path):
+    def prepared():
+        fabric = Fabric(accelerator="cpu")
+        model = net()
+        return fabric, *fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+
+    def step(fabric, model, optimizer):
+        optimizer.zero_grad()
+        fabric.backward(model(torch.ones(2, 3)).sum())
+        optimizer.step()
+
+    fabric, model, optimizer = prepared()
+    step(fabric, model, optimizer)
+    state = {"model": model, "optimizer": optimizer, "iteration": 1, "extra": [1, 2]}
+    fabric.save(tmp_path / "checkpoint.ckpt", state)
+    step(fabric, model, optimizer)
+    other, loaded, stepper = prepared()
+    held = {"model": loaded, "optimizer": stepper, "iteration": 0}
+    assert other.load(tmp_path / "checkpoint.ckpt", held) == {"extra": [1, 2]}
+    assert held["iteration"] == 1
+    step(other, loaded, stepper)
+    assert_equal(loaded, model)
+    assert tk.checkpoint.read_weights(tmp_path / "checkpoint.ckpt").keys() == model.state_dict().keys()
+    with pytest.raises(tk.CheckpointError, match="strict=False"):
+        other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None})
+    assert other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None}, strict=False).keys() == state.keys()
+    fabric.save(tmp_path / "some", {"model": model}, filter={"model": lambda name, value: name.startswith("0.")})
+    assert fabric.load(tmp_path / "some")["model"].keys() == {"0.weight", "0.bias"}
+
+
+def test_files_of_lightning(tmp_path):
+    expected = by_hand(epochs=1)
+    torch.save({"model": expected.state_dict(), "iteration": 6}, tmp_path / "fabric.ckpt")
+    torch.save(expected.state_dict(), tmp_path / "raw.pt")
+    fabric = Fabric(accelerator="cpu")
+    first, second = fabric.setup(net()), fabric.setup(net())
+    assert fabric.load(tmp_path / "fabric.ckpt", {"model": first}) == {"iteration": 6}
+    fabric.load_raw(tmp_path / "raw.pt", second)
+    assert_equal(first, expected)
+    assert_equal(second, expected)
+
+
+def test_callbacks_and_loggers(tmp_path, capsys):
+    class Counting:
+        count = 0
+
+        def on_train_epoch_end(self, results):
+            self.count += results
+
+    callback, logger = Counting(), CSVLogger(tmp_path)
+    fabric = Fabric(accelerator="cpu", callbacks=callback, loggers=logger)
+    fabric.call("on_train_epoch_end", results=3)
+    fabric.call("on_nothing")
+    fabric.log("loss", torch.tensor(0.5), step=1)
+    fabric.log_dict({"loss": 0.25, "rate": 0.1}, step=2)
+    logger.finalize("success")
+    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    assert callback.count == 3
+    assert fabric.logger is logger
+    assert [row["loss"] for row in rows] == ["0.5", "0.25"]
+    fabric.print("printed")
+    assert capsys.readouterr().out.endswith("printed\n")
+
+
+def test_one_process():
+    fabric = Fabric(accelerator="cpu")
+    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (0, 0, 0, 1)
+    assert (fabric.is_global_zero, fabric.device) == (True, torch.device("cpu"))
+    assert fabric.launch(lambda one, two: (one is fabric, two), 2) == (True, 2)
+    assert fabric.seed_everything(3) == 3
+    assert torch.equal(fabric.all_gather(torch.ones(2)), torch.ones(2))
+    assert fabric.all_reduce(torch.tensor(2.0), reduce_op="sum") == 2
+    assert fabric.broadcast({"a": 1}) == {"a": 1}
+    fabric.barrier()
+    with fabric.rank_zero_first():
+        assert fabric.to_device({"x": torch.ones(1)})["x"].device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"devices": 2}, r"(?s)devices=2 on 1 nodes, 1 processes.*trainer-kit launch --num_processes 2"),
+        ({"strategy": "deepspeed"}, r"(?s)'deepspeed'.*trainer_kit\.Accelerator"),
+        ({"precision": "32-true", "plugins": object()}, "given twice"),
+    ],
+)
+def test_what_is_refused(options, match):
+    with pytest.raises(tk.ConfigurationError, match=match):
+        Fabric(accelerator="cpu", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_two_processes():
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    model = net()
+    model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.01))
+    loader = fabric.setup_dataloaders(DataLoader(points(), batch_size=2))
+    for _ in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+    assert_equal(fabric.accelerator.unwrap_model(model), by_hand(), rtol=1e-5, atol=1e-6)
+    rank = fabric.global_rank
+    assert fabric.all_gather(torch.tensor([rank, rank])).tolist() == [[0, 0], [1, 1]]
+    assert fabric.all_gather({"x": rank})["x"].tolist() == [0, 1]
+    assert fabric.all_reduce(torch.tensor(float(rank))) == 0.5
+    assert fabric.broadcast(rank) == 0
+    with tempfile.TemporaryDirectory() as directory:
+        path = fabric.broadcast(directory)
+        fabric.save(Path(path, "two"), {"model": model, "step": 5})
+        other = fabric.setup(net())
+        assert fabric.load(Path(path, "two"), {"model": other}) == {"step": 5}
+        assert_equal(fabric.accelerator.unwrap_model(other), fabric.accelerator.unwrap_model(model))
+        fabric.barrier()

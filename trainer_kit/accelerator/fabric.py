@@ -1,0 +1,345 @@
+"""``Fabric``: Lightning's class for a loop of one's own, over the `Accelerator`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.accelerator.accelerator import Accelerator
+from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.checkpoint.files import torch_load
+from trainer_kit.checkpoint.read import read_checkpoint
+from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.compat.options import FullyShardedDataParallelPlugin
+from trainer_kit.core.collective_errors import on_rank_zero
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFiniteError
+from trainer_kit.core.location import locate
+from trainer_kit.core.seed import seed_everything
+from trainer_kit.core.tensors import move_to_device
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Fabric"]
+
+_OVER_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
+
+
+class Fabric:
+    """Device, precision, processes and files for a loop of one's own, under the names of Lightning's Fabric.
+
+    Processes are started by ``trainer-kit launch`` or ``torchrun``, not by `launch`. The `Accelerator` beneath it is
+    ``fabric.accelerator``.
+
+    Args:
+        accelerator: ``"cpu"``, or ``"auto"`` and the other words for the accelerator of this machine.
+        strategy: ``"auto"``, ``"ddp"`` or ``"fsdp"``.
+        devices: ``"auto"``, or as many as processes were started.
+        num_nodes: accepted: the launcher knows the nodes.
+        precision: as the Trainer's.
+        plugins: a precision's object.
+        callbacks: objects whose methods `call` calls.
+        loggers: one or several, for `log`.
+
+    Raises:
+        ConfigurationError: for what this machine or this start cannot do.
+
+    Example:
+        >>> fabric = Fabric(accelerator="cpu")
+        >>> model = nn.Linear(2, 1)
+        >>> model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> fabric.backward(model(torch.ones(4, 2)).mean())
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str = "auto",
+        strategy: str = "auto",
+        devices: list[int] | str | int = "auto",
+        num_nodes: int = 1,
+        precision: Any = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Any = None,
+    ) -> None:
+        if strategy not in (*_OVER_PROCESSES, "fsdp"):
+            raise ConfigurationError(
+                "this strategy is none of Fabric's here",
+                found=repr(strategy),
+                fix='"auto", "ddp" or "fsdp"; trainer_kit.Accelerator takes the options of every engine',
+            )
+        if precision is not None and plugins is not None:
+            raise ConfigurationError("the precision is given twice", fix="pass precision= or plugins=")
+        engines: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if strategy == "fsdp" else {}
+        word = "32-true" if precision is None and plugins is None else precision or plugins
+        self.accelerator = Accelerator(
+            cpu=accelerator == "cpu", mixed_precision=word, gradient_accumulation_steps=1, **engines
+        )
+        wanted = len(devices) if isinstance(devices, list) else devices
+        if isinstance(wanted, str) and wanted.isdigit():
+            wanted = int(wanted)
+        if isinstance(wanted, int) and wanted != -1 and wanted * num_nodes != self.world_size:
+            raise ConfigurationError(
+                "other processes run than devices= asks for",
+                found=f"devices={devices!r} on {num_nodes} nodes, {self.world_size} processes",
+                fix=f"trainer-kit launch --num_processes {wanted * num_nodes} SCRIPT, or torchrun",
+            )
+        if accelerator not in ("auto", "cpu") and self.device.type == "cpu":
+            raise ConfigurationError("there is no such device here", found=f"accelerator={accelerator!r}")
+        self.callbacks = [] if callbacks is None else callbacks if isinstance(callbacks, list) else [callbacks]
+        self.loggers = [] if loggers is None else loggers if isinstance(loggers, list) else [loggers]
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Of this process."""
+        return self.accelerator.device
+
+    @property
+    def global_rank(self) -> int:
+        """This process among all."""
+        return self.accelerator.process_index
+
+    @property
+    def local_rank(self) -> int:
+        """This process on its machine."""
+        return self.accelerator.local_process_index
+
+    @property
+    def node_rank(self) -> int:
+        """This machine among all."""
+        return self.accelerator.environment.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return self.accelerator.num_processes
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the first process."""
+        return self.accelerator.is_main_process
+
+    @property
+    def logger(self) -> Any:
+        """The first logger."""
+        return self.loggers[0]
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Call ``function(fabric, ...)``, if one is given: the processes run already."""
+        return None if function is None else function(self, *args, **kwargs)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for every process."""
+        self.accelerator.wait_for_everyone()
+
+    def print(self, *values: Any, **options: Any) -> None:
+        """Print on the first process of a machine."""
+        self.accelerator.print(*values, **options)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """The object that process ``src`` has."""
+        if src != 0:
+            raise ConfigurationError("only the first process sends", found=f"src={src}", fix="all_gather it")
+        return self.accelerator.world.broadcast(obj)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Stack every tensor over the processes: shape (processes, *shape); unchanged for one process."""
+        _refuse(group is not None, "all_gather is over all processes", "leave group out")
+        _refuse(sync_grads, "all_gather does not carry gradients", "pass sync_grads=False")
+        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
+        if self.world_size == 1:
+            return data
+        return self.accelerator.gather(apply_to_collection(data, Tensor, lambda tensor: tensor[None]))
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
+        """Reduce every tensor over the processes by ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``."""
+        _refuse(group is not None, "all_reduce is over all processes", "leave group out")
+        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
+        return self.accelerator.reduce(data, {"avg": "mean"}.get(reduce_op, reduce_op))
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """The first process runs the block before the others; ``local``: the first of each machine."""
+        return self.accelerator.local_main_process_first() if local else self.accelerator.main_process_first()
+
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+        """`trainer_kit.seed_everything`."""
+        return seed_everything(seed, workers=bool(workers))
+
+    # -- preparing -------------------------------------------------------------------------------------------------
+
+    def setup(
+        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+    ) -> Any:
+        """Prepare a module and its optimizers; returns them in this order, and the scheduler as it is."""
+        placed = [move_to_device] * (1 + len(optimizers))
+        made = self.accelerator.prepare(module, *optimizers, device_placement=placed)
+        every = [*(made if optimizers else [made]), *([] if scheduler is None else [scheduler])]
+        return every[0] if len(every) == 1 else tuple(every)
+
+    def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
+        """Prepare a module alone."""
+        return self.accelerator.prepare_model(module, device_placement=move_to_device)
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Prepare optimizers of a module that is prepared."""
+        made = [self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def setup_dataloaders(
+        self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Prepare loaders: each process gets its part of the batches, on its device."""
+        alone = not use_distributed_sampler and self.world_size > 1
+        _refuse(alone, "each process has its part of a prepared loader", "iterate over the loader itself")
+        made = [self.accelerator.prepare_data_loader(one, device_placement=move_to_device) for one in dataloaders]
+        return made[0] if len(made) == 1 else made
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Build layers on the device and in the dtype in which they run; ``empty_init`` has no effect."""
+        with ExitStack() as stack:
+            stack.enter_context(self.accelerator.strategy.init_context())
+            stack.enter_context(self.accelerator.precision.init_context())
+            yield
+
+    init_tensor = init_module
+
+    def to_device(self, obj: Any) -> Any:
+        """A module, tensor or batch on the device of this process."""
+        return obj.to(self.device) if isinstance(obj, nn.Module) else move_to_device(obj, self.device)
+
+    # -- the loop --------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+        """In place of ``loss.backward()``."""
+        _refuse(bool(args), "backward takes options by name", "pass retain_graph= by name")
+        self.accelerator.backward(tensor, **kwargs)
+
+    def clip_gradients(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip the gradients of a module by value or by norm; returns the norm before it.
+
+        Raises:
+            NonFiniteError: the norm is not finite.
+        """
+        _refuse(
+            (clip_val is None) == (max_norm is None), "gradients are clipped by value or by norm", "pass one of them"
+        )
+        if max_norm is None:
+            return self.accelerator.clip_grad_value_(module.parameters(), clip_val)  # type: ignore[func-returns-value,arg-type]
+        norm = self.accelerator.clip_grad_norm_(module.parameters(), max_norm, norm_type)
+        if error_if_nonfinite and norm is not None and not torch.isfinite(norm):  # sync point: the caller asked for it
+            raise NonFiniteError("the norm of the gradients is not finite", fix="pass error_if_nonfinite=False")
+        return norm
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """The context in which a forward has the precision."""
+        return self.accelerator.autocast()
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+        """Gradients are not reduced over the processes in this block, to accumulate them."""
+        return self.accelerator.no_sync(module) if enabled else nullcontext()
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call a method of each callback that has it."""
+        for callback in self.callbacks:
+            if callable(method := getattr(callback, hook_name, None)):
+                method(*args, **kwargs)
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Give a value to the loggers, on the first process."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Give values to the loggers, on the first process."""
+        for logger in self.loggers if self.is_global_zero else ():
+            logger.log_metrics(metrics=metrics, step=step)
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write modules, optimizers and plain values as a checkpoint directory; every process calls it.
+
+        Args:
+            path: the directory; an existing checkpoint is replaced.
+            state: by name; objects with a ``state_dict`` are saved by it.
+            filter: by name, which entries of a ``state_dict`` are saved.
+        """
+        kept: dict[str, Any] = {}
+        for name, value in state.items():
+            held = self._state_of(value)
+            chosen = (filter or {}).get(name)
+            kept[name] = held if chosen is None else {key: one for key, one in held.items() if chosen(key, one)}
+        on_rank_zero(self.accelerator.world, lambda: str(write_checkpoint(path, kept, overwrite=True)))
+
+    def _state_of(self, value: Any) -> Any:
+        if isinstance(value, nn.Module):
+            return self.accelerator.get_state_dict(value)
+        divided = isinstance(value, Optimizer) and self.accelerator.strategy.sharded
+        _refuse(divided, "this optimizer is divided over the processes", "fabric.accelerator.save_state(directory)")
+        return value.state_dict() if hasattr(value, "state_dict") else value
+
+    def load(
+        self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
+    ) -> dict[str, Any]:
+        """Read what `save` wrote, or a ``torch.save`` file, into the objects of ``state``; returns what is left.
+
+        Raises:
+            CheckpointError: with ``strict``, a name of ``state`` is missing; or the file needs classes.
+        """
+        file = locate(path)
+        found: dict[str, Any] = dict(read_checkpoint(path) if file.is_dir() else torch_load(file, "cpu"))  # type: ignore[arg-type]
+        for name, value in (state or {}).items():
+            if name not in found:
+                if strict:
+                    raise CheckpointError(path, name, "it is not in this checkpoint", fix="pass strict=False")
+                continue
+            held = found.pop(name)
+            if isinstance(value, nn.Module):
+                self._load_module(value, held, strict)
+            elif hasattr(value, "load_state_dict"):
+                value.load_state_dict(held)
+            elif state is not None:
+                state[name] = held
+        return found
+
+    def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
+        """Read a file that holds one ``state_dict`` into a module or an optimizer."""
+        if isinstance(obj, nn.Module):
+            self._load_module(obj, read_weights(path), strict)
+        else:
+            obj.load_state_dict(torch_load(locate(path), "cpu"))  # type: ignore[arg-type]
+
+    def _load_module(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+        divided = self.accelerator.strategy.sharded
+        _refuse(divided, "this module is divided over the processes", "fabric.accelerator.load_state(directory)")
+        self.accelerator.unwrap_model(module).load_state_dict(weights, strict=strict)
+
+
+def _refuse(wrong: bool, problem: str, fix: str) -> None:
+    if wrong:
+        raise ConfigurationError(problem, fix=fix)
