@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-all test-quick test-slurm test-xla soak check bench docs vendor clean
+.PHONY: help demo test test-all test-quick test-slurm test-trackers test-xla soak check bench docs vendor clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
@@ -12,6 +12,7 @@ help:
 	@echo "make test        the tests that are not marked long: ten minutes"
 	@echo "make test-all    every test that runs on one machine"
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
+	@echo "make test-trackers  the tests of experiment trackers with the real packages, in an environment over .venv (0.5 GB)"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
@@ -28,7 +29,7 @@ help:
 	@touch $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
-test test-all test-quick test-slurm test-xla soak check bench: export OMP_NUM_THREADS = 1
+test test-all test-quick test-slurm test-trackers test-xla soak check bench: export OMP_NUM_THREADS = 1
 # Compiled once: tests start hundreds of processes that import this package.
 test test-all test-quick soak: export PYTHONDONTWRITEBYTECODE =
 # Tests wait for thousands of small files to be durable: in memory, where 4 GB are free, that takes no time.
@@ -55,6 +56,19 @@ test-quick: .venv/.stamp
 
 test-slurm: .venv/.stamp
 	tests/slurm/start $(BIN)/python -m pytest tests/slurm
+
+# Trackers need other versions of some libraries than constraints.txt pins, so they lie over .venv, whose torch they use.
+TRACKERS := .venv-trackers/bin/python
+.venv-trackers/.stamp: .venv/.stamp tests/loggers/trackers.txt
+	@echo "making .venv-trackers (a minute the first time)"
+	test -x $(TRACKERS) || $(BIN)/python -m venv --without-pip .venv-trackers
+	for site in .venv-trackers/lib/python3*/site-packages; do \
+	  printf '%s\n' "$(CURDIR)" "$(CURDIR)"/.venv/lib/python3*/site-packages > $$site/shared.pth; done
+	$(TRACKERS) -m pip install --no-deps -r tests/loggers/trackers.txt
+	@touch $@
+
+test-trackers: .venv-trackers/.stamp
+	$(TRACKERS) -m pytest tests/loggers/test_trackers.py
 
 # torch_xla goes with one build of torch, and with none of the other libraries that ask for a newer one.
 XLA := .venv-xla/bin/python

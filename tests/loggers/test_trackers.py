@@ -154,8 +154,10 @@ def from_comet(root: Path) -> Found:
                 if message["type"] == "metric_msg" and not payload["metric"]["metricName"].startswith("sys."):
                     metric = payload["metric"]
                     found.add(metric["metricName"], metric["step"], metric["metricValue"])
-                elif message["type"] == "parameter_msg" and payload["param"]["source"] != "auto-logged":
-                    found.params[payload["param"]["paramName"].replace("|", "/")] = payload["param"]["paramValue"]
+                elif message["type"] == "parameter_msg":
+                    one = payload.get("param") or payload["params"]  # a list
+                    if one["source"] == "manual":
+                        found.params[one["paramName"].replace("|", "/")] = one["paramValue"]
                 elif message["type"] == "file_upload":
                     more, path = payload["additional_params"], payload["file_path"]
                     if payload["upload_type"] == "visualization":
@@ -331,7 +333,7 @@ def test_files_and_checkpoints_are_kept(run):
 
 def test_a_run_that_succeeded_is_ended(run):
     assert run.found.others.get("status", "success") == "success"
-    if run.recorded and run.word in ("trackio", "aim"):
+    if run.recorded or run.word in ("comet_ml", "clearml"):
         assert run.found.ended == len(run.found.runs)
 
 

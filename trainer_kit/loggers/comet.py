@@ -25,7 +25,7 @@ _FORMER: Final = {
 class CometLogger(RunLogger):
     """Log to Comet, or to an archive for ``comet upload`` with ``online=False``.
 
-    The experiment stays open between ``fit``, ``validate`` and ``test``; Comet ends it with the process. An offline
+    The experiment stays open between ``fit``, ``validate`` and ``test``, and ends with the process. An offline
     experiment that is resumed in another process writes a second archive with the same key.
 
     Args:

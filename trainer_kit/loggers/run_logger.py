@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import multiprocessing
 import os
@@ -52,7 +53,7 @@ class RunLogger(ABC):
     extra: ClassVar[str]
     """The extra of trainer-kit that installs it."""
     stays_open: ClassVar[bool] = False
-    """Whether the run stays open between entry points, and the tracker's package ends it with the process."""
+    """Whether the run stays open between entry points, and ends with the process."""
 
     writes_alone: Final = True
     _idle: ClassVar[dict[type, RunLogger]] = {}  # loggers whose run is open between two entry points
@@ -165,6 +166,9 @@ class RunLogger(ABC):
             if idle is not None and idle is not self:
                 idle._close("success")
             self._run, self._id = self._begin(self._id)
+            if self.stays_open:
+                # Comet's own exit handler leaves an empty archive for a run that began on another than the main thread.
+                atexit.register(self._leave)
         elif RunLogger._idle.get(type(self)) is self:
             del RunLogger._idle[type(self)]
         return self._run
@@ -216,8 +220,13 @@ class RunLogger(ABC):
         if RunLogger._idle.get(type(self)) is self:
             del RunLogger._idle[type(self)]
         run, self._run = self._run, None
+        atexit.unregister(self._leave)
         if run is not None:
             self._end(run, status)
+
+    def _leave(self) -> None:
+        """The process ends."""
+        self._close("success" if RunLogger._idle.get(type(self)) is self else "interrupted")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_run": None if self._owned else self._run}

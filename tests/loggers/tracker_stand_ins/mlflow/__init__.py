@@ -53,7 +53,7 @@ class MlflowClient:
     def set_terminated(self, run_id, status=None, end_time=None):
         self.update_run(run_id, status or "FINISHED")
 
-    def log_batch(self, run_id, metrics=(), params=(), tags=(), synchronous=None, dataset=None):
+    def log_batch(self, run_id, metrics=(), params=(), tags=(), synchronous=None):
         assert len(metrics) <= 1000
         assert len(params) <= 100
         for one in metrics:
