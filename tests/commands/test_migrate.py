@@ -319,6 +319,8 @@ def test_modules_without_faults_have_no_findings(tmp_path: Path) -> None:
         "from pytorch_lightning import LightningModule\n"
         "class Base(LightningModule):\n"
         "    def training_step(self, batch): return self.shared(batch).mean()\n"
+        "    def on_epoch_end(self): ...\n"
+        "    def on_train_epoch_end(self): self.on_epoch_end()\n"
         "    def validation_step(self, batch, batch_idx, dataloader_idx=0): self.log('x', self.scale, batch_size=1)\n"
     )
     (tmp_path / "frames.py").write_text(

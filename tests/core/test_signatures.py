@@ -7,7 +7,7 @@ import pytest
 from trainer_kit import Callback, DataModule, Trainer, TrainModule
 from trainer_kit.core.errors import HookError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
-from trainer_kit.core.signatures import takes
+from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.testing import TinyModule
 
 
@@ -180,3 +180,23 @@ def test_modules_and_callbacks_know_the_same_moments():
 def test_every_hook_says_when_it_is_called(cls):
     hooks = [value for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
     assert [hook.__name__ for hook in hooks if not hook.__doc__ and hook.__name__ not in ("state_dict",)] == []
+
+
+def test_a_name_of_an_earlier_hook_is_free_for_a_method_that_the_class_calls():
+    class Base(TrainModule):
+        def on_epoch_end(self): ...
+
+        def on_train_epoch_end(self):
+            self.on_epoch_end()
+
+    class Extended(Base):
+        def on_epoch_end(self):
+            super().on_epoch_end()
+
+    class Alone(TrainModule):
+        def on_epoch_end(self):
+            super().on_epoch_end()
+
+    check_hooks(Extended, ModuleHooks, DataHooks)
+    with pytest.raises(HookError, match="on_epoch_end is not a hook"):
+        check_hooks(Alone, ModuleHooks, DataHooks)

@@ -178,9 +178,7 @@ def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
 @cache
 def example_of(kind: type) -> Any:
     """A Trainer or an Accelerator without a run, whose attributes can be asked for."""
-    if kind is Trainer:
-        return Trainer(accelerator="cpu", devices=1, barebones=True)
-    return kind(cpu=True) if kind is Accelerator else kind
+    return Trainer(accelerator="cpu", devices=1, barebones=True) if kind is Trainer else Accelerator(cpu=True)
 
 
 def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple[Any, Answer | None]:

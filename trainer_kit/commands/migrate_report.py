@@ -88,6 +88,7 @@ class Project:
         self._sources: list[_Source] = []
         self._classes: dict[str, list[tuple[_Source, ast.ClassDef]]] = {}
         self._attributes: set[str] = set()
+        self._called: set[str] = set()
         self._found: list[Finding] = []
 
     def add_python(self, path: str, tree: ast.AST, bound: Mapping[str, str]) -> None:
@@ -102,6 +103,8 @@ class Project:
                 self._attributes.update(target.id for target in targets if isinstance(target, ast.Name))
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._attributes.add(node.name)
+                calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
+                self._called.update(f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr != node.name)
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 self._attributes.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # register_buffer("mean", ...)
@@ -140,6 +143,10 @@ class Project:
     def defines(self, attribute: str) -> bool:
         """Whether anything in the project has, or is given, this attribute."""
         return attribute in self._attributes
+
+    def calls(self, method: str) -> bool:
+        """Whether the project calls a method of this name itself, from one of another name."""
+        return method in self._called
 
     def bases(self, source: _Source, cls: ast.ClassDef, seen: tuple[str, ...] = ()) -> tuple[tuple[type, ...], bool]:
         """The classes of this library that a class extends, and whether all that it extends is known."""
@@ -228,7 +235,7 @@ class _Reader(ast.NodeVisitor):
     def _import(self, node: ast.stmt, old: str, find: Any) -> None:
         self._project.names += 1
         try:
-            found = find()
+            find()
         except (ImportError, AttributeError) as error:
             if needs(error) is None:
                 self._report(node, Answer("import", f"{old}: {reason(error)[0]}", reason(error)[1]))
@@ -236,8 +243,6 @@ class _Reader(ast.NodeVisitor):
                 self._project.resolved += 1
             return
         self._project.resolved += 1
-        if found is Accelerator and not old.startswith("accelerate."):
-            self._report(node, Answer("collision", f"{old} described hardware; trainer_kit.Accelerator runs a loop"))
 
     # -- classes and functions -----------------------------------------------------------------------------------
 
@@ -247,7 +252,8 @@ class _Reader(ast.NodeVisitor):
         if bases:
             self._concerned = True
             for member, answer in wrong_members(node.name, bases, node.body):
-                self._report(member, answer)
+                if "is not a hook" not in answer.problem or not self._project.calls(getattr(member, "name", "")):
+                    self._report(member, answer)
             if any(issubclass(base, (TrainModule, DataModule)) for base in bases):
                 self._types = {**types, "self.trainer": Trainer}
         self.generic_visit(node)

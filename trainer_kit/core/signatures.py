@@ -61,14 +61,17 @@ def check_hooks(cls: type, *specifications: type) -> None:
         HookError: with the nearest known name, or with the parameters that were expected.
     """
     hooks, seen = _hooks(specifications), set[str]()
-    users = (base for base in cls.__mro__ if issubclass(base, specifications) and not base.__module__.startswith(_OURS))
+    users = [base for base in cls.__mro__ if issubclass(base, specifications) and not base.__module__.startswith(_OURS)]
+    # A class may have kept the name of an earlier hook for a method that its own code calls.
+    methods = [method for base in users for method in vars(base).values() if inspect.isfunction(method)]
+    called = {name for method in methods for name in method.__code__.co_names if name != method.__name__}
     for base in users:
         own = {name: value for name, value in vars(base).items() if name not in seen and inspect.isfunction(value)}
         seen |= vars(base).keys()
         for name, method in own.items():
             if name in hooks:
                 _check_parameters(base, name, method, hooks[name])
-            elif fix := _meant(name, hooks):
+            elif name not in called and (fix := _meant(name, hooks)):
                 raise _no_hook(base, name, fix)
 
 
