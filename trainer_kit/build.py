@@ -20,6 +20,7 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError, Strategy
 from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import Logger, SetsAccumulation
 from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES
+from trainer_kit.core.signatures import check_overrides
 from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -169,6 +170,7 @@ def choose_strategy(
             found=f"strategy={strategy!r}",
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
+    check_overrides(type(made), Strategy)
     if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
         made = _make_strategy("single_device", device)  # a single process has nothing to exchange
     made.device = device
@@ -310,6 +312,8 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
     made = [_logger(one, root) if isinstance(one, str) else one for one in as_list(logger, Logger)]
+    from trainer_kit.loggers.layout import DirectoryLogger
+
     for one in made:
         if isinstance(one, type) or not isinstance(one, Logger):
             fix = (
@@ -318,6 +322,7 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
                 else "give it a method log_metrics(metrics, step)"
             )
             raise ConfigurationError("this is no logger", found=getattr(one, "__name__", type(one).__name__), fix=fix)
+        check_overrides(type(one), DirectoryLogger)
     return made
 
 

@@ -1,4 +1,4 @@
-"""Subclasses of shipped classes: what they override is called, or the class is refused when it is created."""
+"""Subclasses of shipped classes: what they override is called, or refused where an object is used."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.callbacks.fits import each, fit
+from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import (
     EarlyStopping,
     GradientAccumulation,
@@ -22,7 +23,8 @@ from trainer_kit.callbacks import (
 from trainer_kit.checkpoint.store import lookup, read_index
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger
-from trainer_kit.strategies import DDPStrategy, FSDPStrategy
+from trainer_kit.loggers.layout import DirectoryLogger
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, Strategy
 
 
 class Terminal(io.StringIO):
@@ -200,11 +202,15 @@ def test_so_it_is_in_other_callbacks(base, make):
         (TensorBoardLogger, "_get_next_version", "version="),
     ],
 )
-def test_what_would_never_be_called_is_refused_with_the_class(base, name, fix):
-    with pytest.raises(
-        ConfigurationError, match=rf"Mine\.{name} (would never be called|replaces a private name)(.|\n)*{fix}"
-    ):
-        type("Mine", (base,), {name: lambda self, *args: None})
+def test_what_would_never_be_called_is_refused_where_it_is_used(base, name, fix):
+    """A package may define such a class that its program does not use: it can still be imported."""
+    refused = rf"Mine\.{name} (would never be called|replaces a private name)(.|\n)*{fix}"
+    arguments = {EarlyStopping: ("loss",), StochasticWeightAveraging: (0.1,)}
+    mine = type("Mine", (base,), {name: lambda self, *args: None})
+    mine = mine(*(("logs",) if issubclass(base, DirectoryLogger) else arguments.get(base, ())))
+    where = "strategy" if issubclass(base, Strategy) else "callbacks" if issubclass(base, Callback) else "logger"
+    with pytest.raises(ConfigurationError, match=refused):
+        Trainer(**{"accelerator": "cpu", where: mine})
 
 
 def test_names_of_the_users_own_are_free():

@@ -323,3 +323,10 @@ def test_a_file_of_the_name_stays_or_is_replaced(tmp_path):
 def test_what_a_saved_configuration_is_not():
     with pytest.raises(tk.ConfigurationError, match="one file"):
         SaveConfigCallback(None, None, multifile=True)
+
+
+@pytest.mark.parametrize("name", ["subcommands", "parse_arguments", "add_core_arguments_to_parser"])
+def test_methods_that_are_never_called_are_refused(name):
+    mine = type("Mine", (LightningCLI,), {name: lambda self, *args: {}})
+    with pytest.raises(tk.ConfigurationError, match=rf"Mine\.{name} would never be called"):
+        mine(Net, run=False, args=[])

@@ -47,6 +47,8 @@ def use(cls):
     [
         (TinyModule, "training_epoch_end", "define on_train_epoch_end .*keep them on self"),
         (TinyModule, "validation_epoch_end", "define on_validation_epoch_end "),
+        (TinyModule, "training_step_end", "define on_train_batch_end$"),
+        (TinyModule, "validation_step_end", "define on_validation_batch_end$"),
         (TinyModule, "on_epoch_end", "define on_train_epoch_end$"),
         (TinyModule, "on_val_epoch_end", "did you mean 'on_validation_epoch_end'"),
         (Callback, "on_batch_start", "define on_train_batch_start$"),

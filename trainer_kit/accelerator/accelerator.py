@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -193,7 +194,8 @@ class Accelerator:
         check_arguments(locals())
         self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
-        options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
+        known = inspect.signature(type(self)).parameters
+        options = {**plugins(engines, self.deepspeed_plugins, known), **by_kind(kwargs_handlers)}
         plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
         self.origins = named_options(options, cpu, mixed_precision, steps, plugin, debug)
         on_cpu, word, chosen_steps, debugging = (chosen.value for chosen in self.origins.values())

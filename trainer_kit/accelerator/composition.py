@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -35,7 +35,7 @@ from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParalle
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
@@ -75,12 +75,13 @@ _IF_INSTALLED: Final = ("wandb", "mlflow", "comet_ml", "clearml", "aim", "dvcliv
 _LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}
 
 
-def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type, Any]:
+def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any], known: Iterable[str] = ()) -> dict[type, Any]:
     """The plugins of engines by their class: an Accelerator's arguments, else what its launcher names.
 
     Args:
         given: arguments, by name.
         deepspeed: DeepSpeed's plugins by name, the launcher's too; the first counts.
+        known: the names of the other arguments, for the fix.
 
     Raises:
         ConfigurationError: for what is given twice.
@@ -90,7 +91,8 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type
     given = {**given, "deepspeed_plugin": next(iter(deepspeed.values()), None), "deepspeed_plugins": None}
     for name, value in given.items():
         if name not in _PLUGINS and name != "deepspeed_plugins":
-            raise TypeError(f"Accelerator got an unexpected argument {name!r}")
+            fix = did_you_mean(name, [*_PLUGINS, *known])
+            raise TypeError(f"Accelerator got an unexpected argument {name!r}: {fix}")
         if value is not None:
             check_kind(name, value, _PLUGINS[name])
             found[_PLUGINS[name]] = value

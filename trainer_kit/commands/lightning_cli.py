@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, ClassVar, TypeAlias, cast
 
 import jsonargparse
 from torch.optim import Optimizer
@@ -18,6 +18,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import seed_everything
+from trainer_kit.core.signatures import check_overrides
 from trainer_kit.trainer import Trainer
 
 __all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_class"]
@@ -166,6 +167,7 @@ class LightningCLI:
 
     Raises:
         SystemExit: with 2 for a wrong call.
+        ConfigurationError: a subclass overrides a method that is never called.
 
     Example:
         >>> from trainer_kit.testing import TinyModule
@@ -173,6 +175,17 @@ class LightningCLI:
         >>> made.model.lr, made.trainer.max_epochs, made.config.model.lr
         (0.5, 1, 0.5)
     """
+
+    never_called: ClassVar[Mapping[str, str]] = {
+        "subcommands": "use run=False and call the method of made.trainer",
+        **dict.fromkeys(("init_parser", "setup_parser"), "pass parser_kwargs= or parser_class="),
+        **dict.fromkeys(
+            ("add_default_arguments_to_parser", "add_core_arguments_to_parser", "link_optimizers_and_lr_schedulers"),
+            "override add_arguments_to_parser",
+        ),
+        "parse_arguments": "pass args=",
+    }
+    """Methods of Lightning's class that this one does not call: by name, the replacement."""
 
     def __init__(
         self,
@@ -192,6 +205,7 @@ class LightningCLI:
         auto_configure_optimizers: bool = True,
         load_from_checkpoint_support: bool = True,
     ) -> None:
+        check_overrides(type(self), object)
         self.save_config_callback, self.save_config_kwargs = save_config_callback, dict(save_config_kwargs or {})
         self.trainer_class, self.trainer_defaults = trainer_class, dict(trainer_defaults or {})
         self.auto_configure_optimizers = auto_configure_optimizers

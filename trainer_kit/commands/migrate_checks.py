@@ -19,8 +19,10 @@ from trainer_kit.core.errors import TrainerKitError, did_you_mean
 from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.registry import PRECISIONS, STRATEGIES
-from trainer_kit.core.signatures import check_hooks, takes
+from trainer_kit.core.signatures import check_hooks, check_overrides, takes
+from trainer_kit.loggers.layout import DirectoryLogger
 from trainer_kit.precision.aliases import WORDS, make_precision
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.trainer import Trainer
 
 __all__ = ["Answer", "example_of", "follow", "wrong_arguments", "wrong_members"]
@@ -128,6 +130,8 @@ def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) 
         made = types.new_class(owner, bases, {}, lambda space: space.update({"__module__": "migrated", name: value}))
         if specifications := [one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)]:
             check_hooks(made, *specifications)
+        for root in (Callback, Strategy, DirectoryLogger):
+            check_overrides(made, root)
     except TrainerKitError as error:
         return Answer("hook", *reason(error))
     return _uncallable(owner, name, value) if inspect.isfunction(value) and issubclass(made, TrainModule) else None

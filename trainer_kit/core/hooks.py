@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from trainer_kit.core.lazy import other_names
-from trainer_kit.core.signatures import check_names, check_overrides
+from trainer_kit.core.signatures import check_names
 from trainer_kit.core.tensors import move_to_device
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_names(cls, Callback)
-        check_overrides(cls, Callback)
 
     @property
     def state_key(self) -> str:

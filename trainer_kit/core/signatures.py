@@ -21,6 +21,9 @@ _FORMER = {
     "training_epoch_end": "on_train_epoch_end",
     "validation_epoch_end": "on_validation_epoch_end",
     "test_epoch_end": "on_test_epoch_end",
+    "training_step_end": "on_train_batch_end",
+    "validation_step_end": "on_validation_batch_end",
+    "test_step_end": "on_test_batch_end",
 }
 
 _OURS: Final = "trainer_kit."
@@ -107,7 +110,11 @@ def _nearest(name: str, known: Collection[str]) -> str | None:
 def _meant(name: str, hooks: Collection[str]) -> str | None:
     """The fix for a method of this name, or None where it is not a mistaken hook."""
     if (former := _FORMER.get(name)) in hooks:
-        outputs = " (it takes no outputs: keep them on self)" if not name.startswith("on_") else ""
+        outputs = (
+            " (it takes no outputs: keep them on self)"
+            if name.endswith("_epoch_end") and not name.startswith("on_")
+            else ""
+        )
         return f"define {former}{outputs}"
     if name.startswith("on_"):
         return did_you_mean(name.replace("_val_", "_validation_"), (hook for hook in hooks if hook.startswith("on_")))
@@ -134,20 +141,20 @@ def check_overrides(cls: type, root: type) -> None:
     ``never_called`` of the shipped class maps each name that is never called to what to do instead.
 
     Args:
-        cls: the class that is being created.
+        cls: the class of an object that is used.
         root: the base class that is there to be extended.
 
     Raises:
         ConfigurationError: naming the override and the way out.
     """
-    shipped = [base for base in cls.__mro__[1:] if base.__module__.startswith(_OURS) and base is not root]
-    shipped = [base for base in shipped if issubclass(base, root)]
-    if cls.__module__.startswith(_OURS) or not shipped:
+    bases = [base for base in cls.__mro__ if issubclass(base, root) and base is not root]
+    shipped = [base for base in bases if base.__module__.startswith(_OURS)]
+    if not shipped or bases == shipped:
         return
     refused: dict[str, str] = {}
     for base in reversed([*shipped, root]):
         refused.update(vars(base).get("never_called", {}))
-    for name in vars(cls):
+    for user, name in ((base, name) for base in bases if base not in shipped for name in vars(base)):
         if name in refused:
             problem, found = "would never be called", "does not call it"
         elif name.startswith("_") and not name.startswith("__") and any(name in vars(base) for base in shipped):
@@ -155,7 +162,7 @@ def check_overrides(cls: type, root: type) -> None:
         else:
             continue
         raise ConfigurationError(
-            f"{cls.__name__}.{name} {problem}",
+            f"{user.__name__}.{name} {problem}",
             found=f"a subclass of {shipped[0].__name__}, which {found}",
             fix=refused.get(name, _HOOKS),
         )

@@ -19,7 +19,6 @@ from typing import Any, ClassVar, Final, TypeVar, final
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, LogError
-from trainer_kit.core.signatures import check_overrides
 
 __all__ = [
     "DEFAULT_NAME",
@@ -222,10 +221,6 @@ class DirectoryLogger(ABC):
         "_scan_checkpoints": "define after_save_checkpoint(path)",
     }
     """Methods that Lightning's loggers call: by name, the replacement."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_overrides(cls, DirectoryLogger)
 
     def __init__(
         self,

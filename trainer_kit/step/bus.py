@@ -11,7 +11,7 @@ from lightning_utilities.core.overrides import is_overridden
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.protocols import TrainerLike
-from trainer_kit.core.signatures import check_hooks, takes
+from trainer_kit.core.signatures import check_hooks, check_overrides, takes
 
 __all__ = ["Bus", "Listeners", "sorted_callbacks"]
 
@@ -36,6 +36,7 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
                 fix = "pass callbacks=list(mapping.values())"
             raise ConfigurationError("not a callback", found=repr(callback), fix=fix)
         check_hooks(type(callback), Callback)
+        check_overrides(type(callback), Callback)
         if callback.order not in _ORDER:
             raise ConfigurationError(
                 f"{type(callback).__name__}.order is unknown",

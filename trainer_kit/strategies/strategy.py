@@ -15,7 +15,6 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
-from trainer_kit.core.signatures import check_overrides
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.state import (
@@ -50,10 +49,6 @@ class Strategy(ABC):
         **dict.fromkeys(("reduce", "all_gather", "process_dataloader", "setup_optimizers"), "write a callback instead"),
     }
     """Methods of Lightning's strategies that a subclass of a shipped one cannot override: by name, the way out."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        check_overrides(cls, Strategy)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
