@@ -9,8 +9,17 @@ import pytest
 import torch
 import yaml
 from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_kit.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback, instantiate_class
+from trainer_kit.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerCallable,
+    OptimizerCallable,
+    SaveConfigCallback,
+    instantiate_class,
+)
 
 import trainer_kit as tk
 from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
@@ -330,3 +339,25 @@ def test_methods_that_are_never_called_are_refused(name):
     mine = type("Mine", (LightningCLI,), {name: lambda self, *args: {}})
     with pytest.raises(tk.ConfigurationError, match=rf"Mine\.{name} would never be called"):
         mine(Net, run=False, args=[])
+
+
+class Chosen(Net):
+    """Lightning's documented way to take an optimizer and a schedule from the command line."""
+
+    def __init__(
+        self, optimizer: OptimizerCallable = torch.optim.Adam, scheduler: LRSchedulerCallable = ConstantLR
+    ) -> None:
+        super().__init__()
+        self.optimizer, self.scheduler = optimizer, scheduler
+
+    def configure_optimizers(self):
+        optimizer = self.optimizer(self.parameters())
+        return [optimizer], [self.scheduler(optimizer)]
+
+
+def test_an_optimizer_and_a_schedule_as_arguments():
+    words = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.25", "--model.scheduler.factor=0.5"]
+    made = LightningCLI(Chosen, Data, trainer_defaults=QUIET, args=["fit", "--trainer.max_epochs=1", *words])
+    [optimizer] = made.trainer.optimizers
+    assert type(optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer) is torch.optim.SGD
+    assert optimizer.param_groups[0]["initial_lr"] == 0.25

@@ -55,6 +55,11 @@ _TYPES = {
         "OptimizerLRScheduler",
         "STEP_OUTPUT",
         "TRAIN_DATALOADERS",
+        "_EVALUATE_OUTPUT",
+        "_MAP_LOCATION_TYPE",
+        "_METRIC",
+        "_PATH",
+        "_PREDICT_OUTPUT",
         OptimizerConfig="LRSchedulerConfigType",
         OptimizerLRSchedulerConfig="LRSchedulerConfigType",
     ),
@@ -77,6 +82,7 @@ _UTILITIES = {
 _DEMOS = _at("compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel")
 
 PATHS: Final[dict[str, dict[str, str]]] = {
+    "": _utilities("cli_lightning_logo"),
     "callbacks.base": _CALLBACK,
     "callbacks.batch_size_finder": _at("callbacks.tuning", "BatchSizeFinder"),
     "callbacks.callback": _CALLBACK,
@@ -104,7 +110,13 @@ PATHS: Final[dict[str, dict[str, str]]] = {
         "__call__": "commands.cli:cli",
         **_at("commands.cli", "SaveConfigCallback"),
         **_at("commands.lightning_cli", "ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_class"),
-        **_utilities("LRSchedulerTypeTuple", "LRSchedulerTypeUnion", "ReduceLROnPlateau"),
+        **_utilities(
+            "LRSchedulerCallable",
+            "LRSchedulerTypeTuple",
+            "LRSchedulerTypeUnion",
+            "OptimizerCallable",
+            "ReduceLROnPlateau",
+        ),
     },
     "core": {**_MODULE, **_DATA_MODULE},
     "core.datamodule": _DATA_MODULE,
@@ -159,6 +171,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "utilities.enums": _utilities("GradClipAlgorithmType", "LightningEnum"),
     "utilities.exceptions": _utilities("MisconfigurationException"),
     "utilities.grads": _utilities("grad_norm"),
+    "utilities.imports": _utilities("_RICH_AVAILABLE", "_TORCHVISION_AVAILABLE"),
     "utilities.memory": {
         **_at("accelerator.batch_size", garbage_collection_cuda="release_memory"),
         **_utilities("is_oom_error"),
@@ -185,6 +198,9 @@ _ONLY_ELSEWHERE = (
     "core.saving",
     "demos.transformer",
     "fabric.plugins.environments",
+    "fabric.plugins.io",
+    "fabric.plugins.io.checkpoint_io",
+    "fabric.plugins.io.torch_io",
     "loggers.neptune",
     "plugins.environments",
     "plugins.io",
@@ -203,7 +219,6 @@ _ONLY_ELSEWHERE = (
     "utilities.argparse",
     "utilities.cli",
     "utilities.compile",
-    "utilities.imports",
     "utilities.parameter_tying",
     "utilities.signature_utils",
 )
@@ -245,7 +260,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "HalfPrecision": 'Trainer(precision="bf16-true") or "16-true"',
     "KubeflowEnvironment": _ENVIRONMENT,
     "LIGHTNING_LOGO": _GIVEN,
-    "LRSchedulerCallable": "collections.abc.Callable",
     "LSFEnvironment": _ENVIRONMENT,
     "LayerSync": "Trainer(sync_batchnorm=True)",
     "LightningDoublePrecisionModule": 'Trainer(precision="64-true")',
@@ -262,7 +276,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "ModelParallelStrategy": "trainer_kit.strategies.MeshStrategy(dp_shard=..., tp=...), and configure_parallel",
     "NativeMixedPrecisionPlugin": "trainer_kit.precision.MixedPrecision",
     "NeptuneLogger": "Neptune ended its service in 2026; use another logger, such as MLFlowLogger",
-    "OptimizerCallable": "collections.abc.Callable",
     "ParallelStrategy": "subclass trainer_kit.strategies.Strategy",
     "PassThroughProfiler": "leave it out: a Trainer without a profiler measures nothing",
     "ProcessGroup": "torch.distributed.ProcessGroup",
@@ -290,12 +303,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "XLAPrecision": 'Trainer(strategy="xla", precision="bf16-true")',
     "XLAProfiler": "torch_xla.debug.profiler",
     "XLAStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
-    "_EVALUATE_OUTPUT": "list[Mapping[str, float]]",
-    "_METRIC": "torch.Tensor | int | float",
-    "_PATH": "str | os.PathLike[str]",
-    "_PREDICT_OUTPUT": "list[Any]",
-    "_RICH_AVAILABLE": 'importlib.util.find_spec("rich") is not None',
-    "_TORCHVISION_AVAILABLE": 'importlib.util.find_spec("torchvision") is not None',
     "accelerators.Accelerator": (
         "Trainer(accelerator=...) takes a word; trainer.strategy.device is the device. "
         "trainer_kit.Accelerator is something else: Hugging Face Accelerate's class for a loop of your own"
@@ -306,7 +313,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "accelerators.mps": _HARDWARE,
     "accelerators.xla": _HARDWARE,
     "auto_move_data": "self.transfer_batch_to_device(batch, self.device, 0) in forward, or trainer.predict",
-    "cli_lightning_logo": _GIVEN,
     "collect_init_args": "self.save_hyperparameters()",
     "convert_zero_checkpoint_to_fp32_state_dict": "trainer-kit checkpoint export: a checkpoint has the whole weights",
     "demos.lstm": "examples/lm.py has a language model",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -46,6 +48,7 @@ __all__ = [
     "AttributeDict",
     "DistributedDataParallel",
     "GradClipAlgorithmType",
+    "LRSchedulerCallable",
     "LRSchedulerConfigType",
     "LRSchedulerPLType",
     "LRSchedulerType",
@@ -54,11 +57,13 @@ __all__ = [
     "LightningDeprecationWarning",
     "LightningEnum",
     "MisconfigurationException",
+    "OptimizerCallable",
     "OptimizerLRScheduler",
     "PossibleUserWarning",
     "ReduceLROnPlateau",
     "WarningCache",
     "apply_to_collection",
+    "cli_lightning_logo",
     "extract_batch_size",
     "get_filesystem",
     "grad_norm",
@@ -86,6 +91,14 @@ LRSchedulerConfigType = dict[str, Any]
 OptimizerLRScheduler = (
     Optimizer | Sequence[Optimizer] | tuple[Sequence[Optimizer], Sequence[Any]] | Mapping[str, Any] | None
 )
+OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
+LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
+_PATH = str | os.PathLike[str]
+_MAP_LOCATION_TYPE = torch.device | str | int | Callable[[Any, str], Any] | Mapping[str, str] | None
+_METRIC = Tensor | int | float
+_EVALUATE_OUTPUT = list[Mapping[str, float]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
+_RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (find_spec(name) is not None for name in ("rich", "torchvision"))
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
     torch.finfo(dtype).eps for dtype in (torch.float16, torch.float32, torch.float64)
 )
@@ -217,3 +230,7 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     device = torch.accelerator.current_accelerator() if include_cuda and torch.accelerator.is_available() else None
     with preserved_rng(device):
         yield
+
+
+def cli_lightning_logo() -> None:
+    """Print nothing: example programs call it."""
