@@ -22,7 +22,6 @@ import click
 
 from trainer_kit.commands.terminal import FilePath
 from trainer_kit.core.display import in_units, mask_secrets
-from trainer_kit.core.environment import usable_cores
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.report.environment import backends, describe_environment
 
@@ -120,6 +119,7 @@ def _devices() -> Iterator[Finding]:
     import torch
 
     from trainer_kit.core.devices import count_accelerators, present_accelerator
+    from trainer_kit.core.environment import usable_cores
 
     built = torch.version.cuda or getattr(torch.version, "hip", None)
     yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")

@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, Final
 
 from trainer_kit.core.display import mask_secrets
-from trainer_kit.core.environment import usable_cores
 
 __all__ = ["backends", "describe_environment"]
 
@@ -59,6 +58,7 @@ def _hardware() -> Iterator[tuple[str, Any]]:
     import torch.distributed as dist
 
     from trainer_kit.core.devices import count_accelerators, present_accelerator
+    from trainer_kit.core.environment import usable_cores
 
     yield "CPU", f"{os.cpu_count()} cores, {usable_cores()} usable"
     built = [
