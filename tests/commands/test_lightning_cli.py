@@ -230,15 +230,20 @@ def test_values_in_place_of_words(capsys):
     assert "widht" in capsys.readouterr().err
 
 
+class NamedOnlyInTheseTests(Trained):
+    """The name of a class suffices where only one class has it; other tests define a Data, too."""
+
+
 def test_subclass_mode_and_data_by_choice():
     cli = LightningCLI(
         tk.LightningModule,
         subclass_mode_model=True,
         run=False,
         trainer_defaults=QUIET,
-        args=["--model=Trained", "--model.width=6", "--data=Data", "--data.batch_size=2"],
+        args=["--model=NamedOnlyInTheseTests", "--model.width=6", f"--data={__name__}.Data", "--data.batch_size=2"],
     )
-    assert (type(cli.model), cli.model.hparams.width, cli.datamodule.batch_size) == (Trained, 6, 2)
+    found = type(cli.model), cli.model.hparams.width, cli.datamodule.batch_size
+    assert found == (NamedOnlyInTheseTests, 6, 2)
     alone = LightningCLI(Trained, run=False, trainer_defaults=QUIET, args=[])
     assert alone.datamodule is None
 

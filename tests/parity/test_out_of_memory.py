@@ -186,3 +186,16 @@ def test_every_rank_repeats_what_one_cannot() -> None:
         assert_close(module.net.inner, plain.net.inner)
     with pytest.raises(ConfigurationError, match="cannot repeat a step here"):
         train(net(), batches, strategy="fsdp", devices=2, callbacks=[AutoMicroBatch()], **options)
+
+
+@pytest.mark.world_size(2)
+def test_a_forward_that_needs_every_rank_cannot_be_repeated_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch refuses these layers on a CPU, where accelerators come as far as the question of AutoMicroBatch
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
+
+    class Normed(Classifier):
+        def __init__(self) -> None:
+            super().__init__(nn.Sequential(make_net(), nn.SyncBatchNorm(3)))
+
+    with pytest.raises(ConfigurationError, match="SyncBatchNorm, whose forward needs every rank"):
+        train(Normed(), make_batches(2), strategy="ddp", devices=2, callbacks=[AutoMicroBatch()], **QUIET)

@@ -228,6 +228,8 @@ def _forward_backward(
         if stepper.evaluates or stepper.several is not None
         else strategy.describe()
         if inside is None
+        else "SyncBatchNorm, whose forward needs every rank"
+        if strategy.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         else None
     )
     if cannot is not None or inside is None:
