@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.callbacks.fits import BATCH, fit, trainer
-from trainer_kit.callbacks import AdvancedProfiler, Callback, PyTorchProfiler, SimpleProfiler
+from trainer_kit.callbacks import AdvancedProfiler, Callback, PyTorchProfiler, SimpleProfiler, profilers
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
 
@@ -80,6 +80,35 @@ def test_a_trace_with_the_parts_of_training(tmp_path):
     assert any("aten::addmm" in str(name) or "aten::linear" in str(name) for name in names)
     assert "Self CPU" in made.printed[-2]
     assert "ui.perfetto.dev" in made.printed[-1]
+
+
+def test_a_snapshot_of_memory_is_of_the_recorded_steps(tmp_path, monkeypatch):
+    """Against stand-ins for torch's recorder, which needs CUDA (tests/gpu/test_training.py has the real one)."""
+    calls, steps = [], []
+    monkeypatch.setattr(profilers, "_HAS_SNAPSHOTS", "cpu")
+
+    def record(enabled="all"):
+        calls.append(("record", enabled, len(steps)))
+
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path, len(steps))))
+
+    class Counts(Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            steps.append(batch_idx)
+
+    fit(Counts(), batches=8, profiler=PyTorchProfiler(tmp_path, wait=1, warmup=1, active=2, memory_snapshot=True))
+    assert calls == [
+        ("record", "all", 2),
+        ("dump", str(tmp_path / "profile-rank0.pickle"), 4),
+        ("record", None, 4),
+    ]
+
+
+def test_a_snapshot_of_memory_without_cuda_is_reported(tmp_path):
+    made = fit(batches=8, profiler=PyTorchProfiler(tmp_path, row_limit=0, memory_snapshot=True))
+    assert "memory_snapshot=True has no effect on cpu: torch records CUDA's memory" in made.printed
+    assert not list(tmp_path.glob("*.pickle"))
 
 
 def test_a_run_that_ends_or_fails_while_it_is_recorded(tmp_path):

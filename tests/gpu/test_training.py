@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.gpu.devices import Net, assert_same, batches, by_hand, deterministic, device_of, fit, on_each_device
+from trainer_kit.callbacks import PyTorchProfiler
 from trainer_kit.core.seed import rng_state
 from trainer_kit.training import loaders
 
@@ -142,3 +145,12 @@ def test_batches_are_pinned_and_copied_beside_the_steps(
     assert [float(one) / size for one in module.sums] == [4.0 * i + 1 for i in range(12)] * 6
     assert seen == ([] if kind == "cpu" else [(True, True)] * 72)
     assert len(set(module.taken[1:])) <= 1, "memory grows from epoch to epoch"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose allocations torch records")
+def test_a_snapshot_of_memory(tmp_path: Path) -> None:
+    profiler = PyTorchProfiler(tmp_path, row_limit=0, memory_snapshot=True)
+    fit(Net(), batches(), "gpu", barebones=False, enable_checkpointing=False, profiler=profiler)
+    with open(tmp_path / "profile-rank0.pickle", "rb") as file:
+        traces = pickle.load(file)["device_traces"][0]
+    assert any(entry["action"] == "alloc" for entry in traces)

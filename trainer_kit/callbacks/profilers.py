@@ -20,6 +20,9 @@ from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
 __all__ = ["AdvancedProfiler", "PyTorchProfiler", "SimpleProfiler", "make_profiler"]
 
+_HAS_SNAPSHOTS: Final = "cuda"
+"""The type of device whose allocations torch records."""
+
 
 @final
 class _Timed:
@@ -228,6 +231,10 @@ class PyTorchProfiler(SectionTimes):
         schedule = torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
         self._profile = torch.profiler.profile(schedule=schedule, **self._kwargs)
         self._profile.__enter__()
+        if self.memory_snapshot and trainer.strategy.device.type != _HAS_SNAPSHOTS:
+            trainer.print(
+                f"memory_snapshot=True has no effect on {trainer.strategy.device}: torch records CUDA's memory"
+            )
         self._begin_snapshot(trainer)
         super().on_train_start(trainer, module)
 
@@ -256,7 +263,7 @@ class PyTorchProfiler(SectionTimes):
         self._stop()
 
     def _begin_snapshot(self, trainer: TrainerLike) -> None:
-        if self._left == self.active and self.memory_snapshot and trainer.strategy.device.type == "cuda":
+        if self._left == self.active and self.memory_snapshot and trainer.strategy.device.type == _HAS_SNAPSHOTS:
             torch.cuda.memory._record_memory_history()  # torch documents no other name
             self._records_memory = True
 
