@@ -1,6 +1,6 @@
 """Composes a `Fit` or an `Evaluation` from settings, a module and loaders, and checks them before the first step.
 
-Also decides what ``strategy="auto"`` means on several processes: DDP where whole copies of the model fit, else FSDP.
+Also resolves ``strategy="auto"`` on several processes: DDP if a full replica of the model fits on a device, else FSDP.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 
 
 def check_module(module: Any, stage: str) -> None:
-    """Refuse a module that cannot run, naming what is missing."""
+    """Raise `ConfigurationError` for a module that cannot run this stage; the message names what is missing."""
     if isinstance(module, type):
         raise ConfigurationError(
             "this is the class of a module, not a module",
@@ -115,7 +115,7 @@ def compose_evaluation(
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
     feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
     limits = agreed_limits(limits, strategy.data)
-    # Predictions for parts of a sequence cannot be joined.
+    # Predictions for shards of a sequence cannot be concatenated, so every rank predicts whole batches.
     whole = stage == "predict" and strategy.losses.size > strategy.data.size
     move, _ = mover(module, datamodule, strategy, precision, whole)
 
@@ -134,7 +134,7 @@ def compose_evaluation(
         strategy=strategy,
         move=move,
         whole=whole,
-        # Tensors made under inference_mode cannot be used in training, sent by gloo, divided by FSDP, or traced by XLA.
+        # Inference tensors cannot be used in training, sent by gloo, sharded by FSDP, or traced by XLA.
         inference_mode=settings.inference_mode
         and trainer.state_verb != "fit"
         and strategy.world.size == 1
@@ -169,7 +169,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     micro.move = move if prefetch is None else None
     windows = _windows(trainer, module, feed, micro, limit, prefetch)
     trainer.metrics.feed = feed if windows.loss_weight is None else None
-    if strategy.data.size > 1 and (manual or strategy.lockstep):  # every rank is needed for the others' micro-batches
+    if strategy.data.size > 1 and (manual or strategy.lockstep):  # each micro-batch runs collectives on every rank
         padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
         micro.run_padding, windows.provide = padding.run, padding.provide
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
@@ -262,7 +262,7 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
             f"NaNGuard cannot go back with {cannot}",
             fix="leave it out: a loss that is not finite is an error without it",
         )
-    # Checkpoints on disk stay, and the guard's own record of what it left out.
+    # A rewind does not reset the checkpoint callbacks (their files stay), nor the guard's list of skipped steps.
     kept = {id(asked), *map(id, trainer.checkpoint_callbacks)}
     callbacks = [callback for callback in trainer.callbacks if id(callback) not in kept]
     policy, back, most, left_out = asked.non_finite
@@ -277,7 +277,7 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
 
 
 def _run_metadata(trainer: Session) -> dict[str, Any]:
-    """The configuration and loggers of a run, kept in every checkpoint; the configuration is only for readers."""
+    """Configuration and logger state for every checkpoint; a resume reads only the logger state."""
     return {
         "configuration": {
             "trainer": trainer.arguments,
@@ -318,7 +318,7 @@ def _windows(
 
 
 def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any) -> None:
-    """Between two epochs, call the hooks that make the loaders again, and train on what they return."""
+    """Call the dataloader hooks again between two epochs, and continue the fit with the new loaders."""
     settings, strategy, windows = trainer.settings, trainer.strategy, run.windows
     trainer.forget_loaders()
     feed, limit = training_feed(trainer.load_train(), settings, strategy.data, trainer.data_seed, trainer.accumulation)
@@ -370,9 +370,9 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     message = strategy.configure(batch_size=feed.per_rank_batch_size, **facts)
     if message:
         trainer.say(message)
-    if trainer.compile_regional:  # before it is sharded
+    if trainer.compile_regional:  # must precede sharding
         Compile(options=trainer.compile_options).apply(module)
-    if trainer.recomputes is not False:  # as well
+    if trainer.recomputes is not False:  # must precede sharding, too
         _recompute(module, trainer.recomputes, strategy)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module, strategy)
@@ -383,14 +383,14 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
         method = _first_argument(method)
     if trainer.compile_options is not None and not trainer.compile_regional:
         method = torch.compile(method, **trainer.compile_options)
-        # `log` cannot be part of a graph; `EntryPoint` removes this again.
+        # `log` cannot be traced into a graph; `EntryPoint` removes this override.
         for part in module.own_modules():
             part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
     return made, strategy.bind(method, made.names is not None and not manual)
 
 
 def _recompute(module: nn.Module, policy: bool | Policy, strategy: Strategy) -> None:
-    """Let blocks compute their activations again in backward; `EntryPoint` takes that back."""
+    """Apply activation checkpointing to the selected blocks; `EntryPoint` undoes it."""
     if strategy.why_not_recomputed is not None:
         raise ConfigurationError(
             f"activation_checkpointing= does not work under {strategy.name}",
@@ -421,7 +421,7 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
     several, precision = stepper.several, trainer.precision_plugin
     micro = MicroBatches(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
-    if trainer.compile_options is not None:  # a compiled step may write its next loss into the same memory
+    if trainer.compile_options is not None:  # a compiled step may reuse the memory of its last loss
         micro.always_unusual = True
     micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
     stepper.window = micro
@@ -431,14 +431,14 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
 def _movement(
     trainer: Session, module: Any, datamodule: Any, feed: Feed
 ) -> tuple[Callable[..., Any] | None, Callable[[Iterable[Any]], Iterator[Any]] | None]:
-    """What moves a batch to the device, and what moves batches ahead of time; None where there is nothing to do."""
+    """The function that moves a batch to the device, and the one that prefetches; each None if it has nothing to do."""
     strategy = trainer.strategy
     move, may_prefetch = mover(module, datamodule, strategy, trainer.precision_plugin)
     return move, None if move is None or feed.draws or not may_prefetch else _prefetch(move, strategy.device)
 
 
 def _prefetch(move: Callable[[Any], Any], device: torch.device) -> Callable[[Iterable[Any]], Iterator[Any]]:
-    """Wrap the items of a feed so that their batches are moved to the device before their micro-batches begin."""
+    """A wrapper for the items of a feed: it moves each batch to the device before its micro-batch begins."""
 
     def moved(item: tuple[int, float, Any]) -> tuple[int, float, Any]:
         size, weight, batch = item
@@ -510,7 +510,7 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
 
 
 def trainable_in_eval(module: nn.Module) -> list[str]:
-    """Submodules with parameters to train that start in evaluation mode."""
+    """Names of the submodules that have trainable parameters but are in evaluation mode."""
     return [
         name or type(module).__name__
         for name, part in module.named_modules()
@@ -519,18 +519,18 @@ def trainable_in_eval(module: nn.Module) -> list[str]:
 
 
 _SHARE: Final = 0.8
-"""Share of a device's memory for the state; the rest is for activations."""
+"""Fraction of device memory for the training state; the rest is left for activations."""
 _MOMENTS: Final = 2
-"""As with Adam: the optimizer is not known before the module is wrapped."""
+"""Moments per parameter, as in Adam: the optimizer is created only after the strategy is chosen."""
 _WIDTHS: Final = {"16-true": 2, "bf16-true": 2, "64-true": 8}
 
 
 def build_module(trainer: Session, module: Any, stage: str) -> None:
-    """Call ``configure_model``; with ``"auto"``, change to the sharded strategy where the model does not fit."""
+    """Call ``configure_model``; with ``"auto"``, switch to the sharded strategy if the model does not fit."""
     strategy, precision = trainer.strategy, trainer.precision_plugin
     strategy.configure(precision=precision.name)
     final = trainer.sharded_alternative is None
-    # A model that may have to be sharded is built in host memory.
+    # Build in host memory if the model may have to be sharded.
     with precision.init_context(), strategy.init_context() if final else torch.device("cpu"):
         module.configure_model()
     if final:
@@ -541,19 +541,19 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     chosen.check_precision(precision)
     chosen.start()
     trainer.strategy = chosen
-    trainer.sharded_alternative = None  # for good: a sharded module stays sharded
+    trainer.sharded_alternative = None  # permanent: a sharded module stays sharded
     trainer.metrics.attach(chosen, module)
     trainer.say(f'strategy="auto": {why}')
 
 
 def choose_by_memory(trainer: Session, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
-    """The strategy that ``"auto"`` means for this module, and the reason.
+    """Resolve ``"auto"`` for this module; returns the strategy and the reason.
 
     Args:
         trainer: has the strategy and its sharded alternative.
-        module: with its layers.
-        stage: fit, or an evaluation, which needs only weights.
-        world: all ranks, which decide together; None: they are not started yet.
+        module: the module, with its layers built.
+        stage: fit, or an evaluation, which needs memory for weights only.
+        world: the group of all ranks, which agree on the smallest memory; None before they are started.
     """
     strategy, other = trainer.strategy, trainer.sharded_alternative
     local = max(1, trainer.environment.local_world_size if world is not None else trainer.processes)
@@ -570,7 +570,7 @@ def choose_by_memory(trainer: Session, module: nn.Module, stage: str, world: Any
 
 
 def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
-    """Bytes of all weights, and of the gradients and two moments of trained parameters.
+    """Bytes of all weights, plus gradients and two moments of each trainable parameter.
 
     Example:
         >>> training_bytes(nn.Linear(9, 10), "32-true", True), training_bytes(nn.Linear(9, 10), "bf16-true", False)

@@ -1,7 +1,7 @@
 """Sets up and tears down one entry point of the Trainer: fit, validate, test or predict.
 
-`EntryPoint` runs in a process that is a rank; `run_on_processes` starts ranks from any other process. The exception
-of a failed step gets a note about the layer and the batch.
+`EntryPoint` runs in a process that is a rank; `run_on_processes` starts ranks from any other process. If a step raises,
+a note with the layer and the batch is added to the exception.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ class EntryPoint:
     """Sets up one entry point on entry; on exit notifies callbacks and loggers, and tears down.
 
     Args:
-        trainer: that runs it.
+        trainer: the Trainer that runs this entry point.
         stage: fit, validate, test or predict.
         model: the module, or None for the last fitted module.
-        loaders: as the user gave them; a DataModule counts as ``datamodule``.
-        datamodule: as the user gave it.
-        is_set_up: whether module and datamodule are set up already, and will be torn down by who did that.
+        loaders: the user's argument; a DataModule is used as ``datamodule``.
+        datamodule: the user's argument.
+        is_set_up: whether the caller has run the setup hooks of module and datamodule, and will run their teardown.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class EntryPoint:
         if stage == "fit":
             trainer.begin_fit()
         else:
-            trainer.metrics.forget()  # the bar and monitors of a test see no value of training
+            trainer.metrics.forget()  # bar and monitors of a test must not show training values
         trainer.files.agree(trainer.strategy.world, stage == "fit", fitted=trainer.run is not None)
         trainer.datamodule = self.datamodule
         module.trainer = trainer
@@ -163,14 +163,14 @@ class EntryPoint:
         if not self.is_set_up:
             prepare_data(trainer, module, self.datamodule, stage)
         build_module(trainer, module, stage)
-        module.trainer = trainer  # also of the modules that configure_model built
+        module.trainer = trainer  # again, for submodules that configure_model built
         count_once(module, trainer.strategy)
 
     def _add_callbacks(self) -> None:
-        """Replace the Trainer's callbacks by those of the same class that the module configures.
+        """Add the module's own callbacks; each replaces the Trainer's callbacks of its class.
 
-        After a fit the module's callbacks stay, with their state (the best checkpoint); after an evaluation those of
-        the fit return.
+        They stay after a fit, with their state (such as the best checkpoint); after an evaluation the callbacks of the
+        fit are restored.
         """
         trainer = self.trainer
         added = as_list(self.module.configure_callbacks(), Callback)
@@ -182,7 +182,7 @@ class EntryPoint:
         self._attach()
 
     def _attach(self) -> None:
-        """Build the bus, and set what an exception notifies and what is torn down."""
+        """Build the bus, and register its exception hooks and the teardown calls."""
         trainer, module, stage, datamodule = self.trainer, self.module, self.stage, self.datamodule
         self.bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         self.unwinding.failed[:] = self.bus.on_exception
@@ -194,7 +194,7 @@ class EntryPoint:
             calls.append(partial(module.teardown, stage))
         if self.is_set_up:
             calls.clear()
-        # Teardown hooks still see the state of the running entry point.
+        # `_leave` resets the Trainer's state, so it runs after the teardown hooks, which may read it.
         ends = [self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
         self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
 
@@ -235,7 +235,7 @@ class EntryPoint:
         trainer.files.deliveries.close(status, trainer.requests.at_once)
 
     def compose_fit(self, val_loaders: Any, ckpt_path: Any, weights_only: bool) -> Fit:
-        """Compose the fit, restore a checkpoint if any, and call everything that comes before ``on_train_start``."""
+        """Compose the fit, restore its checkpoint if any, and call the hooks that precede ``on_train_start``."""
         trainer, module, files = self.trainer, self.module, self.trainer.files
         world, callbacks = trainer.strategy.world, trainer.checkpoint_callbacks
         _check_callbacks(callbacks, world)
@@ -271,7 +271,7 @@ class EntryPoint:
         run.id = "" if files.record is None else files.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
         trainer.continues = False
-        run.schedule.mark_checked(run.progress)  # of a fit that continues the counts of the last one
+        run.schedule.mark_checked(run.progress)  # counts that a continued fit takes over are not due again
         if state is not None and path is not None:
             self._restore(run, read_rest(state, path, weights_only, trainer.strategy, module), found)
         if every and self.loaders is None:
@@ -284,7 +284,7 @@ class EntryPoint:
         if in_eval:
             trainer.say(f"in evaluation mode although trainable, and left so: {', '.join(in_eval[:5])}")
         self._introduce_to_loggers()
-        # A resumed run starts with the generators of its checkpoint.
+        # A resumed run keeps the random state of its checkpoint, whatever these hooks draw.
         with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
             for hook in self.bus.on_fit_start:
                 hook()
@@ -292,7 +292,7 @@ class EntryPoint:
         return run
 
     def _reload(self, run: Fit, val_loaders: Any, every: int) -> Callable[[], None]:
-        """What gets the loaders again before every so many epochs; those of the first epoch have just been made."""
+        """A function to call before each epoch: it reloads the loaders every ``every`` epochs, not before the first."""
         progress, datamodule = run.progress, self.datamodule
         last = progress.epoch
 
@@ -305,9 +305,9 @@ class EntryPoint:
         return reload
 
     def _tune(self, state: Mapping[str, Any] | None, weights_only: bool) -> None:
-        """Let callbacks set values of module and data, from which loaders and optimizers are made after this.
+        """Let callbacks tune values of module and data, before loaders and optimizers are created from them.
 
-        A run that continues gets the values that it has found before.
+        A resumed run restores the values that it found before, and does not search.
         """
         trainer = self.trainer
         tuning = [callback for callback in trainer.callbacks if isinstance(callback, TunesFit)]
@@ -325,7 +325,7 @@ class EntryPoint:
             if saved == {}:
                 trainer.say(f"{type(callback).__name__} does not search in a run that continues")
             callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
-            trainer.forget_loaders()  # a hook may have asked for them
+            trainer.forget_loaders()  # the search may have loaded them with other values
 
     def _restore(self, run: Fit, state: dict[str, Any], found: str) -> None:
         trainer, files = self.trainer, self.trainer.files
@@ -341,10 +341,10 @@ class EntryPoint:
             )
         old = files.continued
         if old is not None and old.status == "finished" and trainer.progress.step >= old.step:
-            run.requests.stop = old.stopped  # a run that a request ended stays ended; limits are checked again
+            run.requests.stop = old.stopped  # a granted stop request still holds; limits may have changed
 
     def _save_after(self, error: BaseException) -> None:
-        """Save what callbacks requested in ``on_exception``; on one process only, since other ranks may have died."""
+        """Save the checkpoints requested in ``on_exception``; with one process only, for other ranks may have died."""
         run = self.trainer.run
         if run is None:
             return
@@ -362,14 +362,14 @@ class EntryPoint:
         save_requested(run, last=True)
 
     def finish(self) -> None:
-        """Call ``on_fit_end``, and save what the last hooks requested."""
+        """Call ``on_fit_end``, and save the checkpoints that the last hooks requested."""
         for hook in self.bus.on_fit_end:
             hook()
         if self.trainer.run is not None:
             settle_end(self.trainer.run)
 
     def compose_evaluation(self, ckpt_path: Any) -> Evaluation:
-        """Compose the evaluation, with the requested weights."""
+        """Compose the evaluation, and load the requested weights."""
         trainer, module = self.trainer, self.module
         callbacks = keep_checkpoints(self._before)  # those of the fit
         chosen = ckpt_path is None and self.fitted and callbacks and callbacks[0].best_model_path
@@ -380,7 +380,7 @@ class EntryPoint:
             why = f": {_best(callbacks[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
             trainer.say(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
-        sharded = trainer.strategy.sharded  # then each rank reads the parts that it holds after placement
+        sharded = trainer.strategy.sharded  # each rank then loads only its shards, so placement comes first
         if path is not None and not sharded:
             load_weights(module, path, self.bus, trainer.strategy)
         trainer.strategy.place_module(module, trainer.precision_plugin)
@@ -418,7 +418,7 @@ class EntryPoint:
                 trainer.print(f"{type(logger).__name__} has no graph of the module: {type(error).__name__}: {error}")
 
     def _check_sanity(self, run: Fit) -> None:
-        """Run a few validation batches, so that a mistake in them shows before hours of training."""
+        """Run a few validation batches, so that an error in validation shows before hours of training."""
         trainer, steps = self.trainer, self.trainer.settings.sanity_steps
         if run.validation is None or steps == 0 or trainer.progress.step > 0:
             return
@@ -443,7 +443,7 @@ class EntryPoint:
 
 
 def _best(callback: KeepsCheckpoints) -> str:
-    """Why a checkpoint callback calls its ``best_model_path`` the best."""
+    """Describe ``best_model_path`` of a checkpoint callback, for a message."""
     if callback.best_model_score is None:
         return "the newest checkpoint of the last fit"
     score = float(callback.best_model_score)  # no sync point: it is on the CPU
@@ -451,7 +451,7 @@ def _best(callback: KeepsCheckpoints) -> str:
 
 
 def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
-    """Refuse ranks with different checkpoint callbacks: all ranks must take part in a checkpoint."""
+    """Raise `RankError` if checkpoint callbacks differ between ranks: every rank takes part in each save."""
     if world.size == 1:
         return
     everyone = world.all_gather_object([type(callback).__name__ for callback in callbacks])
@@ -466,7 +466,7 @@ def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
 def _has_state(owner: Any) -> bool:
     try:
         return bool(owner is not None and owner.state_dict())
-    except Exception:  # the first real save raises it
+    except Exception:  # the first save raises it again
         return False
 
 
@@ -512,7 +512,7 @@ def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
 
 
 def _dry_run(trainer: Session, run: Fit) -> None:
-    """Refuse state that a checkpoint cannot hold before the first step, not at the first save.
+    """Encode the state before the first step, so that state that cannot be saved is an error now.
 
     This does not call ``on_save_checkpoint``, and does not see state that only training creates.
     """
@@ -522,7 +522,7 @@ def _dry_run(trainer: Session, run: Fit) -> None:
     state["loaders"] = run.windows.feed.first_state()
     if run.strategy.sharded:
         encode(state, {}, copy=False, sharded=True)
-    else:  # rank 0 writes, and only there does an engine that gathers its state have it
+    else:  # rank 0 writes; an engine that gathers its state has it only there
         on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
@@ -536,9 +536,9 @@ _MAX_RESTARTS: Final = "TRAINER_KIT_MAX_RESTARTS"
 
 
 def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
-    """Call a function with its rank on each rank that this process starts, or here; returns rank 0's result.
+    """Call ``call(rank)`` on each rank that this process starts, or in this process if it is a rank.
 
-    As the agent this never returns: the ranks run the script again and reach the same call themselves.
+    Returns rank 0's result. In the agent this never returns: its ranks run the script and reach the same call.
     """
     if trainer.start is None:  # this process is a rank
         return call(trainer.global_rank)
@@ -558,9 +558,9 @@ def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
 
 
 def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) -> Any:
-    """Run an entry point `on_processes`.
+    """Run an entry point with `on_processes`.
 
-    With forked processes (notebooks) this updates the module, callbacks and metrics of this process.
+    After forked processes (in notebooks), copy rank 0's weights, counts, metrics and callback state to this process.
     """
 
     def on_rank(rank: int) -> Any:
@@ -583,7 +583,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     module.load_state_dict(made["weights"])
     trainer.module = module
     trainer.progress.load_state_dict(made["progress"])
-    trainer.metrics.forget()  # as in this process: the bar and monitors of a test see no value of training
+    trainer.metrics.forget()  # the same as in `EntryPoint`
     for here, there in zip(
         (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar), made["metrics"], strict=True
     ):
@@ -595,7 +595,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
 
 
 def _max_restarts() -> int:
-    """How often the agent restarts a run whose ranks fail; for an agent that no command line started."""
+    """How often an agent that was not started by the command line restarts a run after a rank failed."""
     value = os.environ.get(_MAX_RESTARTS, "0")
     if not value.isdigit():
         raise LaunchError(f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}")
@@ -608,13 +608,13 @@ _LONGEST: Final = 400  # characters of a description
 
 
 def _note_batch(error: BaseException, module: Any) -> None:
-    """Add the layer that failed and the shapes of the batch to an exception from a step, as a note.
+    """Add a note to an exception from a step: the layer that failed and the shapes of the batch.
 
-    Everything is read from the traceback, so a step that does not fail has no cost.
+    Both are read from the traceback, so a step that succeeds has no overhead.
 
     Args:
-        error: the exception on its way to the user; errors of this library and interrupts get no note.
-        module: the module that ran.
+        error: the exception; errors of this library and interrupts get no note.
+        module: the module whose step ran.
     """
     if isinstance(error, TrainerKitError) or not isinstance(error, Exception):
         return

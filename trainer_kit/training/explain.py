@@ -57,12 +57,12 @@ on_exception
 
 
 def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
-    """The loop, a line each: hooks with their listeners, if any, and the other steps with what happens in them.
+    """The lines of the loop: each hook that has listeners, and the other steps with what happens in them.
 
     Args:
-        bus: has the listeners.
-        facts: notes for the lines that are not hooks, by name.
-        validates: whether validation is part of the run.
+        bus: the bus with the listeners.
+        facts: by name, the text for each step that is not a hook.
+        validates: whether the run validates.
     """
     lines = []
     for line in _LOOP.splitlines():
@@ -108,11 +108,11 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
 
 
 def explain_running(trainer: Session, module: Any) -> Text:
-    """What `explain` says, of the fit that has just been composed: nothing is prepared or loaded again.
+    """`explain` for a fit that is already composed: this prepares and loads nothing.
 
     Args:
-        trainer: that runs it.
-        module: of the fit.
+        trainer: the Trainer that runs the fit.
+        module: its module.
     """
     size = max(trainer.world_size, trainer.processes)
     lines = _header(trainer, trainer.strategy, size)
@@ -142,7 +142,7 @@ def _loop(trainer: Session, module: Any, bus: Bus) -> list[str]:
 
 
 def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
-    """Do what `fit` does before it asks for loaders."""
+    """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     for owner in owners:
         owner.trainer = trainer
@@ -168,7 +168,7 @@ def _limits(trainer: Session) -> str:
 
 
 class _Ranks:
-    """Rank 0 of data ranks that are not running yet."""
+    """A data group seen from rank 0, for ranks that are not started yet."""
 
     rank = 0
 
@@ -191,7 +191,7 @@ def _window(trainer: Session) -> int:
 
 
 def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) -> list[str]:
-    """What a rank holds and sends for the module in its present state, which an earlier fit may have sharded."""
+    """Memory and communication of a rank for the module as it is now; an earlier fit may have sharded it."""
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
     costs = strategy.costs(module, trainer.precision_plugin, size)
@@ -204,7 +204,7 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) ->
     elif not optimizers and is_overridden("configure_optimizers", module, TrainModule):
         try:
             optimizers = configure_optimizers(module).optimizers
-        except Exception as error:  # it may need what only a running fit has, such as the number of steps
+        except Exception as error:  # it may need a running fit, for example for the number of steps
             optimizers, problem = None, str(error).partition("\n")[0]
             note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"]
     return [*cost_lines(costs, optimizers), *note]

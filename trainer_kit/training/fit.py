@@ -1,4 +1,4 @@
-"""The fit loop. One turn is one optimizer step."""
+"""The fit loop. One iteration is one optimizer step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def fit(run: Fit) -> None:
             settle_rewind(run)  # the loop continues from an earlier state
     settle_stop(run)
     check_trained(run, over=True)
-    settle_save(run)  # on_train_end finds every requested checkpoint
+    settle_save(run)  # every requested checkpoint exists before on_train_end
     for hook in bus.on_train_end:
         hook()
     settle_end(run)
@@ -74,7 +74,7 @@ def fit(run: Fit) -> None:
 
 @contextmanager
 def _repeated(run: Fit) -> Iterator[None]:
-    """Repeat hooks of a resumed run that prepare its process; the checkpoint already has what they draw and log."""
+    """Call start hooks again in a resumed run, without effect on random state and logs: the checkpoint has theirs."""
     with preserved_rng(run.strategy.device), run.metrics.discarding_logs():
         yield
 

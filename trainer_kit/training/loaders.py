@@ -26,7 +26,7 @@ NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "p
 
 
 def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
-    """The loaders passed to the entry point, else the datamodule's, else the module's; None without any."""
+    """The loaders passed to the entry point, else the datamodule's, else the module's; None if there are none."""
     if passed is not None:
         return passed
     name = f"{NAMES[stage]}_dataloader"
@@ -43,8 +43,8 @@ def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, win
         loaders: a loader or any pytree of loaders.
         settings: limits and batch sizes.
         group: the data ranks.
-        seed: of the order.
-        window: micro-batches of an optimizer step, for a global batch size.
+        seed: the seed of the data order.
+        window: micro-batches per optimizer step, to divide a global batch size.
     """
     batch_size = None
     if settings.global_batch_size is not None:
@@ -96,10 +96,10 @@ def evaluation_feeds(
 
 
 def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None]:
-    """For each loader, the most batches that a rank has; None where the number is not known.
+    """For each loader, the largest number of batches of any rank; None if it is unknown.
 
-    Ranks may have different loaders (``use_distributed_sampler=False``), but intervals and the end of an epoch must
-    fall on the same step on all of them.
+    Ranks may have loaders of different length (``use_distributed_sampler=False``), but intervals and the end of an
+    epoch must fall on the same step on every rank.
     """
     if group.size == 1:
         return list(limits)
@@ -108,7 +108,7 @@ def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None
 
 
 def _one_after_the_other(loaders: Any) -> list[Any]:
-    """The loaders of an evaluation: those in a container, or of a `CombinedLoader` that reads them so, else the one."""
+    """The loaders of an evaluation, as a list: the contents of a container or a sequential `CombinedLoader`."""
     if is_tree(loaders):
         loaders = CombinedLoader(loaders, "sequential")
     if isinstance(loaders, CombinedLoader) and loaders.mode == "sequential":
@@ -134,9 +134,9 @@ def _unshuffled(loaders: Any) -> Any:
 def mover(
     module: Any, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
 ) -> tuple[Callable[..., Any] | None, bool]:
-    """A function that moves a batch to the device, or None where there is nothing to do; and whether it may prefetch.
+    """The function that moves a batch to the device, or None if it has nothing to do; and whether it may prefetch.
 
-    ``whole``: the batch is not divided there.
+    ``whole``: do not split the batch among ranks that share it.
     """
     owners = [owner for owner in (datamodule, module) if owner is not None]
 

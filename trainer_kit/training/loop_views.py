@@ -1,4 +1,4 @@
-"""What scripts read and set of Lightning's loop objects: `trainer.fit_loop` and `trainer.predict_loop`."""
+"""`trainer.fit_loop` and `trainer.predict_loop`: the attributes of Lightning's loop objects that scripts use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["FitLoop", "PredictLoop"]
 
 
 class _Limited(Protocol):
-    """A Trainer, as the loop objects use it."""
+    """The part of a Trainer that the loop objects use."""
 
     @property
     def max_epochs(self) -> int | None: ...
@@ -22,7 +22,7 @@ class _Limited(Protocol):
 
 
 class _View:
-    """Refuses every other attribute of a loop object."""
+    """Base of the loop objects; accessing any attribute that they do not define raises `AttributeError`."""
 
     _trainer: _Limited
 
@@ -44,7 +44,7 @@ class _View:
 
 @final
 class FitLoop(_View):
-    """The limits of a Trainer, which may be set: a fit that ended at one of them is continued by the next fit.
+    """The limits of a Trainer. After one is set between fits, the next fit continues the last.
 
     Example:
         >>> import torch
@@ -60,7 +60,7 @@ class FitLoop(_View):
 
     @property
     def max_epochs(self) -> int | None:
-        """As of the Trainer; setting it continues the last fit, with new optimizers, or moves the limit of this one."""
+        """The limit; set it to continue the last fit with new optimizers, or to move the limit of this fit."""
         return self._trainer.max_epochs
 
     @max_epochs.setter
@@ -69,7 +69,7 @@ class FitLoop(_View):
 
     @property
     def max_steps(self) -> int:
-        """The same in optimizer steps; -1 for no limit."""
+        """The limit in optimizer steps, set in the same way; -1 for no limit."""
         return self._trainer.max_steps
 
     @max_steps.setter
@@ -78,20 +78,20 @@ class FitLoop(_View):
 
     @property
     def min_epochs(self) -> int:
-        """Completed epochs before which no stop request is granted."""
+        """Epochs that must be completed before a stop request is granted."""
         return self._trainer.min_epochs
 
     @property
     def epoch_loop(self) -> FitLoop:
-        """This object: Lightning's has ``max_steps`` there."""
+        """This object, because Lightning has ``max_steps`` at ``fit_loop.epoch_loop``."""
         return self
 
 
 @final
 class PredictLoop(_View):
-    """Where a prediction is."""
+    """The position of a running prediction."""
 
     @property
     def current_batch_indices(self) -> list[Any]:
-        """The indices in the dataset of the samples of this rank's batch; empty where the loader does not draw them."""
+        """Dataset indices of the samples in this rank's batch; empty if the loader does not draw indices."""
         return self._trainer.predict_batch_indices or []

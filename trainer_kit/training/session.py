@@ -1,4 +1,4 @@
-"""The state of a Trainer: parts, progress, metrics, requests, by the names that modules and callbacks use."""
+"""The state of a Trainer (components, progress, metrics, requests), under the names that modules and callbacks use."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Elsewhere:
 
 @final
 class _Argument:
-    """An argument of the Trainer, as it was given: a number, a word, or the name of an object."""
+    """Read-only access to a Trainer argument as it was given: a number, a word, or the name of an object."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -79,49 +79,49 @@ class _Argument:
 
 
 def nothing(*arguments: Any) -> None:
-    """What is called where nothing listens."""
+    """Do nothing; the default of optional callables."""
 
 
 @runtime_checkable
 class TunesFit(Protocol):
-    """A callback that sets values of the module and the data before a fit is composed."""
+    """A callback that tunes values of the module and the data before a fit is composed."""
 
     @property
     def state_key(self) -> str: ...
     def tune(
         self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
     ) -> None:
-        """Search the values, on every rank; with ``saved``, its state in the checkpoint of a run, set those again."""
+        """Search for values, on every rank; with ``saved``, its state in a checkpoint, restore those values instead."""
 
 
 class Session:
-    """The state of a Trainer between and during its entry points, as hooks see it, by the names of this field.
+    """The state of a Trainer during and between its entry points, as hooks see it.
 
-    `Trainer` adds the constructor and the entry points. It sets the attributes that are only declared here.
+    `Trainer` adds the constructor and the entry points, and sets the attributes that are only declared here.
 
     Attributes:
         settings: limits and intervals.
         progress: completed epochs, batches and steps of the last fit.
         metrics: where `TrainModule.log` writes.
-        requests: requested and not settled yet.
-        strategy: where tensors are.
-        precision_plugin: the dtypes of computations.
+        requests: requests that are not settled yet.
+        strategy: places modules and tensors on devices.
+        precision_plugin: sets the dtypes of computations.
         files: the run's directory, loggers and record.
-        state_verb: fit, validate, test, predict, or empty between entry points.
-        last_verb: of the entry point that runs, or ran last.
-        status: how far it is.
+        state_verb: the running entry point (fit, validate, test, predict); empty between entry points.
+        last_verb: the entry point that runs, or ran last.
+        status: the status of that entry point.
         restored_from: the checkpoint that it has loaded, or None.
         continues: whether the next fit continues the counts of the last one.
-        arguments: of the Trainer, for the run's record.
+        arguments: the Trainer's arguments as plain data, for the run's record.
         origins: the source of each value that a launcher or a file may give.
-        sharded_alternative: the strategy that replaces this one where the model does not fit; None: no other does.
+        sharded_alternative: the strategy to use if the model does not fit; None: keep this one.
         switches: process-wide settings of torch that an entry point sets.
-        compile_options: of ``torch.compile``; None: nothing is compiled.
+        compile_options: options of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
-        recomputes: which blocks compute activations again in backward; True: repeated ones, False: none.
+        recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         find_train_loaders: finds the training loaders of the fit that is being set up.
-        note: takes what the report of the run shows beside its values: the kind of an event, and a text about it.
+        note: records an event for the report of the run: ``note(kind, text)``.
     """
 
     arguments: dict[str, Any]
@@ -176,17 +176,17 @@ class Session:
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
         self.run: Fit | None = None
-        self.evaluation: Evaluation | None = None  # that an entry point of its own runs
+        self.evaluation: Evaluation | None = None  # of validate, test or predict
         self._callbacks: list[Callback] = []
-        self._own_callbacks: list[Callback] = self._callbacks  # without those that the module brings
+        self._own_callbacks: list[Callback] = self._callbacks  # without the module's callbacks
 
     def for_trial(self, settings: Settings) -> Session:
-        """A Session of the same kind and parts, without loggers, files, callbacks and counts of this one.
+        """A Session with copies of this one's strategy and precision, and no loggers, files, callbacks or counts.
 
-        The strategy is a copy, with the same processes; the precision is one as well.
+        The copied strategy uses the same processes.
         """
         trial = object.__new__(type(self))
-        vars(trial).update(vars(self))  # `copy.copy` would ask for what can be pickled: nothing, while a fit runs
+        vars(trial).update(vars(self))  # `copy.copy` would call `__getstate__`, which resets the fit
         Session.__init__(
             trial,
             settings=settings,
@@ -247,7 +247,7 @@ class Session:
 
     @property
     def num_nodes(self) -> int:
-        """Machines."""
+        """The number of nodes."""
         return max(1, self.world_size // max(1, self.processes))
 
     @property
@@ -279,20 +279,20 @@ class Session:
 
     @property
     def ckpt_path(self) -> str | None:
-        """The checkpoint that the running or last entry point has loaded."""
+        """The checkpoint that the running or last entry point loaded, or None."""
         return self.restored_from
 
     @property
     def fit_loop(self) -> FitLoop:
-        """The limits of this Trainer by Lightning's names, to be read and set."""
+        """The limits of this Trainer under Lightning's names; they can be set."""
         return FitLoop(self)
 
     def set_limit(self, name: str, value: int | None) -> None:
         """Set ``max_epochs`` or ``max_steps`` for the running fit; between fits, the next one continues the last.
 
         Args:
-            name: of the limit.
-            value: at least -1, which is no limit, as None is.
+            name: the limit.
+            value: at least -1; -1 and None mean no limit.
         """
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
             raise ConfigurationError(
@@ -307,7 +307,7 @@ class Session:
 
     @property
     def predict_loop(self) -> PredictLoop:
-        """Where a prediction is, by Lightning's names."""
+        """The position of a running prediction, under Lightning's names."""
         return PredictLoop(self)
 
     @property
@@ -339,27 +339,27 @@ class Session:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether the batch that is trained on is the last of its epoch, as far as its length is known."""
+        """Whether this training batch is the last of its epoch; False if the length is unknown."""
         return self.run is not None and self.run.micro.index + 1 >= self.num_training_batches
 
     @property
     def epoch_is_whole(self) -> bool:
-        """In ``on_train_epoch_end``: whether the epoch is complete; a run that ends inside it is resumed there."""
+        """In ``on_train_epoch_end``: whether the epoch is complete; False if the run ends inside it."""
         return self.run is not None and self.run.whole
 
     @property
     def min_epochs(self) -> int:
-        """Completed epochs before which no stop request is granted."""
+        """Epochs that must be completed before a stop request is granted."""
         return self.settings.min_epochs
 
     @property
     def min_steps(self) -> int:
-        """Completed steps before which no stop request is granted."""
+        """Optimizer steps that must be completed before a stop request is granted."""
         return self.settings.min_steps
 
     @property
     def max_epochs(self) -> int | None:
-        """The limit in epochs; -1 where it was given as -1, None where another limit ends the run."""
+        """The limit in epochs; -1 if it was given as -1, None if another limit ends the run."""
         return -1 if self.settings.max_epochs is None and self.settings.endless else self.settings.max_epochs
 
     @property
@@ -389,7 +389,7 @@ class Session:
 
     @property
     def overfit_batches(self) -> int | float:
-        """Batches, or a fraction of them, that training and validation are restricted to; 0 for no restriction."""
+        """The number or fraction of batches that training and validation are limited to; 0 for no limit."""
         return self.settings.overfit
 
     @property
@@ -399,7 +399,7 @@ class Session:
 
     @property
     def check_val_every_n_epoch(self) -> int | None:
-        """Epochs between validations; None where ``val_check_interval`` counts over epochs."""
+        """Epochs between validations; None if ``val_check_interval`` counts across epochs."""
         return self.settings.validate_epochs
 
     @property
@@ -429,7 +429,7 @@ class Session:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Optimizer steps of the whole fit, as far as they are known; infinite without a limit."""
+        """The number of optimizer steps of the whole fit; infinite if no limit is known."""
         limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
         duration = self.settings.max_duration
         batches = self.num_training_batches
@@ -454,7 +454,7 @@ class Session:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Request the end of training after this step; the reason reaches the log.
+        """Request the end of training after this step; the reason is logged.
 
         A request before ``min_epochs`` and ``min_steps`` is granted when both are reached.
         """
@@ -465,7 +465,7 @@ class Session:
         self.requests.withdraw_stop(reason)
 
     def request_checkpoint(self, reason: str, request: CheckpointRequest | None = None) -> None:
-        """Request a checkpoint, taken after everything else of this step."""
+        """Request a checkpoint, saved after everything else of this step."""
         if not self.settings.fast:  # fast_dev_run writes nothing
             self.requests.ask_checkpoint(reason, request)
 
@@ -475,7 +475,7 @@ class Session:
 
     @property
     def validation_due(self) -> bool:
-        """Whether validation follows at this step; requests of other ranks are not known before they agree."""
+        """Whether validation runs at this step; requests of other ranks are unknown until the ranks agree."""
         if self.run is None or self.run.validation is None:
             return False
         asked = self.requests.validation is not None and self.world_size == 1
@@ -494,12 +494,12 @@ class Session:
             self.requests.stop = None
 
     def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
-        """From the next window on: this many micro-batches an optimizer step.
+        """Accumulate this many micro-batches per optimizer step, from the next window on.
 
         Args:
-            batches: how many.
-            measure: called with the samples and the ``loss_weight`` of the next micro-batch over all ranks, before its
-                window is complete: it sets the number, by calling this again.
+            batches: micro-batches per window.
+            measure: called once, with the samples and ``loss_weight`` of the next micro-batch over all ranks, before
+                its window is complete; it calls this method again to set the number.
         """
         self.accumulation = batches
         if self.run is not None:
@@ -512,9 +512,9 @@ class Session:
 
     @property
     def predict_batch_indices(self) -> list[Any] | None:
-        """In prediction, the indices in the dataset of the samples of this rank's batch, in its order.
+        """In prediction, the dataset indices of the samples in this rank's batch, in batch order.
 
-        None where a loader does not draw them: for a stream, a list of batches, or several loaders read together.
+        None if the loader does not draw indices: for a stream, a list of batches, or several loaders read together.
         """
         return None if self.evaluation is None else self.evaluation.indices
 
@@ -526,9 +526,9 @@ class Session:
 
     @property
     def num_training_batches(self) -> int | float:
-        """Micro-batches of an epoch on this rank: infinite where the number is not known, 0 without training data.
+        """Micro-batches of an epoch on this rank: infinite if the number is unknown, 0 without training data.
 
-        In `setup` and `configure_optimizers` this asks for the loaders, which must be ready.
+        In `setup` and `configure_optimizers` this loads the training loaders, so their data must be ready.
         """
         if self._training_batches is None:
             loaders = self.load_train()
@@ -596,7 +596,7 @@ class Session:
 
     @property
     def loggers(self) -> list[Any]:
-        """All loggers; on other ranks than the first, a `DummyLogger` for each that writes alone."""
+        """All loggers; on ranks other than 0, a `DummyLogger` in place of each with ``writes_alone``."""
         if self.is_global_zero:
             return self.files.loggers
         return [DummyLogger(one) if getattr(one, "writes_alone", False) else one for one in self.files.loggers]
@@ -609,7 +609,7 @@ class Session:
 
     @property
     def logger(self) -> Any:
-        """The first logger, or None; with ``fast_dev_run`` one that takes every call and writes nothing."""
+        """The first logger, or None; with ``fast_dev_run`` a `DummyLogger`, which accepts calls and writes nothing."""
         return DummyLogger() if self.settings.fast else next(iter(self.loggers), None)
 
     @logger.setter
@@ -631,7 +631,7 @@ class Session:
 
     @property
     def manual_optimizers(self) -> list[Any]:
-        """The optimizers as ``module.optimizers()`` hands them out."""
+        """The optimizers that ``module.optimizers()`` returns."""
         stepper = None if self.run is None else self.run.stepper
         return list(stepper.optimizers if isinstance(stepper, ManualStepper) else self.optimizers)
 
@@ -647,7 +647,7 @@ class Session:
 
     @property
     def lightning_module(self) -> Any:
-        """The module, by its names in Lightning."""
+        """The module, under Lightning's names."""
         return self.module
 
     model = lightning_module
@@ -656,7 +656,7 @@ class Session:
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:
-        """The latest value of every logged name; between flushes the value of this rank. Callbacks may add to it."""
+        """The latest value of every logged name; between flushes, this rank's value. Callbacks may add entries."""
         return self.metrics.callback_metrics()
 
     def logged_at(self, name: str) -> int:
@@ -665,7 +665,7 @@ class Session:
 
     @property
     def logged_metrics(self) -> dict[str, Tensor]:
-        """The values that the loggers got last, by name; on the CPU."""
+        """The values last sent to the loggers, by name, on the CPU."""
         return {name: torch.tensor(value) for name, value in self.metrics.logged.items()}
 
     @property
@@ -676,7 +676,7 @@ class Session:
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Queue values for every logger, on rank 0; this reads tensors, which is a sync point.
 
-        A value called ``step`` is the step of the others, as in Lightning.
+        A value named ``step`` sets the step of the other values, as in Lightning.
         """
         if not metrics or not self.is_global_zero:
             return
@@ -699,16 +699,16 @@ class Session:
         self.forget_loaders()
 
     def forget_loaders(self) -> None:
-        """Get the training loaders from the user again when they are needed next."""
+        """Discard the training loaders; the next access gets them from the user again."""
         self.train_dataloader = self._training_batches = None
 
     def read_accumulation(self) -> None:
-        """Take the length of the first window from the callbacks of this fit."""
+        """Set the length of the first window from the callbacks of this fit."""
         counting = self.accumulation_callback
         self.accumulation = 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
-        """The state of the running fit, or of its weights; every rank must call it."""
+        """The state of the running fit, or only its weights; every rank must call it."""
         assert self.run is not None
         return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
 
@@ -726,7 +726,7 @@ class Session:
     # -- in a step -----------------------------------------------------------------------------------------------
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimization."""
+        """Run backward in manual optimization."""
         stepper = None if self.run is None else self.run.stepper
         if not isinstance(stepper, ManualStepper):
             raise ConfigurationError(
@@ -735,7 +735,7 @@ class Session:
         stepper.backward(loss, *args, **kwargs)
 
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Unscale and clip the gradients of one optimizer; None: by the value or algorithm of the Trainer."""
+        """Unscale and clip the gradients of one optimizer; None: use the Trainer's value or algorithm."""
         own_value, own_algorithm = self.settings.clip or (None, "norm")
         value, algorithm = own_value if value is None else value, algorithm or own_algorithm
         if value is None:
@@ -778,7 +778,7 @@ class Session:
 
     @property
     def data_seed(self) -> int:
-        """The seed of the order of the data."""
+        """The seed of the data order."""
         return self.files.data_seed
 
     @property
@@ -788,20 +788,20 @@ class Session:
 
     @property
     def run_dir(self) -> Path:
-        """Where this run writes on this machine; the same on every rank."""
+        """The local directory of this run; the same on every rank."""
         return self.files.directory
 
     @property
     def checkpoint_dir(self) -> Location:
-        """Where checkpoints go by default; a URL where the root directory is one."""
+        """The default directory of checkpoints; a URL if the root directory is a URL."""
         return self.files.checkpoint_dir
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build a module inside on the device and in the dtype of the run; for a sharded one, in host memory.
+        """A context that builds modules on the device and in the dtype of the run; in host memory if it is sharded.
 
         Args:
-            empty_init: accepted for Lightning's sake, but for True.
+            empty_init: accepted for compatibility with Lightning; True is an error.
 
         Example:
             >>> from trainer_kit import Trainer
@@ -820,7 +820,7 @@ class Session:
             yield
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has no part in what belongs to the process: the objects of a fit, and where lines of a report go.
+        # A copy leaves out what belongs to this process: the objects of a fit, and the report's callback.
         parts = {"run": None, "evaluation": None, "find_train_loaders": nothing, "note": nothing}
         return {**vars(self), **parts, "state_verb": ""}
 
@@ -833,7 +833,7 @@ class Session:
         say(*values, **options)
 
     def say(self, line: str) -> None:
-        """Print a line of this library, and show it in the report of the run."""
+        """Print a message of this library on rank 0, and add it to the report of the run."""
         self.note("note", line)
         self.print(line)  # looked up at each call: a script may replace `trainer.print`
 

@@ -1,4 +1,4 @@
-"""The Trainer's arguments about the loop, checked once."""
+"""The Trainer's loop arguments, validated once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["Settings", "check_switches", "make_settings", "plain_arguments"]
 class Settings:
     """The loop's limits, intervals and switches; see `trainer_kit.Trainer` for their meaning.
 
-    ``max_epochs`` is None where no number of epochs ends the run; ``endless`` is True where -1 was given.
+    ``max_epochs`` is None if no number of epochs ends the run; ``endless`` is True if it was given as -1.
     """
 
     max_epochs: int | None
@@ -49,7 +49,7 @@ class Settings:
     reproducible: bool = False
 
     def train_limit(self) -> int | float:
-        """Batches of an epoch, or a fraction of them."""
+        """The limit of a training epoch: a number of batches, or a fraction."""
         return self.overfit or self.limits["train"]
 
 
@@ -72,7 +72,7 @@ def make_settings(
     overfit_batches: int | float,
     **switches: Any,
 ) -> Settings:
-    """Check every argument; `ConfigurationError` names the one that is wrong."""
+    """Validate every argument; `ConfigurationError` names the invalid one."""
     fast = int(fast_dev_run) if isinstance(fast_dev_run, bool) else fast_dev_run
     log_every = _in_unit("log_every_n_steps", log_every_n_steps, "st")
     val_epochs = _in_unit("check_val_every_n_epoch", check_val_every_n_epoch, "ep")
@@ -114,7 +114,7 @@ def make_settings(
 
 
 def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) -> None:
-    """Check arguments that the loop does not use itself."""
+    """Validate the arguments that the loop does not use itself."""
     _at_least("seed", seed, 0)
     _at_least("num_nodes", num_nodes, 1)
     if deterministic not in (None, False, True, "warn"):
@@ -141,7 +141,7 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
     if not options:
         return
     try:
-        with warnings.catch_warnings():  # backends warn on import about other things than the arguments
+        with warnings.catch_warnings():  # importing a backend may warn about unrelated things
             warnings.simplefilter("ignore")
             torch.compile(lambda: None, **options)
     except Exception as error:  # of many classes, by backend
@@ -153,7 +153,7 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
 
 
 def _in_unit(name: str, value: Any, unit: str) -> Any:
-    """The number in a duration string of the unit that this argument counts; any other value unchanged."""
+    """The number of a duration that must be in ``unit``; any other value is returned unchanged."""
     if not isinstance(value, (str, Duration)):
         return value
     length = Duration.parse(value)
@@ -165,7 +165,7 @@ def _in_unit(name: str, value: Any, unit: str) -> Any:
 def _length(
     max_epochs: int | None, max_duration: DurationLike | None, bounded: bool
 ) -> tuple[int | None, Duration | None]:
-    """Epochs, and a limit in another unit; 1000 epochs where there is no limit at all."""
+    """The limit in epochs, and the one in another unit; 1000 epochs if there is no limit at all."""
     duration = None if max_duration is None else Duration.parse(max_duration)
     if duration is not None and duration.unit == "dur":
         raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
@@ -194,7 +194,7 @@ def _at_least(name: str, value: Any, least: int) -> None:
 
 
 def _number_meant(name: str, value: str) -> str | None:
-    """The fix for a string that holds a number or a duration."""
+    """The fix to suggest for a string that holds a number or a duration."""
     if value.strip().lstrip("-").isdecimal():
         return f"{name}={value.strip()}"
     try:
@@ -242,7 +242,7 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """A constructor's arguments as plain data: objects by name, secrets masked.
 
     Args:
-        arguments: by name; ``self`` is left out.
+        arguments: the arguments by name; ``self`` is left out.
 
     Example:
         >>> plain_arguments({"max_epochs": 3, "plugins": object(), "logger": "s3://me:pw@host"})
@@ -266,7 +266,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, (set, frozenset)):
         return sorted(map(str, map(_plain, value)))
-    # The default text of functions and objects has their address, but equal states must give equal bytes.
+    # The default repr of functions and objects contains their address, but equal states must give equal bytes.
     for name in ("__qualname__", "state_key"):
         if hasattr(value, name):
             return str(getattr(value, name))

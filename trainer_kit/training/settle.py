@@ -1,4 +1,4 @@
-"""Settles requests between two steps: flush, validate, save, stop. Callbacks request; the loop acts here.
+"""Settles requests between two steps: flush, validate, save, stop. Callbacks make requests; the loop acts here.
 
 Every rank settles at the same step.
 """
@@ -42,11 +42,11 @@ def settle_step(run: Fit) -> bool:
     elif listens:
         _listen(run)
     if run.guard is not None and (agrees or schedule.flushes(progress) or schedule.owes_validation(progress)):
-        check_finite(run)  # nothing is published or validated of a step that will be left out
+        check_finite(run)  # before values of a step that may be skipped are published
     if schedule.flushes(progress):
         run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
         check_finite(run)
-    elif agrees and progress.step - run.finite >= LONGEST:  # kept losses must not pile up
+    elif agrees and progress.step - run.finite >= LONGEST:  # bounds the number of stored losses
         check_finite(run)
     asked = agrees and requests.validation is not None and run.validation is not None
     if schedule.validation_due(progress) or asked:
@@ -72,14 +72,14 @@ def settle_step(run: Fit) -> bool:
 
 
 def settle_rewind(run: Fit) -> None:
-    """Go back to a state that the guard of this run holds. Every rank must call it."""
+    """Restore a state that the guard of this run holds. Every rank must call it."""
     assert run.guard is not None
     settle_save(run)
     run.guard.rewind(run)
 
 
 def settle_resume(run: Fit) -> bool:
-    """Run the validation that was due at the step of the checkpoint. Returns whether to leave the epoch."""
+    """Run a validation that was still due when the checkpoint was saved. Returns whether to leave the epoch."""
     if not run.owes_validation or run.validation is None:
         return False
     run.owes_validation = False
@@ -102,8 +102,8 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
         validate(run)
     ran = run.micro.index >= 0
-    empty = completed and not ran and progress.epoch_batch == 0  # every later epoch would be empty, too
-    reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values, and what they log is reduced after them
+    empty = completed and not ran and progress.epoch_batch == 0  # every later epoch would be empty too
+    reduced = run.metrics.flush_epoch(ran)  # before the hooks, which read it; what they log is reduced below
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
             hook()
@@ -143,11 +143,11 @@ def settle_stop(run: Fit) -> None:
 
 
 def check_trained(run: Fit, over: bool) -> None:
-    """Refuse to continue, or to succeed, while no step has had a gradient on any rank. Every rank must call it.
+    """Raise `ConfigurationError` if no step has had a gradient on any rank. Every rank must call it.
 
     Args:
         run: the fit.
-        over: whether no step follows; before the end, a run may still wait for its first loss.
+        over: whether training has ended; until then, a resumed or partial epoch may have returned no loss yet.
     """
     if run.trained or not run.stepper.made.optimizers:
         return
@@ -175,7 +175,7 @@ def check_trained(run: Fit, over: bool) -> None:
 
 
 def settle_end(run: Fit) -> None:
-    """Save what the last hooks requested, on any rank."""
+    """Save the checkpoints that the last hooks of any rank requested."""
     _unite(run)
     save_requested(run, last=True)
 
@@ -184,13 +184,13 @@ def next_due(run: Fit) -> int:
     """The next step at which `settle_step` has something to do."""
     schedule, progress = run.schedule, run.progress
     due = min(schedule.due(progress, run.windows.length), max(run.listen_at, progress.step + 1))
-    if run.requests.stop is not None and progress.step < schedule.min_steps:  # it waits for that step
+    if run.requests.stop is not None and progress.step < schedule.min_steps:  # the request waits until that step
         return min(due, schedule.min_steps)
     return due
 
 
 def continues(run: Fit) -> bool:
-    """Whether to train at all: no limit is reached, and no stop is requested before the first step."""
+    """Whether training starts: no limit is reached, and no stop request is granted before the first step."""
     _unite(run)
     reached = run.schedule.finished(run.progress)
     if reached is not None and run.windows.feed.length == 0 and run.progress.batch == 0 and run.schedule.batches == 0:
@@ -235,7 +235,7 @@ def _count_time(run: Fit, seconds: float) -> None:
 
 
 def _unite(run: Fit) -> None:
-    """Give every rank the requests of all ranks, and the same time, which limits and intervals use."""
+    """Exchange requests and elapsed time, so that every rank has the requests of all and the same time."""
     world, requests = run.strategy.world, run.requests
     if world.size == 1:
         if run.saver.ended:
@@ -246,14 +246,14 @@ def _unite(run: Fit) -> None:
     stops, validations, signals, saves, skipped, padding, saved, elapsed, _ = map(list, zip(*rows, strict=True))
     run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
-    # A padding batch counts as one that the rank may have skipped.
+    # A rank that ran a padding batch may count it as skipped.
     if max(skipped) > min(map(sum, zip(skipped, padding, strict=True))):
         raise RankError(
             "training_step returned None on some ranks only",
             found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
             fix="return None on every rank or on none; a loss of zero adds nothing either",
         )
-    # Signals that arrive from here on wait for the next agreement.
+    # Signals that arrive after this wait for the next agreement.
     requests.leaving = int(max(signals))
     if any(stops) or any(validations):
         reasons = world.all_gather_object((requests.stop, requests.validation))
@@ -266,7 +266,7 @@ def _unite(run: Fit) -> None:
 
 
 def _listen(run: Fit) -> None:
-    """Exchange signals and time between two agreements: with slow steps both would wait too long."""
+    """Exchange signals and elapsed time between two agreements, which may be far apart if steps are slow."""
     rows = run.strategy.world.agree([run.requests.signal, run.elapsed, _pace(run)])
     run.requests.leaving = int(max(row[0] for row in rows))
     _count_time(run, max(row[1] for row in rows))
@@ -274,7 +274,7 @@ def _listen(run: Fit) -> None:
 
 
 def _pace(run: Fit) -> int:
-    """Steps a second, at most the interval of agreements; the value of rank 0 counts."""
+    """Steps per second, at least 1 and at most the interval of agreements; rank 0's value is used."""
     now, step = time.monotonic(), run.progress.step
     steps, seconds = step - run.paced[0], now - run.paced[1]
     run.paced = (step, now)
@@ -297,7 +297,7 @@ def _stops(run: Fit) -> bool:
 
 
 def _leave_on_signal(run: Fit) -> None:
-    """End the run after a signal; with several ranks, once all of them have agreed on it."""
+    """Save and end the run after a signal; with several ranks, once they have agreed on it."""
     number, step = run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving, run.progress.step
     if not number:
         return
@@ -312,7 +312,7 @@ def _leave_on_signal(run: Fit) -> None:
         saved = f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
         if run.strategy.world.rank == 0:
             saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
-        run.strategy.world.barrier()  # no rank leaves before SLURM has answered
+        run.strategy.world.barrier()  # every rank waits until SLURM has answered rank 0
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
     run.say(f"{name}: {saved}, {leaving}")
     raise ended_by(number)

@@ -16,11 +16,11 @@ __all__ = ["watched_evaluation", "watched_fit"]
 
 
 def watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractContextManager[None]:
-    """Inside, a thread ends this process if the fit hangs.
+    """A context in which a thread ends this process if the fit hangs.
 
     Args:
-        trainer: names the run's directory.
-        run: counts its progress.
+        trainer: has the run's directory.
+        run: the fit whose progress is watched.
         timeout: see `trainer_kit.hang.hang_timeout.chosen_timeout`.
     """
     progress, world = run.progress, run.strategy.world
@@ -34,7 +34,7 @@ def watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractCo
 
 
 def watched_evaluation(trainer: Session, run: Evaluation, timeout: float | None) -> AbstractContextManager[None]:
-    """The same of ``validate``, ``test`` and ``predict``."""
+    """`watched_fit` for ``validate``, ``test`` and ``predict``."""
     world = run.strategy.world
 
     def position() -> tuple[int, Any]:
