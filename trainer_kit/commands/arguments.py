@@ -70,14 +70,14 @@ class Extension:
     """What a `LightningCLI` changes in a command line.
 
     Attributes:
-        trainer: makes the Trainer, whose arguments are options.
-        commands: whether there are commands; else the options stand alone.
+        trainer: makes the Trainer; its arguments become options.
+        commands: whether there are commands, or options only.
         instantiates_trainer: whether `Parsed.instantiate` makes the Trainer, or returns its arguments.
         optimizers: whether ``--optimizer`` and ``--lr_scheduler`` are options.
         seed: the default of ``--seed_everything``.
         extend: adds arguments to the parser of each command.
         parser: the class of the parsers.
-        parser_options: keyword arguments of the parser; by the name of a command those of its parser.
+        parser_options: keyword arguments of the parser; under a command's name, those of that command's parser.
     """
 
     trainer: Any = Trainer
@@ -96,8 +96,8 @@ class Parsed:
 
     Args:
         command: fit, validate, test or predict; or "".
-        parser: of the command.
-        values: as parsed, before objects are made.
+        parser: the command's parser.
+        values: the parsed values, before objects are made.
     """
 
     def __init__(self, command: str, parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace) -> None:
@@ -105,7 +105,7 @@ class Parsed:
 
     @property
     def seed(self) -> int | None:
-        """For `seed_everything`; None for no seeding. True is 0: ranks that are started elsewhere draw no same seed."""
+        """The seed, or None. True gives 0: ranks that another launcher starts cannot agree on a random seed."""
         seed = self.values.seed_everything
         return None if seed is False or seed is None else 0 if seed is True else int(seed)
 
@@ -114,13 +114,13 @@ class Parsed:
         return {name: self.values[name] for name in ("ckpt_path", "load_weights_only") if name in self.values}
 
     def instantiate(self) -> Any:
-        """Make Trainer, module, data, and what else has options, but for optimizers."""
+        """Make the Trainer, the module, the data and all other objects with options, except optimizers."""
         return self.parser.instantiate(self.values)
 
 
 @final
 class Arguments:
-    """A parser for four commands, or for none.
+    """The parser of a training script, with its four commands or without commands.
 
     Attributes:
         parser: the whole parser.
@@ -132,7 +132,7 @@ class Arguments:
         choose_data: the same for the data.
         needs_data: whether data must be chosen.
         trainer_defaults: override the defaults of the Trainer.
-        extension: of a `LightningCLI`.
+        extension: what a `LightningCLI` changes.
     """
 
     def __init__(
@@ -276,7 +276,7 @@ def _add_optimizer_arguments(parser: jsonargparse.ArgumentParser) -> None:
 
 
 def add_schedule_arguments(parser: jsonargparse.ArgumentParser) -> None:
-    """Add when the scheduler advances, and what it looks at."""
+    """Add the options of the scheduler's interval and of the value that it monitors."""
     parser.add_argument(
         "--lr_scheduler_interval", type=Literal["epoch", "step"], default="epoch", help="when the scheduler advances"
     )
@@ -325,7 +325,7 @@ def use_optimizer(
 
 
 def class_of(maker: Any) -> Any:
-    """A class, its path, or the class that stands in for a function by its arguments."""
+    """Return a class, the class at a path, or a class with the arguments of a function."""
     if isinstance(maker, str):
         module, _, name = maker.rpartition(".")
         return getattr(importlib.import_module(module), name)

@@ -17,7 +17,7 @@ __all__ = ["checkpoint", "merge_weights"]
 
 
 class _Place(FilePath):
-    """A path of this machine, or a URL; the command checks whether the URL exists."""
+    """A local path, or a URL; the command checks whether the URL exists."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         if not is_url(value):
@@ -29,7 +29,7 @@ class _Place(FilePath):
 _CHECKPOINT = _Place(exists=True, path_type=Path)
 _DIRECTORY = _Place(exists=True, file_okay=False, path_type=Path)
 
-# Each command imports the code of checkpoints itself: it needs torch, which --help does not need.
+# Each command imports the checkpoint code itself: it needs torch, which --help does not need.
 
 
 @click.group()
@@ -68,7 +68,7 @@ def _verify(paths: tuple[Location, ...]) -> None:
 
     damaged = 0
     for path in paths:
-        # A directory without checkpoints is verified itself, and refused.
+        # If a directory holds no checkpoints, verify_checkpoint refuses the directory itself.
         inside = [] if was_checkpoint(path) or not path.is_dir() else sorted(candidates(path))
         for each in inside or [path]:
             try:

@@ -116,8 +116,8 @@ class SaveConfigCallback(Callback):
     Override `save_config` to put the configuration elsewhere as well.
 
     Args:
-        parser: of the command.
-        config: as parsed.
+        parser: the command's parser.
+        config: the parsed configuration.
         config_filename: the name of the file.
         overwrite: replace a file of this name; else the next is ``config-2.yaml``.
         multifile: refused: one file holds everything.
@@ -148,7 +148,7 @@ class SaveConfigCallback(Callback):
         if self.save_to_log_dir and writes and not trainer.fast_dev_run:
             import yaml
 
-            text = self.parser.dump(self.config, skip_unset=False)  # as --config reads it, under any command
+            text = self.parser.dump(self.config, skip_unset=False)  # in the form that --config reads, for any command
             plain = yaml.safe_load(text)
             if not plain.get("load_weights_only"):
                 plain.pop("load_weights_only", None)  # only fit has it
@@ -159,7 +159,7 @@ class SaveConfigCallback(Callback):
         self.already_saved = True
 
     def save_config(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        """Called once on rank 0, after the file is written; does nothing."""
+        """Called once on rank 0, after the file is written; does nothing by default."""
 
 
 def _keep(first: Path, text: str, overwrite: bool) -> None:

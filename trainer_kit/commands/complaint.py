@@ -1,4 +1,4 @@
-"""The error of a wrong call of a training script in one line: its place, the reason, and a similar name."""
+"""Describe a wrong call of a training script in one line: the place, the reason, and a similar name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FileProblem(Exception):
 
 
 def check_file(path: str) -> None:
-    """Refuse a file that is no YAML, or that would take all time or memory.
+    """Refuse a file that is not YAML, or that would exhaust time or memory.
 
     Raises:
         FileProblem: file, line and reason.
@@ -53,7 +53,7 @@ def check_file(path: str) -> None:
 
 
 def check_words(prog: str, words: Sequence[str]) -> None:
-    """Refuse values on the command line that would take all time or memory.
+    """Refuse values on the command line that would exhaust time or memory.
 
     Raises:
         FileProblem: option and reason.
@@ -86,7 +86,7 @@ def check_keys(
 
 
 def _given(words: Sequence[str]) -> list[tuple[str, str]]:
-    """Options that are given as words, and their values."""
+    """The options on the command line, and their values."""
     joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
     separate = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
     return [(option, value) for option, value in [*joined, *separate] if option != "--config"]
@@ -134,7 +134,7 @@ def complaint(
         words: the command line.
         files: configuration files in it.
         options: every option of the command.
-        kinds: by key, the base class of what is chosen there.
+        kinds: by key, the base class of the classes that can be chosen there.
     """
     if found := re.search(r"unrecognized arguments: (\S+)", text):
         name = found[1].partition("=")[0]
@@ -210,7 +210,7 @@ def _place(
 
 def _line(file: str, key: str, inner: str | None) -> int | None:
     node, line = _root(file), None
-    while key:  # keys may hold dots themselves
+    while key:  # a key may itself contain dots
         entry = next((entry for part in _prefixes(key) if (entry := _entry(node, part))), None)
         if entry is None:
             return None
@@ -249,7 +249,7 @@ def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> st
 
 
 def _shown(value: str, key: str) -> str:
-    """A given value; one with inner values is not shown, because their names, which may mark secrets, are unknown."""
+    """A value for the message; nested values are left out, because some may be secrets."""
     inside = value.startswith(("{", "[", "Namespace(", "NestedArg("))
     return "what was given" if inside else _short(mask_secrets(value, key.rpartition(".")[2]))
 
@@ -345,7 +345,7 @@ def _is_empty(node: Any) -> bool:
 
 
 def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]]:
-    """The modules and parameters of the constructors along the bases of a class."""
+    """The module and the parameters of each constructor in a class's method resolution order."""
     own = [base for base in getattr(kind, "__mro__", ()) if "__init__" in vars(base) and base is not object]
     return [(base.__module__, inspect.signature(base.__init__).parameters) for base in own]
 

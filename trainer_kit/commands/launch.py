@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "launch"]
 
-__path__: list[str] = []  # so that Python asks for a missing name of Accelerate as for a module, and shows the answer
+__path__: list[str] = []  # makes this a package, so that importing a missing submodule of Accelerate shows our error
 __getattr__ = other_names(__name__)
 
 _CONTEXT: Final = {
@@ -36,7 +36,7 @@ _CONTEXT: Final = {
 
 @final
 class _Value(click.ParamType[Any]):
-    """A value of an option, read on the command line as in a file."""
+    """A click type that reads an option's value as in a configuration file."""
 
     def __init__(self, option: Option) -> None:
         self.option = option
@@ -50,7 +50,7 @@ class _Value(click.ParamType[Any]):
 
 
 def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The flags of every option of a configuration, as `trainer_kit.launch.options` describes them."""
+    """Add a flag for every option in `trainer_kit.launch.options` to a command."""
     options = [option for option in all_options().values() if option.flags != ()]
     options.sort(key=lambda option: not option.switch)
     for option in reversed(options):  # click lists the last decorator first

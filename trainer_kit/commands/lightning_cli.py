@@ -25,11 +25,11 @@ __all__ = ["ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_c
 
 _Namespace: Any = jsonargparse.Namespace
 ArgsType: TypeAlias = list[str] | dict[str, Any] | jsonargparse.Namespace | None
-"""What ``args`` of a `LightningCLI` may be."""
+"""The type of a `LightningCLI`'s ``args``."""
 
 
 class LightningArgumentParser(jsonargparse.ArgumentParser):
-    """The parser that `LightningCLI.add_arguments_to_parser` is given."""
+    """The parser that `LightningCLI.add_arguments_to_parser` receives."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -37,14 +37,14 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         self.chosen: dict[type[Any], dict[str, tuple[Any, str]]] = {Optimizer: {}, LRScheduler: {}}
 
     def dump(self, cfg: Any, *args: Any, skip_none: bool | None = None, **kwargs: Any) -> str:
-        """As text; ``skip_none`` is the former name of ``skip_unset``."""
+        """Return a configuration as text; ``skip_none`` is the former name of ``skip_unset``."""
         more = kwargs if skip_none is None else {**kwargs, "skip_unset": skip_none}
         return cast(str, super().dump(cfg, *args, **more))
 
     def add_lightning_class_args(
         self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
     ) -> list[str]:
-        """Add the arguments of a callback, a module or a datamodule; a callback is given to the Trainer.
+        """Add the arguments of a callback, a module or a datamodule; the Trainer receives the callback.
 
         Args:
             lightning_class: a class, or a function that is annotated with the class that it returns.
@@ -63,12 +63,12 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
     def add_optimizer_args(
         self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
     ) -> None:
-        """Add the arguments of an optimizer, of any of several with a tuple.
+        """Add the arguments of an optimizer; with a tuple, the user chooses one of its classes.
 
         Args:
             optimizer_class: a class, or a tuple of base classes.
             nested_key: the prefix of the options.
-            link_to: an argument that is given ``class_path`` and ``init_args``, for `instantiate_class`; by default the
+            link_to: an argument that receives ``class_path`` and ``init_args``, for `instantiate_class`; by default the
                 module's ``configure_optimizers`` is replaced.
         """
         self._add_chosen(Optimizer, optimizer_class, nested_key, link_to, "params")
@@ -79,7 +79,7 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         nested_key: str = "lr_scheduler",
         link_to: str = "AUTOMATIC",
     ) -> None:
-        """Add the arguments of a scheduler; as `add_optimizer_args`."""
+        """Add the arguments of a scheduler; see `add_optimizer_args`."""
         self._add_chosen(LRScheduler, lr_scheduler_class, nested_key, link_to, "optimizer")
 
     def _add_chosen(self, role: type[Any], kind: Any, key: str, link_to: str, skipped: str) -> None:
@@ -142,21 +142,21 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
 
 
 class LightningCLI:
-    """A command line as Lightning's class of this name makes it; `tk.cli` is the same as one function.
+    """The command line of Lightning's class of the same name; `tk.cli` offers it as one function.
 
     Options, files and checks are those of `tk.cli`. A subclass may override `add_arguments_to_parser`,
     `before_instantiate_classes`, `after_instantiate_classes`, `instantiate_trainer`, `configure_optimizers`, and define
-    ``before_fit``, ``fit``, ``after_fit``, and so for each command.
+    ``before_fit``, ``fit``, ``after_fit``, and the same for each command.
 
     Args:
         model_class: the module's class, or a function that returns one; None: any, chosen by ``--model``.
         datamodule_class: likewise; None: any, chosen by ``--data``, or none.
         save_config_callback: saves the configuration; None: it is not saved.
-        save_config_kwargs: its arguments.
+        save_config_kwargs: arguments of ``save_config_callback``.
         trainer_class: a subclass of the Trainer, or a function that returns a Trainer.
         trainer_defaults: arguments of the Trainer; ``callbacks`` are added to those of the command line.
         seed_everything_default: an int; True is 0; False seeds nothing.
-        parser_kwargs: of the parser; by the name of a command of its parser.
+        parser_kwargs: arguments of the parser; under a command's name, those of that command's parser.
         parser_class: a subclass of `LightningArgumentParser`.
         subclass_mode_model: ``--model`` chooses a subclass.
         subclass_mode_data: ``--data`` chooses a subclass.
@@ -276,7 +276,7 @@ class LightningCLI:
         """Make the Trainer.
 
         Args:
-            kwargs: arguments that win over all others.
+            kwargs: arguments that override all others.
         """
         made = self._parsed.instantiate() if not hasattr(self, "config_init") else self._get(self.config_init)
         given = {**made["trainer"].as_dict(), **self._fixed(made["trainer"]), **kwargs}
@@ -289,11 +289,11 @@ class LightningCLI:
 
     @staticmethod
     def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
-        """What the module's ``configure_optimizers`` returns for the options' choice; override it to change that."""
+        """What the module's ``configure_optimizers`` returns for the chosen options; override it to change that."""
         return optimizer if lr_scheduler is None else ([optimizer], [lr_scheduler])
 
     def _fixed(self, values: Any) -> dict[str, Any]:
-        """Defaults that are objects, which no option holds, where no option is given."""
+        """The Trainer defaults that are objects, which no option can hold, except those that the options override."""
         objects = {k: v for k, v in self.trainer_defaults.items() if not _is_plain(v) and k != "callbacks"}
         default = self._parsed.parser.get_default
         return {k: v for k, v in objects.items() if values.get(k) == default(f"trainer.{k}")}

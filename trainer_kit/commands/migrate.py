@@ -74,7 +74,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _rewritten(file: Path, source: bytes, project: Project) -> bytes:
-    """The new source of a file; the project hears of what is in it."""
+    """Rewrite a file's source, and add the file to the project."""
     from libcst import ParserSyntaxError
 
     from trainer_kit.commands.migrate_rewrite import rewrite_python, rewrite_yaml

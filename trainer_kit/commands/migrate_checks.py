@@ -1,4 +1,4 @@
-"""Asks this library whether it takes an argument, a hook or an attribute; its own refusals are the answers."""
+"""Check arguments, hooks and attributes against this library; its own errors become the findings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainer_kit.trainer import Trainer
 __all__ = ["Answer", "example_of", "follow", "wrong_arguments", "wrong_members"]
 
 _STEPS: Final = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
-"""How many arguments a step is called with, at most."""
+"""The most arguments that the loop passes to each step."""
 
 
 class Answer(NamedTuple):
@@ -50,7 +50,7 @@ class _Shown(str):
 
 
 def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Answer]]:
-    """By name, the keyword arguments that a class or function of this library refuses.
+    """Yield the keyword arguments that a class or function of this library refuses, by name, with the reason.
 
     Args:
         callee: the class or function; it is not called.
@@ -74,7 +74,7 @@ def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterat
 
 
 def _is_plugin(name: str) -> bool:
-    """Whether an Accelerator takes this argument for an engine."""
+    """Whether this is an Accelerator's argument for an engine's plugin."""
     try:
         plugins({name: None}, {})
     except TypeError:
@@ -92,7 +92,7 @@ def _refuse_argument(callee: Any, name: str, source: str, known: Sequence[str]) 
 
 
 def _check_word(name: str, value: Any) -> None:
-    """Refuse words of the Trainer that need no device to be known as wrong."""
+    """Refuse values of Trainer arguments that are wrong on every device."""
     if name == "strategy" and value != "auto" and value not in STRATEGIES.names():
         STRATEGIES.get(value)
     if name == "precision" and str(value).lower() not in WORDS and value not in PRECISIONS.names():
@@ -100,7 +100,7 @@ def _check_word(name: str, value: Any) -> None:
 
 
 def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Answer]]:
-    """The members with which the library refuses a class, each tried alone on a class without code of the user.
+    """Yield the members that the library refuses, trying each alone on a class without user code.
 
     Args:
         name: of the class.
@@ -118,7 +118,7 @@ def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) 
             continue
         try:
             wrong = _refused_member(name, bases, attribute, value)
-        except TypeError:  # bases that go together only with the user's own
+        except TypeError:  # these bases combine only with the user's own bases
             return
         if wrong is not None:
             yield member, wrong
@@ -138,7 +138,7 @@ def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) 
 
 
 def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
-    """A function with the parameters of one in a source, and nothing else of it; None for a property and the like."""
+    """Make a function with the parameters of a parsed one and an empty body; None for a property and the like."""
     if any(
         not isinstance(one, ast.Name) or one.id in ("property", "staticmethod", "classmethod")
         for one in function.decorator_list
@@ -157,7 +157,7 @@ def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
 
 
 def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
-    """Why the loop cannot call an override that is no hook: it needs more arguments than the loop has."""
+    """Why the loop cannot call an overridden method: it requires more arguments than the loop passes."""
     original = vars(TrainModule).get(name)
     if name in _STEPS:
         counts = range(2, _STEPS[name] + 2)
@@ -181,15 +181,15 @@ def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
 
 @cache
 def example_of(kind: type) -> Any:
-    """A Trainer or an Accelerator without a run, whose attributes can be asked for."""
+    """A Trainer or an Accelerator without a run, for looking up attributes."""
     return Trainer(accelerator="cpu", devices=1, barebones=True) if kind is Trainer else Accelerator(cpu=True)
 
 
 def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple[Any, Answer | None]:
-    """What a chain of attributes leads to, as far as it stays within this library, and what is wrong on the way.
+    """Follow a chain of attributes within this library; return the value, or why an attribute is refused.
 
     Args:
-        value: where it begins.
+        value: the object to start from.
         attributes: their names.
         stored: whether the last one is assigned to.
     """
@@ -204,10 +204,10 @@ def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple
             value = getattr(value, name)
         except AttributeError as error:
             if stored and position == len(attributes) and not hasattr(error, "fix") and ": " not in str(error):
-                return None, None  # an attribute of the user's own
+                return None, None  # a user-defined attribute
             problem, fix = reason(error)
             return None, Answer("attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None)
-        except Exception:  # what only a run can answer
+        except Exception:  # the attribute exists only during a run
             return None, None
         if not type(value).__module__.startswith("trainer_kit") and position < len(attributes):
             return None, None

@@ -1,4 +1,4 @@
-"""Which dotted names of Lightning and Accelerate are which of this library, and whether these exist."""
+"""Translate dotted names of Lightning and Accelerate to this library's, and check that those exist."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PACKAGES: Final = {
     "lightning_fabric": "trainer_kit.fabric",
     "pytorch_lightning": "trainer_kit",
 }
-"""By package of Lightning or Accelerate, what has its names here."""
+"""By package of Lightning or Accelerate, the package here that has its names."""
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _MENTION: Final = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if '.' not in name)})\b")
 
@@ -41,12 +41,12 @@ _MENTION: Final = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if '.' 
 @final
 @dataclass(frozen=True)
 class Finding:
-    """A place that will not move, or not as it is.
+    """A place in the code that will not move, or not unchanged.
 
     Attributes:
         path: the file.
-        line: in it, from 1.
-        kind: what it is about, in one word, by which findings are counted.
+        line: its line, from 1.
+        kind: the category, in one word; the summary counts findings by it.
         problem: what is wrong.
         fix: what to do about it.
     """
@@ -64,7 +64,7 @@ def mentions(text: str) -> bool:
 
 
 def renamed(name: str) -> str | None:
-    """The name here of a dotted name of Lightning or Accelerate; None for other packages.
+    """Translate a dotted name of Lightning or Accelerate to this library; None for other packages.
 
     Example:
         >>> renamed("lightning.pytorch.callbacks.EarlyStopping"), renamed("lightning_utilities.core")
@@ -79,7 +79,7 @@ def renamed(name: str) -> str | None:
 
 
 def name_here(text: str) -> str | None:
-    """What a text that is a dotted name of Lightning or Accelerate is here; None for others, and where nothing is."""
+    """Translate a text if it is a dotted name of Lightning or Accelerate that exists here; else None."""
     new = renamed(text) if _DOTTED.fullmatch(text) else None
     try:
         return new if new is not None and look_up(new) is not None else None
@@ -126,7 +126,7 @@ def look_up(name: str) -> Any:
 
 
 def needs(error: BaseException) -> str | None:
-    """The package that an existing name needs and that is not installed here; None where the name is missing."""
+    """The package that a name needs and that is not installed; None if the name itself does not exist."""
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     return None if package in ("", "trainer_kit") else package
 
@@ -154,7 +154,7 @@ def dotted(node: ast.AST) -> str | None:
 
 
 def bound_names(tree: ast.AST) -> dict[str, str]:
-    """What a file's imports of the packages bind, wherever they stand: by local name, the dotted name there.
+    """The local names that a file's imports of the packages bind in any scope, with the dotted names they refer to.
 
     A name that an import of another package binds too (``pl`` may be polars) is left out.
     """

@@ -1,4 +1,4 @@
-"""Finds what of Lightning or Accelerate code will not move, by place; what is wrong is what the library answers."""
+"""Find the places in Lightning or Accelerate code that will not move; this library's errors are the reasons."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Source:
         return renamed(f"{self.bound[root]}{dot}{rest}") if root in self.bound else None
 
     def library(self, node: ast.AST) -> Any:
-        """What an expression names after the move; None where that is nothing of this library."""
+        """The object of this library that an expression names after the move, or None."""
         new = self.new_name(node)
         try:
             return None if new is None else look_up(new)
@@ -76,7 +76,7 @@ class _Source:
 
 @final
 class Project:
-    """The files that move together: a class of one may be the base of a class of another.
+    """The files that move together: a class in one file may be the base of a class in another.
 
     Attributes:
         names: how many names of the packages are imported.
@@ -92,7 +92,7 @@ class Project:
         self._found: list[Finding] = []
 
     def add_python(self, path: str, tree: ast.AST, bound: Mapping[str, str]) -> None:
-        """Take in a file, with what its imports bind."""
+        """Add a Python file and the names that its imports bind."""
         source = _Source(path, tree, bound)
         self._sources.append(source)
         for node in ast.walk(tree):
@@ -111,7 +111,7 @@ class Project:
                 self._attributes.add(node.value)
 
     def add_yaml(self, path: str, text: str) -> None:
-        """Report classes of a configuration that do not exist here, and arguments that these do not take."""
+        """Report classes of a configuration that do not exist here, and arguments that its classes do not take."""
         try:
             targets = list(_targets(guarded_root(text)))
         except YamlProblem:
@@ -141,15 +141,15 @@ class Project:
         self._found.append(Finding(path, line, answer.kind, answer.problem, answer.fix or None))
 
     def defines(self, attribute: str) -> bool:
-        """Whether anything in the project has, or is given, this attribute."""
+        """Whether the project defines or assigns this attribute anywhere."""
         return attribute in self._attributes
 
     def calls(self, method: str) -> bool:
-        """Whether the project calls a method of this name itself, from one of another name."""
+        """Whether the project itself calls a method of this name from a method of another name."""
         return method in self._called
 
     def bases(self, source: _Source, cls: ast.ClassDef, seen: tuple[str, ...] = ()) -> tuple[tuple[type, ...], bool]:
-        """The classes of this library that a class extends, and whether all that it extends is known."""
+        """The classes of this library that a class extends, and whether all its bases are known."""
         found: list[type] = []
         known = True
         for base in cls.bases:
@@ -197,14 +197,14 @@ def _targets(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, list[tup
 
 @final
 class _Reader(ast.NodeVisitor):
-    """Reads one file; what a name may be is known from imports, annotations, constructors and hooks."""
+    """Checks one file; infers types from imports, annotations, constructors and hooks."""
 
     def __init__(self, project: Project, source: _Source) -> None:
         self._project, self._source = project, source
         self._types: dict[str, type] = {}
-        """By dotted name, what is known to be a Trainer or an Accelerator."""
+        """The variables known to hold a Trainer or an Accelerator, by dotted name."""
         self._own: tuple[tuple[type, ...], bool] = (), False
-        """What the class that is being read extends, and whether all of that is known."""
+        """The bases of the class being read, and whether all of them are known."""
         self._concerned = bool(source.bound)
 
     def _report(self, node: ast.stmt | ast.expr, answer: Answer | None) -> None:
@@ -383,7 +383,7 @@ def _parsed(text: str) -> ast.expr | None:
 
 
 def _made(base: type) -> Any:
-    """An object of a class, for attributes that its constructor sets; the class where it cannot be made like this."""
+    """Make an object of a class, for attributes that its constructor sets; return the class if that fails."""
     try:
         return base() if issubclass(base, (TrainModule, DataModule, Callback)) else base
     except Exception:  # it needs arguments, or a package that is not installed

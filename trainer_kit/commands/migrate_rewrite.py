@@ -18,7 +18,7 @@ TARGET: Final = re.compile(r"""\b(?:_target_|class_path)["']?\s*:\s*["']?([A-Za-
 
 
 def rewrite_yaml(text: str) -> str:
-    """The text with the ``_target_`` and ``class_path`` of this library, where it has such a class.
+    """Replace each ``_target_`` and ``class_path`` by the class of this library, where it has one.
 
     Example:
         >>> rewrite_yaml("_target_: lightning.pytorch.Trainer  # the loop")
@@ -32,14 +32,14 @@ def rewrite_yaml(text: str) -> str:
 
 
 def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
-    """The source with the imports, attributes and strings of this library.
+    """Replace imports, attributes and strings in a source by the names of this library.
 
     Args:
-        source: the bytes of the file; coding, line ends and formatting stay.
+        source: the bytes of the file; encoding, line endings and formatting are kept.
         bound: what its imports bind, from `bound_names`.
 
     Raises:
-        libcst.ParserSyntaxError: it is no Python.
+        libcst.ParserSyntaxError: the source is not valid Python.
 
     Example:
         >>> rewrite_python(b"import lightning as L  # ours now", {"L": "lightning"})

@@ -19,7 +19,7 @@ _DOWN: Final = ("\x1b[B", "\x1bOB", "j")
 
 
 class FilePath(click.Path):
-    """A path of this machine; also expands ``~`` after an equals sign, as in ``--config_file=~/run.yaml``."""
+    """A local path; also expands ``~`` after an equals sign, as in ``--config_file=~/run.yaml``."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         return super().convert(os.path.expanduser(value), parameter, context)
@@ -49,7 +49,7 @@ def choose(question: str, choices: Sequence[tuple[str, str]], default: str) -> s
     Args:
         question: without a colon.
         choices: value and text of each.
-        default: the value for Return without another key.
+        default: the value that is selected at first.
 
     Returns:
         The value.

@@ -45,7 +45,7 @@ class TrialModule(TrainModule):
 
 
 def trial_data(world_size: int) -> TensorDataset:
-    """As many samples as all ranks take in `STEPS` steps."""
+    """The samples that all ranks take in `STEPS` steps."""
     made = torch.Generator().manual_seed(11)
     samples = STEPS * _BATCH * world_size
     return TensorDataset(torch.randn(samples, 32, generator=made), torch.randn(samples, 4, generator=made))
@@ -64,7 +64,7 @@ def plain_weights(world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]
 
 
 def main() -> None:
-    """Train, and leave checkpoints and ``about.json`` in a directory."""
+    """Train, and write checkpoints and ``about.json`` to a directory."""
     parser = argparse.ArgumentParser()
     parser.add_argument("directory", type=Path)
     parser.add_argument("--devices", default="auto")

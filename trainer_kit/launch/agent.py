@@ -37,7 +37,7 @@ _BOOTSTRAP: Final = Path(__file__).with_name("bootstrap.py")
 _STOP: Final = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _FORWARD: Final = ("SIGUSR1", "SIGUSR2")
 _REPLY_TIME: Final = 60.0
-"""Seconds that other machines have to report how they ended after one failed: their ranks may need half of it."""
+"""Seconds in which the other machines must report their end after one has failed; their ranks may need half of it."""
 _PERIOD: Final = 0.02
 _EXIT_TIME: Final = 30.0
 
@@ -45,13 +45,13 @@ _EXIT_TIME: Final = 30.0
 @final
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """The streams of the ranks of one machine, as under torchrun.
+    """Where the output of one machine's ranks goes, as under torchrun.
 
     Attributes:
-        tee: what goes both to a file and, with a prefix, to the console: "0" nothing, "1" stdout, "2" stderr, "3" both;
+        tee: streams to write to a file and, with a prefix, to the console: "0" none, "1" stdout, "2" stderr, "3" both;
             or "0:1,1:3", by local rank. None: both if there is a ``log_dir``, else nothing.
-        log_dir: the directory of these files; None: a new temporary directory, whose path is printed.
-        role: the word in the prefix.
+        log_dir: the directory of the log files; None: a new temporary directory, whose path is printed.
+        role: the label in the prefix.
 
     Example:
         >>> Output(tee="1", log_dir=Path("logs")).role
@@ -63,10 +63,10 @@ class Output:
     role: str = "rank"
 
     def files(self, reports: str) -> DefaultLogsSpecs:
-        """The specification for torch's agent; without log files, torch writes its own files to ``reports``.
+        """Make the log specification for torch's agent; without log files, torch writes its own files to ``reports``.
 
         Args:
-            reports: a directory of this attempt alone.
+            reports: a directory that only this attempt uses.
         """
         tee = self.tee or ("0" if self.log_dir is None else "3")
         directory = reports if self.log_dir is None else str(self.log_dir)
@@ -104,8 +104,8 @@ def run_agent(
     """Run this program again from its start, as ``nproc`` ranks on this machine, and exit with their code.
 
     torch's elastic agent starts the ranks with the variables that torchrun sets; they rendezvous on a port of the
-    loopback interface. When one rank fails, the agent ends the others and prints the exception; the broken connections
-    that the others then report are one line. The agent forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT to the ranks, which
+    loopback interface. When one rank fails, the agent ends the others and prints the exception; it summarizes their
+    connection errors in one line. The agent forwards SIGTERM, SIGINT, SIGHUP and SIGQUIT to the ranks, which
     have ``signal_grace`` seconds to end (a second signal kills them at once), and forwards SIGUSR1 and SIGUSR2. Ranks
     die with their agent, however it dies.
 
@@ -114,7 +114,7 @@ def run_agent(
     Args:
         nproc: number of ranks.
         extra_env: variables for the ranks, in addition to those of torchrun.
-        max_restarts: how often all ranks are restarted after a failure. A code of 128 or more (a signal) is final.
+        max_restarts: how often to restart all ranks after a failure. An exit code of 128 or more (a signal) is final.
         peer_grace: seconds in which the other ranks must end after one has failed.
         signal_grace: seconds in which ranks must end after the agent has received a stop signal.
 
@@ -151,18 +151,18 @@ def run_ranks(
     output: Output | None = None,
     monitor_interval: float = 0.1,
 ) -> NoReturn:
-    """Run a script as ``nproc`` ranks on this machine, and as many on every other, and exit with their code.
+    """Run a script as ``nproc`` ranks on every machine of the run, and exit with their code.
 
     Args:
         words: ``[script, *arguments]``, ``["-m", module, *arguments]``, or ``["--exec", program, *arguments]``.
         nproc: number of ranks on this machine.
-        options: of the interpreter.
+        options: options of the Python interpreter.
         machines: all machines of the run; by default only this one, on its loopback interface.
-        extra_env: as for `run_agent`, like the arguments below.
+        extra_env: see `run_agent`.
         max_restarts: the same on every machine.
         peer_grace: see `run_agent`.
         signal_grace: see `run_agent`.
-        output: of the ranks.
+        output: where the ranks' output goes.
         monitor_interval: seconds between two polls of the ranks by torch's agent.
 
     Raises:
@@ -220,7 +220,7 @@ class _Attempt:
     monitor_interval: float
 
     def run(self, output: Output) -> tuple[int, str]:
-        """The exit status, and the message for the user."""
+        """Run the attempt; return its exit status and the message for the user."""
         _silence_torch()
         with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as name:
             reports = Path(name)
@@ -263,12 +263,12 @@ class _Attempt:
         return agent
 
     def _stopped_by_peer(self, pids: Mapping[int, int]) -> list[RankFailure]:
-        """The ranks of this machine, which ended because another machine failed."""
+        """Describe this machine's ranks as stopped because another machine failed."""
         host, now = socket.gethostname(), time.time_ns()
         return [RankFailure(rank, None, now, host=host, pid=pid, stopped=True) for rank, pid in pids.items()]
 
     def _ended(self, own: list[RankFailure], status: int, reason: str) -> tuple[int, str]:
-        """The same status and headline on every machine; only the machine of the failed rank prints the traceback."""
+        """Return the same status and headline on every machine; only the failed rank's machine gets the traceback."""
         failures, worst = self.machines.outcome(self.number, own, status, _REPLY_TIME)
         causes = [failure for failure in failures if not failure.stopped]
         if self.machines.gone:
@@ -279,7 +279,7 @@ class _Attempt:
         return root.exit_status, message if root in own else message.splitlines()[0]
 
     def _stopped(self, monitor: _ProcessMonitor, reports: Path, number: int) -> tuple[int, str]:
-        """After a signal: exceptions are printed, the ranks' regular ways to end are not."""
+        """Return status and message after a signal; ranks that ended regularly are not listed."""
         found = [one for one in read_reports(reports).values() if one.type not in ("SystemExit", "KeyboardInterrupt")]
         lines = [describe(found, self.nproc * self.machines.count)] if found else []
         if monitor.killed:
@@ -318,7 +318,7 @@ def _silence_torch() -> None:
 
 @contextlib.contextmanager
 def _signals(monitor: _ProcessMonitor) -> Iterator[None]:
-    """The first stop signal ends the ranks with a grace period, a second one at once."""
+    """The first stop signal gives the ranks a grace period to end; a second one kills them."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         if monitor.stop_signal is not None:
@@ -334,7 +334,7 @@ def _signals(monitor: _ProcessMonitor) -> Iterator[None]:
     before = {}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # nohup stays nohup
+        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # keep signals ignored under nohup
             before[number] = signal.signal(number, handler)
     try:
         yield
@@ -348,7 +348,7 @@ class _ProcessMonitor(threading.Thread):
     """A thread that notices at once when a rank ends; torch's agent waits 30 s for a rank that does not react.
 
     Args:
-        agent: torch's, which starts the ranks; each rank leads a process group.
+        agent: torch's agent, which starts the ranks; each rank leads a process group.
         nproc: number of ranks.
         reports: the directory in which ranks leave their error files.
         peer_grace: seconds that the others have after a rank has failed.
@@ -356,9 +356,9 @@ class _ProcessMonitor(threading.Thread):
 
     Attributes:
         deaths: when the monitor saw each rank end, in nanoseconds of the clock.
-        killed: the ranks that did not end by themselves.
+        killed: the ranks that did not end in time and were killed.
         stop_signal: the signal that stopped the agent.
-        forwarded: the signals that were only forwarded.
+        forwarded: the signals that were forwarded without stopping the agent.
     """
 
     def __init__(
@@ -376,7 +376,7 @@ class _ProcessMonitor(threading.Thread):
         self._over = threading.Event()
 
     def pids(self) -> dict[int, int]:
-        """The processes by rank; empty while the agent still starts them."""
+        """Process IDs by rank; empty while the agent is still starting the ranks."""
         workers = self._agent.get_worker_group().workers
         found = {worker.global_rank: worker.id for worker in workers if isinstance(worker.id, int)}
         return found if len(found) == self._nproc else {}
@@ -454,7 +454,7 @@ class _ProcessMonitor(threading.Thread):
         """End the monitor.
 
         Args:
-            sweep: also kill the processes that the ranks started and left.
+            sweep: also kill processes that the ranks started and left running.
         """
         self._over.set()
         self.join()
@@ -470,7 +470,7 @@ def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
 
 @final
 class _Rendezvous(RendezvousHandler):
-    """One attempt of all machines. Unlike torch's handlers it does not listen on every interface.
+    """The rendezvous of one attempt. Unlike torch's handlers, it does not listen on every interface.
 
     Args:
         machines: the machines of the run.

@@ -43,7 +43,7 @@ class _Reporter:
             self.next_hook(kind, error, trace)
 
     def write(self, error: BaseException) -> bool:
-        """Report ``error``, in the format of torch's elastic agents; whether the file could be written."""
+        """Report ``error`` in the format of torch's elastic agents; return whether the file could be written."""
         path = os.environ.get("TORCHELASTIC_ERROR_FILE")
         if self.reported is error or path is None:
             return path is not None
@@ -63,18 +63,18 @@ class _Reporter:
 def write_report(
     path: str, rank: int, kind: str, text: str, stack: str, where: str, code: int, pid: int, delay: int = 0
 ) -> bool:
-    """Write how a rank of this machine failed, for its agent; whether that was possible.
+    """Write the error report of a rank for its agent; return whether the file could be written.
 
     Args:
         path: the file that the agent reads.
-        rank: the rank among all.
+        rank: the global rank.
         kind: the class of the exception.
         text: its message.
         stack: its traceback.
         where: the position in the run.
         code: the exit code that the rank intends.
-        pid: its process.
-        delay: seconds that are added to the time of the failure: the earliest one is the headline.
+        pid: its process ID.
+        delay: seconds to add to the time of the failure; the earliest failure becomes the headline.
     """
     now = time.time_ns() + delay * 10**9
     fields = {
@@ -100,13 +100,13 @@ def write_report(
 
 
 def qualified_name(error: BaseException) -> str:
-    """The class of an exception, with its module unless it is a builtin or of the script."""
+    """The class of an exception, with its module unless it is a builtin or defined in the script."""
     kind = type(error)
     return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
 
 
 def _format(error: BaseException) -> list[str]:
-    """The traceback, from the first frame of the script on."""
+    """Format the traceback, starting at the script's first frame."""
     trace = error.__traceback__
     ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
@@ -121,7 +121,7 @@ _REPORTER = _Reporter()
 
 
 def report_errors(where: Callable[[], str] | None = None) -> None:
-    """In a rank of torch's or our agent: report the exception that ends this process to the agent.
+    """Report the exception that ends this rank to its agent, torch's or ours.
 
     Without an agent this does nothing. A later call replaces ``where``.
 
@@ -134,7 +134,7 @@ def report_errors(where: Callable[[], str] | None = None) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel of Linux kill this process when its parent ends."""
+    """Ask the Linux kernel to kill this process when its parent ends."""
     import ctypes
     import signal
 
@@ -150,7 +150,7 @@ def _die_with(agent: int) -> None:
 
         threading.Thread(target=_watch_parent, args=(agent,), daemon=True).start()
     if os.getppid() != agent:
-        os._exit(1)  # the agent died earlier
+        os._exit(1)  # the agent is already dead
 
 
 def _watch_parent(agent: int) -> None:
@@ -160,7 +160,7 @@ def _watch_parent(agent: int) -> None:
 
 
 def run_words(words: list[str]) -> None:
-    """Run ``[script, *arguments]`` or ``["-m", module, *arguments]`` as the interpreter would have.
+    """Run ``[script, *arguments]`` or ``["-m", module, *arguments]`` as the interpreter does.
 
     With ``["--exec", program, *arguments]`` this process becomes the program.
     """
@@ -185,10 +185,10 @@ def run_words(words: list[str]) -> None:
 def main() -> None:
     """Run the command line in ``sys.argv[1:]`` as a rank."""
     _die_with(int(os.environ["TRAINER_KIT_AGENT_PID"]))
-    # Also under its import name: the Trainer later imports this module, with this reporter.
+    # The Trainer imports this module later and must get this instance, with its reporter.
     sys.modules["trainer_kit.launch.bootstrap"] = sys.modules["__main__"]
     report_errors()
-    # gloo aborts where ranks exchange different sizes, and other C++ code too: show where Python was.
+    # C++ code may abort the process, as gloo does when sizes differ between ranks: print the Python stack then.
     faulthandler.enable()
     os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)  # it is for the agent only
     for stream in (sys.stdout, sys.stderr):

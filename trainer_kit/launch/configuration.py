@@ -1,7 +1,7 @@
-"""Which value of every option counts: flag, then configuration file, then environment, then default.
+"""Resolve the options of a launch: flag, then configuration file, then environment, then default.
 
-A file is Accelerate's YAML or JSON, checked key by key, each error with file and line. A value of a file that is the
-option's default has no priority over the environment: wizards write every key.
+Files are Accelerate's YAML or JSON; errors name file and line. A file value that equals the option's default does not
+override the environment, because wizards write every key.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _UNASKED: Final[Mapping[str, Any]] = {
     **{name: False for name in SECTIONS["dynamo_config"] if "_use_" in name},
     **{name: 1 for name in SECTIONS["parallelism_config"] if name.endswith("_size")},
 }
-"""The values that wizards write without a question: they mean the same as a missing key."""
+"""The values that wizards write without asking; they are treated as missing."""
 _BEFORE: Final = ", before the default in "
 
 
@@ -101,7 +101,7 @@ class _Reading:
 
 
 def read_configuration(path: Path) -> ConfigurationFile:
-    """Read a file that ``accelerate config`` or ``trainer-kit config`` wrote, or one by hand.
+    """Read a configuration file, written by ``accelerate config``, ``trainer-kit config`` or by hand.
 
     Args:
         path: YAML, or JSON.
@@ -115,13 +115,13 @@ def read_configuration(path: Path) -> ConfigurationFile:
         if name in SECTIONS:
             for inner, content in _pairs(reading, value, f"{name}: is a mapping of keys to values"):
                 _take(reading, SECTIONS[name], inner, content, f"{name}.")
-        elif name == _OLD_DYNAMO:  # from versions of Accelerate without this section
+        elif name == _OLD_DYNAMO:  # written by versions of Accelerate without this section
             _take(reading, SECTIONS["dynamo_config"], key, value, "")
         else:
             _take(reading, TOP, key, value, "")
     _take_tpu_file(reading)
     old, line = reading.values.pop("fp16", False), reading.lines.pop("fp16", 1)
-    if old:  # from versions of Accelerate without mixed_precision
+    if old:  # written by versions of Accelerate without mixed_precision
         reading.add("mixed_precision", "fp16", line)
     return ConfigurationFile(path, reading.values, reading.lines)
 
@@ -260,7 +260,7 @@ class Resolved:
     """Every option that has a value, and the origin of the value.
 
     Attributes:
-        chosen: by option.
+        chosen: value and origin, by option.
         file: the file that was read, if any.
     """
 
@@ -273,12 +273,12 @@ class Resolved:
         return None if found is None else found.value
 
     def origin(self, name: str) -> str:
-        """The origin of its value."""
+        """The origin of an option's value."""
         found = self.chosen.get(name)
         return "default" if found is None else found.origin
 
     def given(self, name: str) -> bool:
-        """Whether its value is not the default."""
+        """Whether an option's value is not the default."""
         return self.origin(name) != "default"
 
     def before_file(self) -> list[str]:
@@ -290,7 +290,7 @@ class Resolved:
         return f"{name}={self[name]} ({self.origin(name)})"
 
     def wrong(self, problem: str, *names: str, fix: str | None = None) -> ConfigurationError:
-        """The error of options that cannot be launched; it shows their values and origins."""
+        """Make the error for options that cannot be launched; it shows their values and origins."""
         return ConfigurationError(problem, found=", ".join(map(self.describe, names)), fix=fix)
 
 
@@ -303,7 +303,7 @@ def resolve(
         flags: the given flags, by option.
         config_file: a file to read; by default `default_file`, unless ``use_cpu`` is a flag and that file is not for
             the CPU.
-        environ: the variables.
+        environ: the environment variables.
 
     Raises:
         ConfigurationError: for a file, a flag or a variable that cannot be read.
@@ -325,7 +325,7 @@ def resolve(
 
 
 def _with_priority(file: ConfigurationFile, environment: dict[str, Chosen]) -> dict[str, Chosen]:
-    """The values of a file with priority over the environment; an origin there names the line that has none."""
+    """Return the file values that override the environment; the origin of any other variable names the file's line."""
     found = {}
     for name, value in file.values.items():
         explicit = name in environment and environment[name].origin.startswith("environment ")

@@ -1,4 +1,4 @@
-"""``python -m trainer_kit.launch.each_device script ...``: the script in one process for each device of torch_xla."""
+"""``python -m trainer_kit.launch.each_device script ...``: run the script in one process per torch_xla device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _run(index: int, words: list[str]) -> None:
             found=f"{xr.world_size()} devices, num_processes={wanted.value} ({wanted.origin})",
             fix=f"num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
         )
-    # The variables of other launchers, for code that reads them.
+    # Code in the script may read the variables that other launchers set.
     place = {
         "RANK": xr.global_ordinal(),
         "WORLD_SIZE": xr.world_size(),

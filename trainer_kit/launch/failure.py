@@ -27,7 +27,7 @@ _COMMUNICATION: Final = re.compile(
 _REPORTED: Final = ("rank", "exit_code", "time_ns", "type", "text", "py_callstack", "host", "pid", "where")
 """What a rank reports (see `trainer_kit.launch.bootstrap`), in the order of the fields of `RankFailure`."""
 _GRACEFUL: Final = (signal.SIGTERM, signal.SIGINT)
-"""After these a rank tears down, and leaves with 128 + n."""
+"""On these signals a rank tears down and exits with 128 + n."""
 
 
 @final
@@ -36,14 +36,14 @@ class RankFailure:
     """How one rank ended.
 
     Attributes:
-        rank: the rank among all.
-        exit_code: as ``subprocess`` gives it: negative for a signal; None while the process is alive.
+        rank: the global rank.
+        exit_code: as in ``subprocess``: negative for a signal; None while the process is alive.
         time_ns: the time of the exception if one is known, else of the end of the process.
         type: the exception's class, qualified unless it is a builtin; empty if no exception is known.
         message: the exception's text.
         traceback: the exception's traceback, formatted.
         host: the host of the rank.
-        pid: its process.
+        pid: its process ID.
         where: the position in the run that the rank reported, such as ``"step 25"``.
         stopped: whether the agent ended it because of another rank.
     """

@@ -30,7 +30,7 @@ RUN_TOKEN: Final = "TRAINER_KIT_RUN_TOKEN"
 _LOOPBACK: Final = "127.0.0.1"
 _PERIOD: Final = 0.05
 _REPLY_TIME: Final = 15.0
-"""Seconds in which a living machine confirms that it knows of a failure."""
+"""Seconds within which a living machine confirms that it has seen a failure."""
 _STORE_TIME: Final = timedelta(seconds=60)
 
 
@@ -48,7 +48,7 @@ class Machines:
         count: number of machines.
         rank: the number of this machine, from 0.
         address: machine 0's name or address, as the others reach it.
-        port: the port there; 0 for any, with a single machine.
+        port: the port at that address; a single machine may pass 0 for any free port.
         timeout: seconds to wait for the others.
 
     Attributes:
@@ -56,7 +56,7 @@ class Machines:
         gone: the machines that did not report how an attempt ended.
 
     Raises:
-        LaunchError: for numbers that contradict each other.
+        LaunchError: the numbers contradict each other.
 
     Example:
         >>> Machines().count
@@ -84,7 +84,7 @@ class Machines:
             about: values that must be equal on all machines.
 
         Raises:
-            LaunchError: a machine does not come, comes twice, or has other values.
+            LaunchError: a machine does not join, joins twice, or has other values.
         """
         if self.count == 1:
             return
@@ -150,7 +150,7 @@ class Machines:
         Args:
             attempt: the attempt.
             failures: of the ranks of this machine.
-            status: the exit status of this machine's ranks; decides if no rank of any machine failed.
+            status: the exit status of this machine's ranks; used when no rank failed on any machine.
             grace: seconds in which machines must report after one has failed.
 
         Returns:
@@ -231,13 +231,13 @@ def run_token() -> bytes:
 
 @final
 class SignedStore:
-    """A store whose values carry a proof that their writer has the run's token.
+    """A store whose values are signed with the run's token.
 
-    torch's store accepts commands from every process that connects: a value without a proof has no effect.
+    torch's store accepts commands from every process that connects; values without a valid signature are ignored.
 
     Args:
-        store: torch's.
-        token: by default the run's.
+        store: torch's store.
+        token: the key of the signatures; by default the run's token.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -261,18 +261,18 @@ class SignedStore:
         return bool(self._store.add(key, 1) == 1)
 
     def present(self, key: str) -> bool:
-        """Whether there is a value, with or without a proof."""
+        """Whether there is a value, signed or not."""
         return bool(self._store.check([key]))
 
     def holds(self, key: str) -> bool:
-        """Whether there is a value with a proof."""
+        """Whether there is a value with a valid signature."""
         return self.present(key) and self._read(key) is not None
 
     def get(self, key: str) -> str:
         """The value; waits until there is one.
 
         Raises:
-            LaunchError: it has no valid proof.
+            LaunchError: the value has no valid signature.
         """
         text = self._read(key)
         if text is None:

@@ -1,4 +1,4 @@
-"""Every option of a launch in one table: name, aliases, type, section, help, and why it has no effect.
+"""The table of all options of a launch: name, aliases, type, section, help, and why an option has no effect.
 
 The names are Accelerate's.
 """
@@ -24,7 +24,7 @@ def _boolean(text: str) -> bool:
 
 
 def _whole(what: str = "a whole number", least: float = -math.inf, most: float = math.inf) -> Callable[[str], int]:
-    """A reader of whole numbers; its ValueError completes "NAME ...".
+    """Make a reader of whole numbers; the text of its ValueError follows the option's name.
 
     Example:
         >>> positive("12")
@@ -114,7 +114,7 @@ class Option:
         """Read a value from a text.
 
         Raises:
-            ValueError: the text is no value of this option; the message completes "NAME ...".
+            ValueError: the text is not a value of this option; the message follows the option's name.
 
         Example:
             >>> TOP["mixed_precision"].value("BF16"), TOP["distributed_type"].value("FSDP")
@@ -126,7 +126,7 @@ class Option:
             return self.read(text)
         by_word = {word.lower(): word for word in self.words}
         found = by_word.get(text.lower())
-        # Numbers are those of torch's enumerations, which count from 1.
+        # A number refers to torch's enumeration, which counts from 1.
         if self.section == "fsdp_config" and re.fullmatch("[1-9]", text) and int(text) <= len(self.words):
             found = self.words[int(text) - 1]
         if text.lower() == "false":  # in JSON; YAML writes: no
@@ -159,7 +159,7 @@ _DYNAMO: Final = (
 
 
 def several_on(device: str) -> str:
-    """The kind of a run on several devices of a type, which has torch's name.
+    """The ``distributed_type`` of a run on several devices of one type; takes torch's name of the type.
 
     Example:
         >>> several_on("npu"), several_on("cuda")
@@ -316,7 +316,7 @@ SECTIONS: Final[Mapping[str, Mapping[str, Option]]] = {
     ),
     "ipex_config": _section("ipex_config", "", *_each(_boolean, "ipex", "use_xpu", ignored="IPEX is not used")),
 }  # fmt: skip
-"""The mappings of a file, and their options by their names on the command line; that of an engine has its name."""
+"""The sections of a file, with their options by command-line name; an engine's section has the engine's name."""
 
 
 def all_options() -> dict[str, Option]:
@@ -363,7 +363,7 @@ def with_kind(*levels: Mapping[str, Chosen]) -> dict[str, Chosen]:
 
 
 def _derived(level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
-    """``distributed_type`` and ``use_cpu`` by the words of one level, else their earlier values."""
+    """``distributed_type`` and ``use_cpu`` as the options of one level set them, else their earlier values."""
     devices, engines = ([word for word in words if _is_on(level, word)] for words in (_DEVICES, ENGINE_WORDS))
     given, on_cpu = chosen["distributed_type"], chosen["use_cpu"]
     kind = given

@@ -22,7 +22,7 @@ __all__ = ["Plan", "plan"]
 _PASSED: Final = ("mixed_precision", "gradient_accumulation_steps", "use_cpu", "debug")
 _VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _OF_THE_AGENT: Final = ("tee", "log_dir", "role", "monitor_interval", "max_restarts")
-"""The options that need a process above the ranks."""
+"""The options that need an agent process."""
 _PORT: Final = 29500
 _OURS: Final = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
@@ -35,14 +35,14 @@ class Plan:
     """What to start on this machine.
 
     Attributes:
-        processes: on this machine.
-        machines: of the whole run.
+        processes: how many to start on this machine.
+        machines: all machines of the run.
         in_place: whether a launcher has already started this process as a rank, so that it only runs the script.
         environ: variables for the script.
         max_restarts: how often the ranks are restarted.
-        supervised: whether an agent supervises the ranks, also a single one.
-        ignored: the options of the configuration without an effect, each with the reason.
-        through: a module that runs the script, as ``("-m", "module")``; or nothing.
+        supervised: whether an agent supervises the ranks, even a single one.
+        ignored: configured options without an effect, each with the reason.
+        through: a module that runs the script, as ``("-m", "module")``; empty to run it directly.
     """
 
     processes: int
@@ -130,7 +130,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
 
 
 def _ignored(options: Resolved, more: Mapping[str, str]) -> dict[str, str]:
-    """The options of the configuration without an effect: always, by their table, and ``more`` of this plan."""
+    """The configured options without an effect: those that the option table marks, and ``more`` of this plan."""
     found = dict(more)
     for table in (TOP, *SECTIONS.values()):
         found |= {option.name: option.ignored for option in table.values() if option.ignored}

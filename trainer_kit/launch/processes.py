@@ -101,7 +101,7 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
 
 @final
 class _Target:
-    """``fn`` in its process."""
+    """Calls ``fn`` in a rank's process."""
 
     def __init__(self, fn: Callable[[int], Any], forked: bool) -> None:
         self.fn, self.forked = fn, forked
@@ -140,7 +140,7 @@ def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
 
 @contextmanager
 def _no_garbage_in_forks() -> Iterator[None]:
-    """Collect this process's garbage here: a store of torch that a fork collects may wait for a wrong thread."""
+    """Collect garbage before the fork: a torch store that the child collects may wait for a thread of the parent."""
     gc.collect()
     gc.freeze()
     try:
@@ -277,7 +277,7 @@ class Ranks:
 
 
 def _work(rank: int, target: Callable[[int], Any], environ: Mapping[str, str], writer: Connection[Any, Any]) -> None:
-    """The body of one process."""
+    """Run ``target`` in a rank's process, and send its result to the parent."""
     if sys.platform == "linux":
         die_with_parent()
     os.environ.update(environ)
@@ -302,7 +302,7 @@ def _result(target: Callable[[int], Any], rank: int) -> Any:
 
 
 def _packed(error: BaseException) -> bytes | None:
-    """The exception as a pickle; None if it has none, and for SystemExit, which would end the parent."""
+    """Pickle an exception; None if that fails, and for SystemExit, which would end the parent."""
     if isinstance(error, SystemExit):
         return None
     try:

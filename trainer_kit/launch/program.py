@@ -22,7 +22,7 @@ from trainer_kit.core.errors import LaunchError
 __all__ = ["HANDED_OVER", "arguments", "handed_over", "launches", "requeue", "rerun_command", "script", "split_command"]
 
 HANDED_OVER: Final = "TRAINER_KIT_RUN"
-"""The variable in which our agent gives every rank, and every restart, the identity of the run."""
+"""The environment variable through which our agent passes the run's identity to every rank and restart."""
 
 _OPTION: Final = re.compile(r"(-{0,2}[A-Za-z][\w.\-]*)=(.*)", re.DOTALL)
 _REQUEUE_TIME: Final = 60.0
@@ -152,7 +152,7 @@ def handed_over(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 
 def launches(environ: Mapping[str, str] = os.environ) -> dict[str, bool]:
-    """The launchers of this process, each by a name that its restarts share, and whether this is a restart.
+    """The launchers of this process, by a name that stays the same across restarts, and whether this is a restart.
 
     Args:
         environ: the variables of SLURM, torchrun and our agent.

@@ -35,7 +35,7 @@ def patience() -> float:
     """The seconds of waiting after which a process prints a message: ``TRAINER_KIT_PATIENCE``.
 
     Raises:
-        ConfigurationError: it is no number of seconds.
+        ConfigurationError: the variable is not a number of seconds.
     """
     text = os.environ.get("TRAINER_KIT_PATIENCE", "")
     try:
@@ -60,7 +60,7 @@ def meet_without_agent(here: Environment, timeout: timedelta) -> Any:
         timeout: how long to wait for rank 0.
 
     Raises:
-        LaunchError: rank 0 finds no address to listen at, has not come, or has another run token.
+        LaunchError: rank 0 finds no address to listen at, has not joined, or has another run token.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return None
@@ -121,7 +121,7 @@ def wait_for_all(store: Any, here: Environment, timeout: timedelta) -> None:
         timeout: how long to wait in all.
 
     Raises:
-        LaunchError: some have not come.
+        LaunchError: some ranks have not joined.
     """
     size = here.world_size
     store.set(f"{_COUNT}/{here.rank}", "")
