@@ -1,4 +1,4 @@
-"""The `Accelerator`: everything the Trainer has, for loops that users write themselves."""
+"""The `Accelerator`: the features of the Trainer for training loops that users write themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest batch that memory holds."""
+"""Find the largest batch size that fits into memory, and release memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["find_executable_batch_size", "release_memory"]
 
 @final
 class _NoBatchSizeError(ConfigurationError, RuntimeError):
-    """`find_executable_batch_size` has tried them all; scripts for Accelerate wait for a RuntimeError."""
+    """No batch size of `find_executable_batch_size` fits; a RuntimeError, which Accelerate scripts catch."""
 
 
 def release_memory(*objects: Any) -> list[None]:
@@ -52,10 +52,10 @@ def find_executable_batch_size(
 
     Args:
         function: its first parameter is the batch size.
-        starting_batch_size: to try first.
-        reduce_batch_size_fn: gives the next one to try, in place of half.
+        starting_batch_size: the first batch size to try.
+        reduce_batch_size_fn: returns the next batch size to try, in place of half the last one.
         keep_global_batch: call ``function(batch_size, accumulation_steps, ...)``, whose product stays
-            ``starting_batch_size``: training is then the same whatever memory holds.
+            ``starting_batch_size``, so that training does not depend on the memory size.
 
     Raises:
         RuntimeError: no batch size is left to try.

@@ -1,4 +1,4 @@
-"""What several processes exchange: nested tensors, and small objects. Every process makes the same calls."""
+"""Collectives over nested tensors and small objects. Every process must make the same calls in the same order."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ __all__ = ["Collectives"]
 _REDUCTIONS: Final = ("sum", "mean", "max", "min", "none")
 _NO_CONTEXT: Final = nullcontext()
 _PACKAGE: Final = str(Path(__file__).resolve().parents[1])
-_PATIENCE: Final = 60.0  # seconds that debug mode waits for the other processes
+_PATIENCE: Final = 60.0  # seconds for which debug mode waits for the other processes
 
 
 @final
 class Collectives:
-    """The calls that all processes make together.
+    """The collective calls of an Accelerator.
 
     Args:
         world: all processes.
-        data: the processes among which batches are divided; by default all of them.
+        data: the processes over which batches are sharded; by default all of them.
         debug: compare the calls of all processes before each exchange.
-        calls: counts the calls, and adds to their errors.
+        calls: counts the calls, and adds an explanation to their errors.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class Collectives:
         self.data = world if data is None else data
         self.debug = debug
         self._calls = calls
-        self._several = world.size > 1 and dist.is_initialized()  # torch_xla's processes have no store
+        self._several = world.size > 1 and dist.is_initialized()  # processes of torch_xla have no store
         self._triggered = False
 
     def during(self, call: str, data: Any = None) -> AbstractContextManager[None]:
-        """The context of a call that every process makes.
+        """Return the context in which a collective call runs.
 
         Args:
-            call: the name in messages.
-            data: what is exchanged: debug mode compares the shapes and dtypes of its tensors.
+            call: the name of the call in messages.
+            data: the exchanged values: debug mode compares the shapes and dtypes of their tensors.
         """
         if not self._several:
             return _NO_CONTEXT
@@ -77,18 +77,18 @@ class Collectives:
             The same nesting; each tensor has shape ``(processes * n, ...)``.
 
         Raises:
-            RankError: on every process, where shapes, dtypes or structure differ.
+            RankError: on every process, if shapes, dtypes or the nesting differ.
         """
         with self.during("gather", data):
             return _gather(self.world, data, "gather")
 
     def gather_for_metrics(self, data: Any, use_gather_object: bool, batches: Any) -> Any:
-        """Gather the results of a batch without those of repeated samples, once for each part of the data.
+        """Gather the results of a batch without those of repeated samples, once from each data shard.
 
         Args:
-            data: nested tensors with an entry for each sample, or other objects.
-            use_gather_object: gather tensors as objects: they may then differ in shape.
-            batches: the loader of the batch, with its ``size`` and ``counts``; None outside of a loader.
+            data: nested tensors with one entry per sample, or other objects.
+            use_gather_object: gather tensors as objects: their shapes may then differ.
+            batches: the loader of the batch, with its ``size`` and ``counts``; None outside a loader.
         """
         with self.during("gather_for_metrics"):
             group = self.data
@@ -104,22 +104,22 @@ class Collectives:
             return _gather_rows(group, data, batches.size, counts)
 
     def gather_object(self, data: Any) -> list[Any]:
-        """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
+        """Gather small picklable values: lists are concatenated, other values are collected in a list in rank order."""
         with self.during("gather_object"):
             return _gather_object(self.world, data)
 
     def reduce(self, data: Any, reduction: str, scale: float) -> Any:
-        """Reduce nested tensors over the processes; the arguments are not changed.
+        """Reduce nested tensors over the processes; the arguments do not change.
 
         Args:
             data: nested tensors, of equal shape on every process.
-            reduction: ``"sum"``, ``"mean"`` (the mean of whole numbers is a float), ``"max"``, ``"min"``, or
-                ``"none"``: the tensors as they are.
-            scale: the result is multiplied by it.
+            reduction: ``"sum"``, ``"mean"`` (the mean of integers is a float), ``"max"``, ``"min"``, or ``"none"``:
+                return the tensors unchanged.
+            scale: a factor for the result.
 
         Raises:
             ConfigurationError: an unknown reduction.
-            RankError: on every process, where shapes, dtypes or structure differ.
+            RankError: on every process, if shapes, dtypes or the nesting differ.
         """
         with self.during("reduce", data):
             if reduction not in _REDUCTIONS:
@@ -138,32 +138,32 @@ class Collectives:
         return whole if scale == 1.0 else whole * scale
 
     def broadcast(self, data: Any, source: int) -> Any:
-        """Nested tensors of process ``source`` for every process; shapes and dtypes are equal everywhere.
+        """Send the nested tensors of process ``source`` to every process; shapes and dtypes must be equal everywhere.
 
         Raises:
-            RankError: on every process, where they are not.
+            RankError: on every process, if they differ.
         """
         with self.during("broadcast", data):
             same_everywhere(self.world, f"broadcast from process {source}", data)
             return each_tensor(data, lambda one: self.world.broadcast(one.detach().clone(), source), strict=True)
 
     def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
-        """Small picklable values of process ``source``, in place."""
+        """Replace ``values`` in place with the small picklable values of process ``source``."""
         with self.during("broadcast_object_list"):
             values[:] = self.world.broadcast(list(values), source)
         return values
 
     def pad_across_processes(self, data: Any, dim: int, pad_index: float, pad_first: bool) -> Any:
-        """Pad nested tensors along ``dim`` to the longest of all processes, so that they can be gathered.
+        """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
 
         Args:
             data: nested tensors that differ in length along ``dim`` only.
-            dim: the dimension; tensors that do not have it are not changed.
+            dim: the dimension; tensors without this dimension do not change.
             pad_index: the value of the padding.
             pad_first: pad at the beginning.
 
         Raises:
-            RankError: on every process, where the structure or numbers of dimensions differ.
+            RankError: on every process, if the nesting or numbers of dimensions differ.
         """
         with self.during("pad_across_processes"):
             lengths = iter(_lengths(self.world, "pad_across_processes", data, dim)[0])
@@ -176,7 +176,7 @@ class Collectives:
             return each_tensor(data, pad, strict=True)
 
     def set_trigger(self) -> None:
-        """Set the trigger that every process finds at its next `check_trigger`."""
+        """Set the trigger; on every process the next `check_trigger` returns True."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
@@ -214,17 +214,17 @@ def _gather_object(group: Group, data: Any) -> list[Any]:
 
 
 def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
-    """Gather the results of a batch without those of repeated samples.
+    """Gather the results of a batch, and omit those of repeated samples.
 
     Args:
         group: the processes.
-        data: nested tensors. Those with an entry for each sample of the batch are cut to ``counts``; others may differ
-            in length, and are kept whole. Scalars make a vector.
-        size: samples of the batch on this process.
-        counts: how many of each process's samples are not repeated.
+        data: nested tensors. Tensors with one entry per sample of the batch are cut to ``counts``; others may differ
+            in length, and stay whole. Scalars make a vector.
+        size: the number of samples in the batch on this process.
+        counts: for each process, the number of samples that are not repeated.
 
     Raises:
-        RankError: on every process, where tensors differ in more than their length.
+        RankError: on every process, if tensors differ in more than their length.
     """
     lengths, sizes = _lengths(group, "gather_for_metrics", data, 0, size, alike=True)
     found = iter(lengths)
@@ -243,10 +243,10 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
 def _lengths(
     group: Group, call: str, data: Any, dim: int, size: int = 0, alike: bool = False
 ) -> tuple[list[list[int]], list[int]]:
-    """The length of each tensor that has ``dim`` along it on every process; and every process's ``size``.
+    """Return, for each tensor that has ``dim``, its length on every process; and the ``size`` of every process.
 
-    One exchange, and a second one only where the tensors of a process differ in length. ``alike``: their other
-    dimensions and dtypes must be equal, not only the number of dimensions.
+    This takes one exchange, and a second one only if the tensors of a process differ in length. ``alike``: the other
+    dimensions and dtypes must be equal too, not only the number of dimensions.
     """
     mine: list[int] = []
 
@@ -275,14 +275,14 @@ def _padded(tensor: Tensor, longest: int, dim: int = 0, value: float = 0, first:
 
 
 def _compare_calls(group: Group, call: str, data: Any) -> None:
-    """Wait until every process is about to make the same call: a different one would hang, or mix values up.
+    """Wait until every process is about to make the same call: different calls would hang, or exchange wrong values.
 
-    Processes leave their call in the store through which they found each other, so the comparison does not disturb a
-    process that does something else meanwhile. ``TRAINER_KIT_DEBUG_TIMEOUT`` is how many seconds this process waits
-    for the others (60).
+    Each process writes its call to the rendezvous store, so the comparison does not affect a process that does
+    something else at the time. ``TRAINER_KIT_DEBUG_TIMEOUT`` sets the seconds for which this process waits for the
+    others (60).
 
     Raises:
-        RankError: the call of each process, and which processes make none.
+        RankError: calls differ, or a process makes none; the message lists the call of each process.
     """
     shapes: list[str] = []
     if data is not None:

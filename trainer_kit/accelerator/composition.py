@@ -1,4 +1,4 @@
-"""What the arguments of an `Accelerator` mean: strategy, precision, accumulation, options, and their origins."""
+"""Resolve the arguments of an `Accelerator`: strategy, precision, accumulation, options, and their origins."""
 
 from __future__ import annotations
 
@@ -68,24 +68,24 @@ _PLUGINS: Final[dict[str, type]] = {
     "deepspeed_plugin": DeepSpeedPlugin,
 }
 
-_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # trackers that log_with="all" means
+_EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # the trackers of log_with="all"
 _IF_INSTALLED: Final = ("wandb", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
 
-# By the launcher's word; DeepSpeed's is among its plugins already.
+# Plugins by the launcher's names; DeepSpeed's plugin is passed with the other DeepSpeed plugins.
 _LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}
 
 
 def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any], known: Iterable[str] = ()) -> dict[type, Any]:
-    """The plugins of engines by their class: an Accelerator's arguments, else what its launcher names.
+    """Return the engine plugins by class: from an Accelerator's arguments, else from its launcher.
 
     Args:
-        given: arguments, by name.
-        deepspeed: DeepSpeed's plugins by name, the launcher's too; the first counts.
-        known: the names of the other arguments, for the fix.
+        given: arguments by name.
+        deepspeed: DeepSpeed plugins by name, with the launcher's; the first one is used.
+        known: the names of the other arguments, for error messages.
 
     Raises:
-        ConfigurationError: for what is given twice.
-        TypeError: for an argument that it does not have.
+        ConfigurationError: an option is given twice.
+        TypeError: an argument is unknown.
     """
     found: dict[type, Any] = {}
     given = {**given, "deepspeed_plugin": next(iter(deepspeed.values()), None), "deepspeed_plugins": None}
@@ -110,13 +110,13 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any], known: Itera
 
 
 def _asked_engine(options: Mapping[type, Any]) -> Any:
-    """The plugin of the engine that the options ask for, or None."""
+    """Return the plugin of the engine that the options select, or None."""
     engines = (options[kind] for kind in _PLUGINS.values() if kind in options and kind is not ParallelismConfig)
     return next(engines, None)
 
 
 def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
-    """The strategy that the user's options ask for; ``"auto"`` where there are none."""
+    """Return the strategy that the user's options select; ``"auto"`` without options."""
     engine = _asked_engine(options)
     mesh = _mesh(options.get(ParallelismConfig), engine, environment)
     wrapper = options.get(DistributedDataParallelKwargs)
@@ -140,7 +140,7 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
 
 
 def _mesh(config: ParallelismConfig | None, engine: Any, environment: Environment) -> ParallelismConfig | None:
-    """The configuration of a mesh; None where only data are divided."""
+    """Return the configuration of a mesh; None for data parallelism alone."""
     dims = [] if config is None else config.active_mesh_dims
     if config is None or not dims:
         return None
@@ -155,7 +155,7 @@ def _mesh(config: ParallelismConfig | None, engine: Any, environment: Environmen
 
 
 def chosen_sizes(options: Mapping[type, Any]) -> dict[str, Chosen]:
-    """The sizes of a mesh that are not 1, with their origins."""
+    """Return the mesh sizes that are not 1, with their origins."""
     config = options.get(ParallelismConfig)
     found: dict[str, Chosen] = {}
     for key in (*MESH_KEYS, "parallelism_config_pp_size"):
@@ -176,15 +176,15 @@ def named_options(
     plugin: GradientAccumulationPlugin | None,
     debug: bool | None,
 ) -> dict[str, Chosen]:
-    """The options that the environment may give, with their origins.
+    """Return the options that environment variables may set, with their origins.
 
     Args:
-        options: the user's, by class: DeepSpeed's configuration may give precision and accumulation.
-        cpu: an argument of the Accelerator, as those that follow.
-        precision: likewise.
-        steps: likewise.
-        plugin: likewise.
-        debug: likewise.
+        options: the user's options by class: DeepSpeed's configuration may set precision and accumulation.
+        cpu: an argument of the Accelerator, like those that follow.
+        precision: ``mixed_precision``.
+        steps: ``gradient_accumulation_steps``.
+        plugin: ``gradient_accumulation_plugin``.
+        debug: ``debug``.
     """
     engine = _asked_engine(options)
     written = engine.accelerator_arguments() if isinstance(engine, DeepSpeedPlugin) else {}
@@ -202,7 +202,7 @@ def named_options(
 
 
 def started_strategy(options: Mapping[type, Any], on_cpu: bool, environment: Environment) -> Strategy:
-    """The strategy that the user's options ask for, started."""
+    """Start the strategy that the user's options select, and return it."""
     asked = chosen_strategy(options, environment)
     made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[0]
     made.start()
@@ -210,7 +210,7 @@ def started_strategy(options: Mapping[type, Any], on_cpu: bool, environment: Env
 
 
 def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -> Precision:
-    """The precision of a word or an object, with the scaler of the user's options."""
+    """Return the precision for a name or an object, with the gradient scaler of the user's options."""
     if not hasattr(word, "forward_context"):
         word = str(getattr(word, "value", word))
     if isinstance(word, str) and word.lower() == "fp8":
@@ -227,17 +227,17 @@ def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -
 def made_accumulation(
     plugin: GradientAccumulationPlugin | None, steps: int | None, chosen: int, strategy: Strategy, precision: str
 ) -> Accumulation:
-    """The accumulation window that the arguments ask for.
+    """Return the accumulation window that the arguments describe.
 
     Args:
-        plugin: an argument of the Accelerator.
-        steps: likewise.
-        chosen: the number of micro-batches where no plugin gives one.
-        strategy: takes part in the exchange of gradients.
-        precision: its name.
+        plugin: ``gradient_accumulation_plugin`` of the Accelerator.
+        steps: ``gradient_accumulation_steps`` of the Accelerator.
+        chosen: the number of micro-batches if no plugin sets one.
+        strategy: exchanges the gradients.
+        precision: the name of the precision.
 
     Raises:
-        ConfigurationError: two arguments contradict each other, or the engine's own configuration.
+        ConfigurationError: the arguments contradict each other, or the engine's own configuration.
     """
     if plugin is not None and steps not in (None, 1, plugin.num_steps):
         raise ConfigurationError(
@@ -246,7 +246,7 @@ def made_accumulation(
         )
     if plugin is None:
         plugin = GradientAccumulationPlugin(num_steps=micro_batches(chosen, "gradient_accumulation_steps"))
-    strategy.configure(precision=precision, accumulation=plugin.num_steps)  # refuses contradictions now
+    strategy.configure(precision=precision, accumulation=plugin.num_steps)  # raises an error for contradictions now
     return Accumulation(
         plugin.num_steps,
         strategy.data,
@@ -259,7 +259,7 @@ def made_accumulation(
 
 
 def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
-    """The options of torch.compile for a backend; without one the launcher's."""
+    """Return the options of ``torch.compile`` for a backend; without a backend those of the launcher."""
     if backend is not None:
         return TorchDynamoPlugin(backend=backend)
     names = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
@@ -274,7 +274,7 @@ def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
 
 
 def named_loaders(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
-    """The configuration of loaders.
+    """Return the configuration of loaders.
 
     Raises:
         ConfigurationError: the arguments contradict each other.
@@ -289,7 +289,7 @@ def named_loaders(config: DataLoaderConfiguration | None, split_batches: bool) -
 
 
 def named_trackers(given: Any) -> list[Any]:
-    """The trackers of ``log_with``: words and objects; ``"all"`` becomes the words of those that are installed."""
+    """Return the trackers of ``log_with``, as names and objects; ``"all"`` becomes the names of installed trackers."""
     words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in as_list(given)]
     if "all" not in words:
         return words
@@ -302,7 +302,7 @@ def named_trackers(given: Any) -> list[Any]:
 def named_project(
     configuration: ProjectConfiguration | None, directory: str | os.PathLike[str] | None
 ) -> ProjectConfiguration:
-    """Where the project writes."""
+    """Return the configuration of the project's directories."""
     project = configuration or ProjectConfiguration(project_dir=directory)
     if directory is not None and project.project_dir is None:
         project.set_directories(directory)
@@ -316,7 +316,7 @@ def started_watchdog(
     project: ProjectConfiguration,
     note: Callable[[str, str], Any],
 ) -> HangWatchdog | None:
-    """The thread that finds a process that hangs; None for a single process, or without a store."""
+    """Start the hang watchdog; return None for a single process, or without a store."""
     seconds, calls = chosen_timeout(timeout), processes.calls
     if not processes.use_distributed or not dist.is_initialized():
         return None

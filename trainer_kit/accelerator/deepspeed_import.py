@@ -1,4 +1,4 @@
-"""Loading a checkpoint of DeepSpeed into the objects that an `Accelerator` has prepared."""
+"""Load a DeepSpeed checkpoint into the prepared objects of an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ def load_deepspeed(
     schedulers: Sequence[Any],
     say: Callable[[str], None],
 ) -> int:
-    """Load weights, moments and the schedule; every process calls it, and reads its own parts.
+    """Load weights, optimizer moments and the schedule; every process calls this function, and reads its own shards.
 
     Args:
-        path: for errors.
-        theirs: the files.
-        strategy: of this run.
-        models: as the user has them, without wrappers.
-        optimizers: torch's.
-        schedulers: torch's.
-        say: takes a line for the user.
+        path: the checkpoint's path, for errors.
+        theirs: the opened files of the checkpoint.
+        strategy: the strategy of this run.
+        models: the user's models, without wrappers.
+        optimizers: torch optimizers.
+        schedulers: torch schedulers.
+        say: prints a line for the user.
 
     Returns:
-        Optimizer steps that the run has taken.
+        The number of optimizer steps in the checkpoint.
 
     Raises:
-        CheckpointError: it does not fit what was prepared.
+        CheckpointError: the checkpoint does not match the prepared objects.
     """
     world: Group = strategy.world
     content: DeepSpeedContent = fail_together(world, lambda: deepspeed_content(theirs))
@@ -64,7 +64,7 @@ def load_deepspeed(
             _restore(path, content, strategy, optimizer, groups, names, called, say)
         weights.update({name: value for name, value in content.weights.items() if name not in absent})
         for name, parameter in model.named_parameters(remove_duplicate=False) if content.placed else ():
-            weights[name] = weights[names[id(parameter)]]  # a shared parameter has one master
+            weights[name] = weights[names[id(parameter)]]  # a shared parameter has one master weight
 
     fail_together(world, fill)
     fail_together(world, lambda: strategy.load_module_state(model, weights, strict=True))
@@ -97,7 +97,7 @@ def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Seq
 
 
 def _place(path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]]) -> None:
-    """Without ZeRO, match states to parameters by their order."""
+    """Match optimizer states to parameters by order; for a checkpoint without ZeRO."""
     if not content.placed:
         return
     sizes, own = [len(group) for group in content.placed], [len(group) for group in called]

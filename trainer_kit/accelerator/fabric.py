@@ -1,4 +1,4 @@
-"""``Fabric``: Lightning's class for a loop of one's own, over the `Accelerator`."""
+"""``Fabric``: Lightning's class for custom training loops, built on the `Accelerator`."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _OVER_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
 
 
 class Fabric:
-    """Device, precision, processes and files for a loop of one's own, under the names of Lightning's Fabric.
+    """Device, precision, processes and files for a custom training loop, under the names of Lightning's Fabric.
 
-    Processes are started by ``trainer-kit launch`` or ``torchrun``, not by `launch`. The `Accelerator` beneath it is
-    ``fabric.accelerator``.
+    ``trainer-kit launch`` or ``torchrun`` starts the processes, not `launch`. ``fabric.accelerator`` is the
+    underlying `Accelerator`.
 
     Args:
-        accelerator: ``"cpu"``, or ``"auto"`` and the other words for the accelerator of this machine.
+        accelerator: ``"cpu"``; ``"auto"``, or another name for the accelerator of this machine.
         strategy: ``"auto"``, ``"ddp"`` or ``"fsdp"``.
-        devices: ``"auto"``, or as many as processes were started.
-        num_nodes: accepted: the launcher knows the nodes.
-        precision: as the Trainer's.
-        plugins: a precision's object.
-        callbacks: objects whose methods `call` calls.
-        loggers: one or several, for `log`.
+        devices: ``"auto"``, or the number of started processes.
+        num_nodes: accepted: the launcher sets the number of nodes.
+        precision: as for the Trainer.
+        plugins: a precision object.
+        callbacks: objects whose methods `call` invokes.
+        loggers: one logger or several, for `log`.
 
     Raises:
-        ConfigurationError: for what this machine or this start cannot do.
+        ConfigurationError: this machine or launch does not support an argument.
 
     Example:
         >>> fabric = Fabric(accelerator="cpu")
@@ -102,22 +102,22 @@ class Fabric:
 
     @property
     def device(self) -> torch.device:
-        """Of this process."""
+        """The device of this process."""
         return self.accelerator.device
 
     @property
     def global_rank(self) -> int:
-        """This process among all."""
+        """The rank of this process."""
         return self.accelerator.process_index
 
     @property
     def local_rank(self) -> int:
-        """This process on its machine."""
+        """The rank of this process on its machine."""
         return self.accelerator.local_process_index
 
     @property
     def node_rank(self) -> int:
-        """This machine among all."""
+        """The index of this machine."""
         return self.accelerator.environment.node_rank
 
     @property
@@ -127,7 +127,7 @@ class Fabric:
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the first process."""
+        """Whether this process is rank 0."""
         return self.accelerator.is_main_process
 
     @property
@@ -136,7 +136,7 @@ class Fabric:
         return self.loggers[0]
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(fabric, ...)``, if one is given: the processes run already."""
+        """Call ``function(fabric, ...)`` if one is given; this starts no processes."""
         return None if function is None else function(self, *args, **kwargs)
 
     def barrier(self, name: str | None = None) -> None:
@@ -148,13 +148,13 @@ class Fabric:
         self.accelerator.print(*values, **options)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """The object that process ``src`` has."""
+        """Return the object of process ``src`` on every process."""
         if src != 0:
             raise ConfigurationError("only the first process sends", found=f"src={src}", fix="all_gather it")
         return self.accelerator.world.broadcast(obj)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack every tensor over the processes: shape (processes, *shape); unchanged for one process."""
+        """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged."""
         _refuse(group is not None, "all_gather is over all processes", "leave group out")
         _refuse(sync_grads, "all_gather does not carry gradients", "pass sync_grads=False")
         data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
@@ -169,12 +169,12 @@ class Fabric:
         return self.accelerator.reduce(data, {"avg": "mean"}.get(reduce_op, reduce_op))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """The first process runs the block before the others; ``local``: the first of each machine."""
+        """Run the block on rank 0 before the other processes; ``local``: on the first process of each machine."""
         return self.accelerator.local_main_process_first() if local else self.accelerator.main_process_first()
 
     @staticmethod
     def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
-        """`trainer_kit.seed_everything`."""
+        """Call `trainer_kit.seed_everything`."""
         return seed_everything(seed, workers=bool(workers))
 
     # -- preparing -------------------------------------------------------------------------------------------------
@@ -182,25 +182,25 @@ class Fabric:
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Prepare a module and its optimizers; returns them in this order, and the scheduler as it is."""
+        """Prepare a module and its optimizers; return them in this order, and the scheduler unchanged."""
         placed = [move_to_device] * (1 + len(optimizers))
         made = self.accelerator.prepare(module, *optimizers, device_placement=placed)
         every = [*(made if optimizers else [made]), *([] if scheduler is None else [scheduler])]
         return every[0] if len(every) == 1 else tuple(every)
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
-        """Prepare a module alone."""
+        """Prepare a module without its optimizers."""
         return self.accelerator.prepare_model(module, device_placement=move_to_device)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
-        """Prepare optimizers of a module that is prepared."""
+        """Prepare the optimizers of a prepared module."""
         made = [self.accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
         return made[0] if len(made) == 1 else tuple(made)
 
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Prepare loaders: each process gets its part of the batches, on its device."""
+        """Prepare loaders: each process gets its shard of the batches, on its device."""
         alone = not use_distributed_sampler and self.world_size > 1
         _refuse(alone, "each process has its part of a prepared loader", "iterate over the loader itself")
         made = [self.accelerator.prepare_data_loader(one, device_placement=move_to_device) for one in dataloaders]
@@ -208,7 +208,7 @@ class Fabric:
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build layers on the device and in the dtype in which they run; ``empty_init`` has no effect."""
+        """Create layers on the device and in the dtype of the run; ``empty_init`` has no effect."""
         with ExitStack() as stack:
             stack.enter_context(self.accelerator.strategy.init_context())
             stack.enter_context(self.accelerator.precision.init_context())
@@ -217,13 +217,13 @@ class Fabric:
     init_tensor = init_module
 
     def to_device(self, obj: Any) -> Any:
-        """A module, tensor or batch on the device of this process."""
+        """Move a module, tensor or batch to the device of this process."""
         return obj.to(self.device) if isinstance(obj, nn.Module) else move_to_device(obj, self.device)
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        """In place of ``loss.backward()``."""
+        """Run the backward pass; use this in place of ``loss.backward()``."""
         _refuse(bool(args), "backward takes options by name", "pass retain_graph= by name")
         self.accelerator.backward(tensor, **kwargs)
 
@@ -236,7 +236,7 @@ class Fabric:
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor | None:
-        """Clip the gradients of a module by value or by norm; returns the norm before it.
+        """Clip the gradients of a module by value or by norm; return the norm before clipping.
 
         Raises:
             NonFiniteError: the norm is not finite.
@@ -252,25 +252,25 @@ class Fabric:
         return norm
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The context in which a forward has the precision."""
+        """Return the autocast context of the precision."""
         return self.accelerator.autocast()
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
-        """Gradients are not reduced over the processes in this block, to accumulate them."""
+        """Skip the gradient reduction over the processes in this block, for gradient accumulation."""
         return self.accelerator.no_sync(module) if enabled else nullcontext()
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call a method of each callback that has it."""
+        """Call the method ``hook_name`` of each callback that has it."""
         for callback in self.callbacks:
             if callable(method := getattr(callback, hook_name, None)):
                 method(*args, **kwargs)
 
     def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Give a value to the loggers, on the first process."""
+        """Log a value with every logger, on rank 0."""
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Give values to the loggers, on the first process."""
+        """Log values with every logger, on rank 0."""
         for logger in self.loggers if self.is_global_zero else ():
             logger.log_metrics(metrics=metrics, step=step)
 
@@ -282,12 +282,12 @@ class Fabric:
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write modules, optimizers and plain values as a checkpoint directory; every process calls it.
+        """Write modules, optimizers and plain values as a checkpoint directory; collective call.
 
         Args:
             path: the directory; an existing checkpoint is replaced.
-            state: by name; objects with a ``state_dict`` are saved by it.
-            filter: by name, which entries of a ``state_dict`` are saved.
+            state: objects by name; an object with a ``state_dict`` method is saved through it.
+            filter: by name, functions that select the entries of a ``state_dict``.
         """
         kept: dict[str, Any] = {}
         for name, value in state.items():
@@ -306,10 +306,10 @@ class Fabric:
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
     ) -> dict[str, Any]:
-        """Read what `save` wrote, or a ``torch.save`` file, into the objects of ``state``; returns what is left.
+        """Load a checkpoint of `save`, or a ``torch.save`` file, into the objects of ``state``; return other entries.
 
         Raises:
-            CheckpointError: with ``strict``, a name of ``state`` is missing; or the file needs classes.
+            CheckpointError: with ``strict``, a name of ``state`` is missing; or the file holds pickled classes.
         """
         file = locate(path)
         found: dict[str, Any] = dict(read_checkpoint(path) if file.is_dir() else torch_load(file, "cpu"))  # type: ignore[arg-type]
@@ -328,7 +328,7 @@ class Fabric:
         return found
 
     def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
-        """Read a file that holds one ``state_dict`` into a module or an optimizer."""
+        """Load a file that holds one ``state_dict`` into a module or an optimizer."""
         if isinstance(obj, nn.Module):
             self._load_module(obj, read_weights(path), strict)
         else:

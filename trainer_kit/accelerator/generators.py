@@ -1,4 +1,4 @@
-"""Random generators of several processes."""
+"""Seed and synchronise the random generators of several processes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, NumPy and torch, and the order of loaders that are prepared afterwards.
+    """Seed Python, NumPy and torch, and the data order of loaders that are prepared afterwards.
 
     Args:
         seed: 0 to 2**32 - 1.
-        device_specific: seed each process differently; the order of the data stays one for all.
-        deterministic: also let torch refuse operations whose result is not reproducible.
+        device_specific: seed each process differently; all processes keep one data order.
+        deterministic: also make torch refuse operations with results that are not reproducible.
 
     Example:
         >>> set_seed(3)
@@ -42,16 +42,16 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize(
     world: Group, kinds: Iterable[Any] | None, generator: torch.Generator | None, device: torch.device
 ) -> None:
-    """Give every process the main process's generators.
+    """Copy the states of the main process's random generators to every process.
 
     Args:
-        world: the processes; every one calls it.
-        kinds: of "torch", "cuda", "xla", "generator", "python", "numpy".
-        generator: for the kind "generator".
-        device: whose generator is meant by "cuda" and "xla".
+        world: the processes; each of them makes this call.
+        kinds: any of "torch", "cuda", "xla", "generator", "python", "numpy".
+        generator: the generator for the kind "generator".
+        device: the device for the kinds "cuda" and "xla".
 
     Raises:
-        ConfigurationError: an unknown kind.
+        ConfigurationError: a kind is unknown.
     """
     words = [str(getattr(kind, "value", kind)) for kind in kinds or ()]
     for word in words:

@@ -1,4 +1,4 @@
-"""Counts the calls that all processes make together, and explains an error of one that lacks a process."""
+"""Count collective calls, and explain the error of a call in which a process is missing."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ADVICE: Final = "every process must make this call: is it under `if accelerator.
 
 @final
 class JointCalls:
-    """The context of every call that all processes make together.
+    """The context of every collective call.
 
     Args:
-        size: number of processes.
+        size: the number of processes.
 
     Attributes:
-        count: calls that have begun: a hang watchdog reads it.
+        count: the number of calls that have begun; the hang watchdog reads it.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,7 +33,7 @@ class JointCalls:
         self._call = ""
 
     def __call__(self, call: str) -> JointCalls:
-        """For the call of this name."""
+        """Return the context for the call of this name."""
         self._call = call
         return self
 
@@ -43,12 +43,12 @@ class JointCalls:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, RuntimeError) and _raised_by_torch(traceback):  # gloo: another process has gone
+        if isinstance(error, RuntimeError) and _raised_by_torch(traceback):  # gloo: another process has ended
             add_note(error, f"in {self._call}, with {self._size} processes: {ADVICE}")
 
 
 def _raised_by_torch(traceback: TracebackType | None) -> bool:
-    """Whether an error was raised in a collective, not in user code that is called around one."""
+    """Whether an error was raised in a collective, not in user code around it."""
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
     return traceback is not None and traceback.tb_frame.f_code.co_filename.startswith(_TORCH)

@@ -1,4 +1,4 @@
-"""Several processes from a notebook or a REPL."""
+"""Start several processes from a notebook or a REPL."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ def notebook_launcher(
     """Call ``function(*args)`` on several forked processes of this machine, from a notebook or a REPL.
 
     Args:
-        function: what they call.
+        function: the function that each process calls.
         args: its arguments.
-        num_processes: by default one for each device.
-        mixed_precision: of Accelerators in it that are not given one: "no", "fp16", "bf16".
-        use_port: accepted; a free port is found.
+        num_processes: by default one per device.
+        mixed_precision: "no", "fp16" or "bf16", for Accelerators in ``function`` without a ``mixed_precision``.
+        use_port: accepted; a free port is chosen.
         master_addr: accepted.
         node_rank: accepted.
-        num_nodes: only 1: further machines are started by ``torchrun``.
-        max_restarts: how often all processes are started again after one of them failed; one process alone is not.
-        elastic: Accelerate's further options (``rdzv_backend``, ``rdzv_endpoint``, ``rdzv_conf``, ``rdzv_id``,
+        num_nodes: only 1: use ``torchrun`` for several machines.
+        max_restarts: how often all processes are restarted after one of them failed; a single process is not restarted.
+        elastic: Accelerate's other options (``rdzv_backend``, ``rdzv_endpoint``, ``rdzv_conf``, ``rdzv_id``,
             ``monitor_interval``, ``log_line_prefix_template``): accepted.
 
     Returns:
-        What the main process returned.
+        The return value of the main process.
 
     Raises:
-        ConfigurationError: several machines, or a negative number of restarts.
-        TypeError: an unknown option.
+        ConfigurationError: ``num_nodes`` is not 1, or ``max_restarts`` is negative.
+        TypeError: an option is unknown.
     """
     unknown = elastic.keys() - _ELASTIC
     if unknown:
@@ -96,6 +96,6 @@ def _restarted(run: Callable[[], Any], restarts: int) -> Any:
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Call ``function(*args)`` on several processes of this machine's CPU."""
+    """Call ``function(*args)`` on several processes of this machine, on the CPU."""
     with patch_environment(TRAINER_KIT_USE_CPU="1"):
         run_forked(lambda rank: function(*args) and None, num_processes)

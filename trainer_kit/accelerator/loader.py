@@ -1,4 +1,4 @@
-"""A loader as a raw loop reads it: divided, on the device, and with a position that can be saved."""
+"""A loader for raw loops: sharded over processes, with batches on the device and a position that can be saved."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _END: Any = object()
 _NOT_READ: Any = object()
 _PLAIN: Final = (str, bytes, int, float, type(None))
 _NESTED: Final = (Tensor, Mapping, list, tuple)
-_REFUSED: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)  # of batches that cannot be cut
+_REFUSED: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)  # raised for batches that cannot be cut
 
 Turn = list[tuple[Any, int]]
 """A batch for each process, with its number of samples."""
@@ -33,32 +33,32 @@ Turn = list[tuple[Any, int]]
 
 @final
 class PreparedLoader:
-    """Iterating it gives this process's batches, epoch after epoch, each in its own order.
+    """Iterating it yields this process's batches of one epoch; each epoch has its own order.
 
-    Attributes of the user's loader (``dataset``, ``batch_size``, …) are found here too.
+    Attributes of the user's loader (``dataset``, ``batch_size``, …) are available here too.
 
     Args:
-        loader: the user's; it is not changed.
-        make_feed: makes the feed of this process, filled up or not, for a seed.
-        group: the processes among which data are divided.
-        device: where batches go; None leaves them where they are.
-        window: of the Accelerator; records which loader is read.
-        seed: of the order, the same on every process.
-        even: fill the last batch up from the start of the data, so that every process gets equally many.
-        dispatch: the processes to which the first of them sends what it alone reads; None: each of them reads.
-        non_blocking: copies to an accelerator do not wait.
+        loader: the user's loader; it does not change.
+        make_feed: makes the feed of this process for a seed; its first argument is ``even``.
+        group: the processes over which data are sharded.
+        device: the device of batches; None: batches are not moved.
+        window: the Accelerator's; records which loader is read.
+        seed: of the data order, the same on every process.
+        even: fill up the last batch from the start of the data, so that every process gets equally many samples.
+        dispatch: a group whose first process reads all data and sends the others theirs; None: each process reads.
+        non_blocking: copies to an accelerator are asynchronous.
         shard: selects the part of a batch that this process computes; None: all of it.
-        end: called when the loop is done with a batch, where no window is under way.
+        end: called when the loop has finished a batch outside a window.
 
     Attributes:
-        iteration: epochs begun so far; it decides the order of the next one.
-        size: samples of the current batch on this process.
-        weight: of the current batch on this process.
-        total: its weight over all processes; None: only an exchange would show it.
-        nominal: the weight of a whole batch on a process, the same on every one.
+        iteration: the number of epochs begun so far, from which the order of the next one follows.
+        size: the number of samples in the current batch on this process.
+        weight: the weight of the current batch on this process.
+        total: its weight over all processes; None: unknown without an exchange.
+        nominal: the weight of a full batch, the same on every process.
         asked: whether `ask_for_sizes` was called.
-        counts: samples of the current batch on each process that are not repeated; None: all of them.
-        end_of_dataloader: whether the current batch is the last.
+        counts: for each process, the samples of the current batch that are not repeated; None: all of them.
+        end_of_dataloader: whether the current batch is the last one.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class PreparedLoader:
         self.counts: list[int] | None = None
         self.asked = False
         self.end_of_dataloader = False
-        self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of an iteration under way
+        self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of the current iteration
         self._resume: tuple[int, int] | None = None
         self._read = 0  # batches yielded in all epochs
-        # Each process knows the batches of all: the main process reads for all, or each reads the whole stream.
+        # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
         self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
         self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
         self._drop_last = bool(getattr(loader, "drop_last", False))
@@ -109,7 +109,7 @@ class PreparedLoader:
         return getattr(self.dataloader, name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what a reading under way holds: a copy continues at its place."""
+        """Leave out the state of the current iteration; a copy continues at the same position."""
         fresh: dict[str, Any] = {
             "feed": None,
             "_position": None,
@@ -131,31 +131,31 @@ class PreparedLoader:
 
     @property
     def total_batch_size(self) -> int:
-        """Samples of a batch over all processes."""
+        """The number of samples in a batch over all processes."""
         return (self.feed.per_rank_batch_size or 1) * self.group.size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the data set."""
+        """The number of samples in the data set."""
         return len(self.dataloader.dataset)
 
     @property
     def remainder(self) -> int:
-        """Samples of the last batch over all processes, without those that fill it up; 0: it is full; -1: a stream."""
+        """The last batch's samples over all processes, without repeated ones; 0 for a full batch, -1 for a stream."""
         sized = isinstance(self.dataloader.dataset, Sized)
         return self.total_dataset_length % self.total_batch_size if sized else -1
 
     def set_even(self, even: bool) -> None:
-        """Whether the next epochs fill the last batch up."""
+        """Set whether the next epochs fill up the last batch."""
         if even != self.even:
             begun, state = self._position is not None, self.state_dict()
             self.even = even
             self.feed = self._make_feed(even, self.seed)
-            if not begun:  # keep the positions of its generators, and the batch that a loaded state continues with
+            if not begun:  # keeps the generators' states, and the position of a loaded state
                 self._load_tracks([state["track"]] * self.group.size)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is epoch ``epoch``; by default it is one more than the last."""
+        """Make the next iteration epoch ``epoch``; by default it is the one after the last."""
         self.iteration = epoch
         if self._resume is not None and self._resume[0] != epoch:
             self._resume = None
@@ -164,19 +164,19 @@ class PreparedLoader:
         return self._iterate(None)
 
     def begin(self, batches: int) -> Iterator[Any]:
-        """The next epoch from batch ``batches`` on; after `load_states` that is the epoch that was broken off."""
+        """Iterate over the next epoch from batch ``batches`` on; after `load_states` this is the interrupted epoch."""
         return self._iterate(batches)
 
     def _iterate(self, begin: int | None) -> Iterator[Any]:
-        """One epoch. Leaving it early ends it.
+        """Iterate over one epoch; leaving the loop early ends the epoch.
 
-        A loader without a length is read one batch in advance, so that its last batch is known.
+        A loader without a length is read one batch ahead, to detect its last batch.
         """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
         window = self.window
         if self._position is not None:
-            # A feed reads one epoch at a time: a reading while another is under way, or was given up, has its own.
+            # A feed reads one epoch at a time: make another while one is being read, or was abandoned.
             self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
         source: Iterator[Any]
@@ -190,7 +190,7 @@ class PreparedLoader:
         at, after = start, _NOT_READ
         device = self.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
-            device = None  # there is no other place where a batch could be
+            device = None  # batches on the CPU need no move
         self.nominal = float(self.feed.per_rank_batch_size or 1)
         try:
             while (pair := next(source, _END) if after is _NOT_READ else after) is not _END:
@@ -200,7 +200,7 @@ class PreparedLoader:
                     pair = self._first(epoch)
                 batch, size = pair
                 if batch is EMPTY:
-                    break  # this process has no part of the last batch
+                    break  # this process has no samples of the last batch
                 self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
                 at += 1
                 self._read += 1
@@ -221,7 +221,7 @@ class PreparedLoader:
         return next(iter(self.feed.sized_epoch(epoch, 0)), MISSING)
 
     def _note(self, feed: Feed, at: int, mine: int, missing: bool, last: bool) -> None:
-        """Record how many samples a batch has before its turn; ``missing``: this is a padding batch."""
+        """Record a batch's size and weight before it is yielded; ``missing``: this is a padding batch."""
         size = self.group.size
         self.size, self.end_of_dataloader, self.counts = mine, last, None
         self.weight = self.total = mine
@@ -235,7 +235,7 @@ class PreparedLoader:
         if total is None or each is None:
             self._ask(missing, last)
         elif total < each * size:
-            if self.even:  # filled up: the samples that are not repeated come first, in the order of the processes
+            if self.even:  # samples that are not repeated come first, in rank order
                 self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
                 self.total = each * size
             else:
@@ -243,12 +243,12 @@ class PreparedLoader:
                 self.counts = [share + (rank < more) for rank in range(size)]
 
     def ask_for_sizes(self) -> None:
-        """Warn if the numbers of samples that weigh batches are not certain."""
+        """Warn if the sample counts that determine batch weights are uncertain."""
         self.asked = True
         self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
 
     def _ask(self, missing: bool, last: bool) -> None:
-        if not self.even:  # processes may have left: nothing is exchanged, and batches weigh the same
+        if not self.even:  # a process may have no batches left: no exchange, equal weights
             self.weight, self.total = 1.0, float(self.group.size)
             self.nominal = 1.0
         elif last:
@@ -256,9 +256,9 @@ class PreparedLoader:
             self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
 
     def _in_turns(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
-        """This process's batches of a stream: as many batches as there are processes are read at a time.
+        """Yield this process's batches of a stream, which is read in turns of one batch per process.
 
-        Where the main process reads for all, an error of its reader is an error on every process.
+        If the main process reads for all, an error of its reader is raised on every process.
         """
         rank, processes = self.group.rank, self.group.size
         reads = self.dispatch is None or self.dispatch.rank == 0
@@ -274,7 +274,7 @@ class PreparedLoader:
             counts: list[int] | None = [size for _, size in turn] + [0] * (processes - len(turn))
             if len(set(counts or ())) == 1:
                 counts = None
-            elif self.even and (not after or feed.per_rank_batch_size is not None):  # workers have a last batch each
+            elif self.even and (not after or feed.per_rank_batch_size is not None):  # each worker has a last batch
                 turn, counts = evened(turn, processes, getattr(self.dataloader, "collate_fn", None) is default_collate)
             self._turn = sum(size for _, size in turn), counts, not after
             yield turn[rank] if rank < len(turn) else MISSING
@@ -283,7 +283,7 @@ class PreparedLoader:
         return read() if self.dispatch is None else on_rank_zero(self.dispatch, read)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: epoch, batches yielded, the seed, and the state of the loader itself."""
+        """Return the position: epoch, batches yielded, the seed, and the state of the user's loader."""
         epoch, batch = self._resume or self._position or (self.iteration, 0)
         inside = self._position is not None or self._resume is not None
         each = self.group.size if self._shared else 1
@@ -293,13 +293,13 @@ class PreparedLoader:
         return {**place, "seed": self.seed, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue the next iteration where `state_dict` was taken, in the same order.
+        """Continue the next iteration at the position of the states, in the same order.
 
         Args:
-            states: of every process of that time; their number and the batch size may differ now.
+            states: of every process of the saved run; the number of processes and the batch size may differ now.
 
         Raises:
-            CheckpointError: batches of another size do not end where it was taken.
+            CheckpointError: with the current batch size no batch ends at the saved position.
         """
         epoch, batch, samples = (int(states[0][key]) for key in ("epoch", "batch", "samples"))
         if samples != batch * self.total_batch_size:
@@ -311,7 +311,7 @@ class PreparedLoader:
         self._load_tracks([state["track"] for state in states])
 
     def _load_tracks(self, tracks: Sequence[Any]) -> None:
-        """Restore the readers; the main process has read all of a stream in both ways of reading."""
+        """Restore the readers; the main process has read the whole stream, with and without dispatch."""
         rank, size = self.group.rank, self.group.size
         if not self._shared and self.feed.indexed:
             self.feed.loader_state.load_state_dict(tracks, rank)
@@ -320,7 +320,7 @@ class PreparedLoader:
         self.feed.loader_state.load_state_dict([tracks[0] if own is None else own], 0)
 
     def describe(self) -> str:
-        """One line: what is read, in which order, and how it is divided."""
+        """Describe the data, their order and their sharding in one line."""
         text = self.feed.describe()
         if self.dispatch is not None:
             return f"{text}; the main process reads, and hands every {self.group.size} batches round"
@@ -328,11 +328,11 @@ class PreparedLoader:
         return f"{text}{each}" if self._shared else text
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The next iteration continues where `state_dict` was taken; each process has the state that it took.
+        """Continue the next iteration at a saved position; each process passes its own state.
 
         Raises:
-            CheckpointError: it was taken on another number of processes, or with batches of another size, and a stream
-                does not say where that is.
+            CheckpointError: the number of processes or the batch size differs, and the position in a stream cannot be
+                converted.
         """
         own = dict(state_dict)
         if self.feed.stateful and own["samples"] != own["batch"] * self.total_batch_size:
@@ -345,7 +345,7 @@ class PreparedLoader:
         self.load_states([own] * self.group.size)
 
     def _batches_of(self, samples: int) -> int:
-        """How many batches of an epoch have so many samples."""
+        """Return the number of batches in an epoch that hold this many samples."""
         size, feed = self.total_batch_size, self.feed
         if feed.indexed and feed.length is not None:
             last = None if self._shared else feed.samples(len(self) - 1)
@@ -363,7 +363,7 @@ class PreparedLoader:
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-    """A loader whose iterations begin with batch ``num_batches``; of a prepared one nothing before it is read.
+    """Return a loader whose iterations begin with batch ``num_batches``; a prepared loader reads no earlier data.
 
     Example:
         >>> list(skip_first_batches([1, 2, 3], 2))
@@ -374,7 +374,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 @final
 class LaterLoader:
-    """A view of a loader that begins later."""
+    """A view of a loader that begins at a later batch."""
 
     def __init__(self, loader: Any, batches: int) -> None:
         self.loader = loader
@@ -405,21 +405,21 @@ def prepare_loader(
     shard: Callable[[Any], Any] | None = None,
     end: Callable[[], None] | None = None,
 ) -> PreparedLoader:
-    """Divide a loader among processes.
+    """Shard a loader over processes.
 
     Args:
         loader: a DataLoader or any iterable of batches.
-        group: the processes among which data are divided.
-        world: all processes: those that read the same batches get them from the same reader.
-        device: where batches go; None leaves them where they are.
+        group: the processes over which data are sharded.
+        world: all processes: those with the same batches get them from one reader.
+        device: the device of batches; None: batches are not moved.
         window: records which loader is read.
-        config: how it is divided.
-        seed: of the order, the same on every process.
+        config: how the loader is sharded.
+        seed: of the data order, the same on every process.
         shard: selects the part of a batch that a process computes; None: all of it.
-        end: called when the loop is done with a batch, where no window is under way.
+        end: called when the loop has finished a batch outside a window.
 
     Raises:
-        ConfigurationError: ``split_batches`` with a batch size that the processes cannot share.
+        ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
     """
     batch_size = None
     if config.split_batches:
@@ -433,13 +433,13 @@ def prepare_loader(
         batch_size = whole // group.size
     stream = not Feed(loader, seed=seed).indexed
     asked = config.dispatch_batches
-    # A stream that is shuffled as it is read has another order on each process, unless one process reads for all.
+    # A stream shuffled during reading has a different order on each process, unless one process reads for all.
     dispatch = world.size > 1 and (stream if asked is None else asked)
     rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
 
     return PreparedLoader(
         loader,
-        partial(_make_feed, loader, rank, size, batch_size),  # which pickles, as a closure does not
+        partial(_make_feed, loader, rank, size, batch_size),  # can be pickled, unlike a closure
         group,
         device,
         window,
@@ -458,19 +458,19 @@ def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: 
 
 
 def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
-    """The samples of a short turn in equal parts, filled up from its beginning.
+    """Divide the samples of a short turn into equal parts, filled up from its beginning.
 
-    The filling does not depend on where the reading began, so a resumed epoch ends as the whole one.
-    Batches that cannot be joined (padded to different lengths) are filled up one by one, each from its own samples.
-    Batches that cannot be cut stay as they are, and a process without one gets a copy of another's.
+    The padding does not depend on where reading began, so a resumed epoch ends like an uninterrupted one.
+    Batches that cannot be concatenated (padded to different lengths) are filled up separately, from their own samples.
+    Batches that cannot be cut stay unchanged, and a process without one gets a copy of another process's batch.
 
     Args:
-        turn: at least one batch, at most one for each process.
-        processes: how many parts.
-        columns: a list in a batch has an entry for each field of a sample, as torch's own ``collate_fn`` makes it.
+        turn: at least one batch, at most one per process.
+        processes: the number of parts.
+        columns: a list in a batch has one entry per field of a sample, as from torch's default ``collate_fn``.
 
     Returns:
-        The parts; and how many samples of each are not repeated.
+        The parts; and for each part the number of samples that are not repeated.
 
     Example:
         >>> evened([(torch.tensor([1, 2]), 2), (torch.tensor([3]), 1)], 2, True)
@@ -497,7 +497,7 @@ def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
 
 
 def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool) -> Any:
-    """The samples ``rows`` of several batches together; raises for a value without an entry for each sample."""
+    """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
     one = parts[0]
     if isinstance(one, Tensor) and all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
         return torch.cat(list(parts))[list(rows)]
@@ -514,5 +514,5 @@ def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], colu
         return type(one)(*made) if hasattr(one, "_fields") else type(one)(made)
     scalar = isinstance(one, Tensor) and not one.ndim
     if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):
-        return one  # it belongs to no sample
+        return one  # not a value per sample
     raise TypeError(f"a {type(one).__name__} that has no entry for each sample, or differs from batch to batch")

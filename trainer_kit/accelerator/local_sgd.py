@@ -16,18 +16,18 @@ __all__ = ["LocalSGD"]
 
 @final
 class LocalSGD:
-    """A context in which gradients are not exchanged, and weights are averaged every ``local_sgd_steps`` steps.
+    """Skip the gradient exchange in this context, and average weights every ``local_sgd_steps`` steps.
 
     Source: Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019; https://arxiv.org/abs/1805.09767.
 
     Args:
         accelerator: the Accelerator.
-        model: prepared.
-        local_sgd_steps: optimizer steps between two averages.
-        enabled: False: everything is as without it.
+        model: a prepared model.
+        local_sgd_steps: the number of optimizer steps between two averages.
+        enabled: False: the context has no effect.
 
     Raises:
-        ConfigurationError: fewer than one step, or processes that hold parts of the model.
+        ConfigurationError: ``local_sgd_steps`` is below one, or the model is sharded.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
@@ -61,7 +61,7 @@ class LocalSGD:
             self._alone.__exit__(kind, error, traceback)
 
     def step(self) -> None:
-        """Call it after each ``optimizer.step()``: it counts those that took place."""
+        """Count a step, and average weights when due; call this after each ``optimizer.step()``."""
         if not self.enabled or not self.accelerator.sync_gradients:
             return
         self.num_steps += 1

@@ -1,4 +1,4 @@
-"""Checks for the usual mistakes of a raw loop, in its first steps only."""
+"""Check a raw loop for common mistakes, in its first steps only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer_kit.strategies.transforms.pipeline import tensors_of
 
 __all__ = ["LoopChecks"]
 
-_LOOKS: Final = 3  # steps that are looked at, and forwards without gradients
+_LOOKS: Final = 3  # steps, and forwards without gradients, that are checked
 _OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
 _LATE: Final[list[RemovableHandle]] = []
 """Hooks of deleted objects, to be removed at the next occasion."""
@@ -30,12 +30,12 @@ class LoopChecks:
     """Checks the first forward of each model, the first backwards, and the first steps of optimizers.
 
     Args:
-        strategy: its processes, and which of them get batches of their own.
+        strategy: the strategy, with the groups of its processes.
         say: prints one line, once on each machine.
         models: the prepared models.
 
     Attributes:
-        active: whether `backward` is still to be called; False in a copy, which would look at copies of parameters.
+        active: whether the loop must still call `backward`; False in a copy, whose parameters are copies too.
     """
 
     def __init__(self, strategy: Strategy, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
@@ -44,29 +44,29 @@ class LoopChecks:
         self._data = strategy.data
         self._say = say
         self._models = models
-        self._prepared: set[int] = set()  # parameters, once their optimizer steps
-        self._steps: weakref.finalize[..., LoopChecks] | None = None  # removes the hook of every optimizer's steps
+        self._prepared: set[int] = set()  # ids of parameters in prepared optimizers that have stepped
+        self._steps: weakref.finalize[..., LoopChecks] | None = None  # removes the global hook on optimizer steps
         self._looks = 0
         self._sample: float | None = None
 
     def model(self, model: nn.Module) -> None:
-        """Check the arguments of the model's first call, and of the first one in training."""
+        """Check the arguments of the model's first call, and of its first call in training."""
         hook = _ForwardHook(self)
         hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_steps": None, "active": False}  # a hook of this process
+        return {**vars(self), "_steps": None, "active": False}  # the hook belongs to this process
 
     def forward(self, called: nn.Module, given: Any, more: bool) -> bool:
-        """A prepared model is called with ``given``.
+        """Check a call of a prepared model.
 
         Args:
             called: the model.
             given: its arguments.
-            more: whether another call may be checked after one without gradients.
+            more: whether another call may be checked after a call without gradients.
 
         Returns:
-            Whether the next call is to be checked, too.
+            Whether to check the next call too.
         """
         self._compare_devices(called, given)
         trains = torch.is_grad_enabled()
@@ -76,10 +76,10 @@ class LoopChecks:
 
     @staticmethod
     def _compare_devices(model: nn.Module, given: Any) -> None:
-        # Parts that FSDP has offloaded come to where the model computes.
+        # FSDP moves offloaded shards to the computing device, so their current device does not count.
         places = {parameter.device for parameter in model.parameters() if not hasattr(parameter, "device_mesh")}
         found = {tensor.device for tensor in tensors_of(given) if tensor.ndim}
-        # Lengths of sequences belong on the CPU: only a call with nothing in the right place is a mistake.
+        # Some inputs, such as sequence lengths, belong on the CPU: only a call with no tensor on the device is wrong.
         if len(places) == 1 and found and not places & found:
             raise ConfigurationError(
                 "the batch is on another device than the model",
@@ -88,12 +88,12 @@ class LoopChecks:
             )
 
     def backward(self, harm: str | None, any_loader: bool, steps: int) -> None:
-        """A backward begins.
+        """Check the loop at the start of a backward.
 
         Args:
-            harm: the reason why an optimizer that is not prepared must not step, or None.
-            any_loader: whether a loader is prepared.
-            steps: micro-batches of a window.
+            harm: the reason why an unprepared optimizer must not step, or None.
+            any_loader: whether a loader was prepared.
+            steps: the number of micro-batches in a window.
         """
         if harm is not None and self._steps is None:
             self._look_at_steps(harm)
@@ -110,10 +110,10 @@ class LoopChecks:
             self._end_look()
 
     def _look_at_steps(self, harm: str) -> None:
-        """Stop an optimizer that is not prepared before it steps a prepared model.
+        """Raise an error before an unprepared optimizer steps a prepared model.
 
-        torch calls the hook for every optimizer of the process, so it is removed after the first steps, and with this
-        object.
+        torch calls the hook for every optimizer of the process, so it is removed after the first steps, and when this
+        object is deleted.
         """
         checks = weakref.ref(self)
 
@@ -149,10 +149,10 @@ class LoopChecks:
         self._prepared |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def step(self, optimizer: Optimizer) -> None:
-        """A prepared optimizer steps for the first time.
+        """Check a prepared optimizer at its first step.
 
         Raises:
-            RankError: none of its parameters belongs to a prepared model, so each process would train on its own.
+            RankError: none of its parameters belongs to a prepared model, so each process would train its own weights.
         """
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._prepared |= mine
@@ -168,7 +168,7 @@ class LoopChecks:
 
 @final
 class _ForwardHook:
-    """The hook of a model, until its first forward in training; an object, because closures do not pickle."""
+    """The hook of a model until its first forward in training; a class, because closures cannot be pickled."""
 
     handle: RemovableHandle
 
@@ -183,7 +183,7 @@ class _ForwardHook:
 
 
 def _remove(handle: RemovableHandle) -> None:
-    """Remove a hook, unless torch iterates over the hooks right now: a garbage collection may run at any moment."""
+    """Remove a hook, unless torch is iterating over the hooks: the garbage collector may call this at any time."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Optimizers and schedulers as a raw loop calls them: they step where gradients are complete."""
+"""Optimizers and schedulers for a raw loop: they step only when gradients are complete."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["AcceleratedOptimizer", "AcceleratedScheduler"]
 
 @final
 class AcceleratedOptimizer(OptimizerProxy):
-    """An optimizer whose ``step`` and ``zero_grad`` do nothing until its window's gradients are complete.
+    """An optimizer whose ``step`` and ``zero_grad`` do nothing until the gradients of the window are complete.
 
-    Everything else (groups, state, defaults) is that of ``optimizer``.
+    All other attributes (groups, state, defaults) are those of ``optimizer``.
 
     Args:
-        optimizer: the user's.
-        window: knows when gradients are complete, and corrects them.
-        precision: steps it, or skips a step whose gradients overflowed.
+        optimizer: the user's optimizer.
+        window: decides when gradients are complete, and corrects them.
+        precision: steps the optimizer, or skips a step whose gradients overflowed.
         before_first_step: called once, when gradients are complete for the first time.
         step: the strategy's step; None: the optimizer's own.
-        after_step: called after each step; None: nothing is.
+        after_step: called after each step, or None.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._own_step = step
         self._after_step = after_step
         self._skipped = False
-        self._emptied = 0  # the micro-batch in which `zero_grad` was called before its backward
+        self._emptied = 0  # the micro-batch of the last `zero_grad` before a backward
 
     def rebind(self, step: Callable[..., Any] | None) -> None:
-        """Use another step of the strategy."""
+        """Replace the strategy's step."""
         self._own_step = step
 
     @property
@@ -58,10 +58,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, at the end of a window; with a closure at once, as optimizers that evaluate again want it.
+        """Step at the end of a window, and do nothing inside it; a closure computes the loss, possibly several times.
 
         Raises:
-            ConfigurationError: the optimizer may compute the loss again, and gradients are scaled.
+            ConfigurationError: the optimizer may call the closure more than once, and gradients are scaled.
         """
         window, optimizer = self._window, self.optimizer
         if not window.sync:
@@ -76,7 +76,7 @@ class AcceleratedOptimizer(OptimizerProxy):
                 return self._step_with(closure)
             if not calls_once(optimizer):
                 raise refusal_of_scaling(optimizer)
-            found = closure()  # gradients are unscaled, and looked at, before they are stepped
+            found = closure()  # gradients are unscaled and checked before the step
             window.corrected.discard(optimizer)
         window.correct(optimizer)
         self._skipped = not self._precision.optimizer_step(optimizer, self._own_step or optimizer.step)
@@ -86,7 +86,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         return found
 
     def _step_with(self, closure: Callable[[], Any]) -> Any:
-        """Step with a closure, which may run several times: gradients are corrected after each run."""
+        """Step with a closure, which may run several times; correct gradients after each run."""
         window, optimizer, found = self._window, self.optimizer, None
 
         def corrected() -> Any:
@@ -104,7 +104,7 @@ class AcceleratedOptimizer(OptimizerProxy):
         return found
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, unless a window is under way."""
+        """Clear the gradients, except inside a window."""
         window = self._window
         drops = window.sync
         if window.ahead:
@@ -119,19 +119,19 @@ class AcceleratedOptimizer(OptimizerProxy):
 
 @final
 class AcceleratedScheduler:
-    """A scheduler that advances where optimizers step, ``times`` times in each optimizer step.
+    """A scheduler that advances when optimizers step, ``times`` times in each optimizer step.
 
     Args:
-        scheduler: the user's.
-        optimizers: whose steps count; where one was skipped, the scheduler waits too.
-        window: knows when optimizers step.
-        with_optimizer: False: each call of ``step`` advances it once.
-        times: how often an optimizer step advances it.
-        adjust: count the calls inside a window, as schedulers that warn about a wrong order do.
+        scheduler: the user's scheduler.
+        optimizers: if one of these skips its step, the scheduler skips it too.
+        window: decides when optimizers step.
+        with_optimizer: False: each call of ``step`` advances the scheduler once.
+        times: the number of scheduler steps per optimizer step.
+        adjust: count the calls inside a window, for schedulers that warn about a wrong order of calls.
 
     Attributes:
-        times: likewise.
-        before_first_step: called once, before it advances for the first time.
+        times: see above.
+        before_first_step: called once, before the scheduler first advances.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class AcceleratedScheduler:
         self.before_first_step: Callable[[], None] | None = None
 
     def describe(self) -> str:
-        """One line for ``explain()``."""
+        """Return one line for ``explain()``."""
         pace = "once an optimizer step"
         if not self._with_optimizer:
             pace = "at each call of step()"
@@ -162,7 +162,7 @@ class AcceleratedScheduler:
         return f"{type(self.scheduler).__name__} advances {pace}"
 
     def step(self, *arguments: Any, **options: Any) -> None:
-        """Advance, where the optimizers have just stepped."""
+        """Advance if the optimizers have just stepped."""
         if not self._with_optimizer:
             self.scheduler.step(*arguments, **options)
             return
@@ -177,7 +177,7 @@ class AcceleratedScheduler:
             self.before_first_step = None
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR ends, and refuses further steps
+            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR raises an error after its last step
                 self.scheduler.step(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:
@@ -186,10 +186,10 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the scheduler."""
+        """Return the state of the user's scheduler."""
         found: dict[str, Any] = self.scheduler.state_dict()
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Into the scheduler."""
+        """Load a state into the user's scheduler."""
         self.scheduler.load_state_dict(dict(state_dict))

@@ -1,4 +1,4 @@
-"""How the processes of an `Accelerator` divide the work."""
+"""The mesh axes of an `Accelerator`, and the ranks on them."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["ParallelRanks"]
 
 @final
 class ParallelRanks:
-    """This process on the axes of the mesh.
+    """The ranks of this process on the mesh axes.
 
     Args:
-        strategy: has the mesh, or None.
+        strategy: the strategy, which may have a mesh.
     """
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._checked = False  # whether a step on divided sequences has been checked for its attention
+        self._checked = False  # whether attention was checked in a step with sharded sequences
 
     @property
     def config(self) -> ParallelismConfig | None:
-        """How many processes divide what; None where they divide only data."""
+        """The sizes of the mesh axes; None for data parallelism alone."""
         if not self._divides_more_than_data:
             return None
         mesh: Any = self._strategy.mesh
@@ -38,11 +38,11 @@ class ParallelRanks:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the data is read here; on a mesh which copy is trained."""
+        """The data shard that this process reads; on a mesh the index of its model replica."""
         return self.rank("dp_replicate") if self._divides_more_than_data else self._strategy.data.rank
 
     def rank(self, axis: str) -> int:
-        """The place of this process on an axis; 0 where there is no such axis."""
+        """Return the rank of this process on an axis; 0 if there is no such axis."""
         mesh = self._strategy.mesh
         return 0 if mesh is None or axis not in (mesh.mesh_dim_names or ()) else mesh.get_local_rank(axis)
 
@@ -56,7 +56,7 @@ class ParallelRanks:
     def divided_sequences(
         self, buffers: Sequence[Tensor], dims: Sequence[int], not_restored: Collection[Tensor]
     ) -> Iterator[None]:
-        """Inside, each buffer is this process's part of it along the context axis; without one nothing changes."""
+        """Shard buffers along the context axis in this context; without such an axis, do nothing."""
         mesh = self._strategy.mesh
         if mesh is None or not self._divides_more_than_data or mesh["cp"].size() == 1:
             yield

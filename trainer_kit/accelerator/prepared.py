@@ -42,25 +42,25 @@ _SCHEDULERS: Final = (LRScheduler, ReduceLROnPlateau, AcceleratedScheduler, Dumm
 
 @final
 class Prepared:
-    """What an Accelerator has prepared, and how it prepares more.
+    """Prepares objects for an Accelerator, and keeps the prepared ones.
 
     Args:
-        processes: that work together.
+        processes: the processes of the run.
         strategy: wraps models.
-        precision: of their forwards.
-        accumulation: when optimizers step.
-        loaders: how loaders are divided.
-        dynamo: of ``torch.compile``.
+        precision: the precision of their forwards.
+        accumulation: decides when optimizers step.
+        loaders: how loaders are sharded.
+        dynamo: options of ``torch.compile``.
         deepspeed_plugins: by name; the selected one completes DeepSpeed's configuration.
-        device_placement: whether models and batches move to the device.
-        step_scheduler_with_optimizer: whether schedulers advance where optimizers step.
+        device_placement: whether models and batches are moved to the device.
+        step_scheduler_with_optimizer: whether schedulers advance only when optimizers step.
         scheduler_steps_per_process: whether an optimizer step advances them once for each process.
-        data_seed: of the order of the data; None: the seed that the main process has set.
+        data_seed: the seed of the data order; None: the seed that the main process has set.
 
     Attributes:
-        models: in the order in which they were prepared; likewise the others.
-        backward: the engine's backward; None: the loss's own.
-        checks: for the usual mistakes in the first steps.
+        models: in the order of preparation, like ``optimizers``, ``schedulers`` and ``loaders``.
+        backward: the engine's backward; None: ``loss.backward()``.
+        checks: detects common mistakes in the first steps.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Prepared:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order.
 
         Args:
-            objects: any other object is returned as it is.
-            device_placement: for each object whether it is moved.
+            objects: objects of other types are returned unchanged.
+            device_placement: one value per object: whether it is moved to the device.
 
         Raises:
-            ConfigurationError: another number of placements than of objects.
+            ConfigurationError: ``device_placement`` does not have one value per object.
         """
         places = list(device_placement or [None] * len(objects))
         if len(places) != len(objects):
@@ -113,7 +113,7 @@ class Prepared:
                 found=f"{len(places)} values for {len(objects)} objects",
             )
         done: dict[int, Any] = {}
-        # Schedulers need their optimizers, and those the parameters that preparing a model leaves.
+        # Models first: preparing one may replace its parameters, which optimizers hold. Schedulers need optimizers.
         for kind in (0, 1, 2):
             for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
                 if index not in done and (made := self._prepare_one(thing, place, kind)) is not None:
@@ -132,15 +132,15 @@ class Prepared:
         return None
 
     def prepare_model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
-        """The model on its device, in the precision, and wrapped for several processes.
+        """Move a model to its device, apply the precision, and wrap it for several processes.
 
         Args:
-            model: is changed in place, and wrapped where there are several processes.
-            device_placement: whether it is moved.
-            evaluation_mode: it is not trained, so gradients need no exchange.
+            model: changed in place, and wrapped if there are several processes.
+            device_placement: whether the model is moved to the device.
+            evaluation_mode: the model is not trained, so it needs no gradient exchange.
         """
         for known in self.models:
-            if model is known or model is unwrap(known):  # a second wrapper would exchange its gradients once more
+            if model is known or model is unwrap(known):  # a second wrapper would exchange gradients twice
                 return known
         plugin = self._dynamo
         compiles = plugin.backend.lower() != "no"
@@ -165,23 +165,23 @@ class Prepared:
         return made
 
     def prepare_optimizer(self, optimizer: Optimizer | DummyOptim) -> AcceleratedOptimizer:
-        """An optimizer that steps where gradients are complete."""
+        """Wrap an optimizer, so that it steps only when gradients are complete."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         optimizer = made_optimizer(self._strategy, optimizer)
         owns_step = self._strategy.owns_step
-        if owns_step:  # before the engine replaces the parameters by its own
+        if owns_step:  # before the engine replaces the parameters with its own
             self.checks.know(optimizer)
             self._configure_engine()
         self._strategy.prepare_optimizer(optimizer)
-        if not hasattr(optimizer, "_configured_options"):  # a loaded state is compared with them
+        if not hasattr(optimizer, "_configured_options"):  # a loaded state is compared with these options
             note_configured(optimizer)
         first = None if owns_step else self._before_first_step
         after = self._adapt_scale if self._precision.scales else None
         step = self._bound_step(optimizer)
         made = AcceleratedOptimizer(optimizer, self._accumulation, self._precision, first, step, after)
         self.optimizers.append(made)
-        for scheduler in self.schedulers:  # one that was prepared before
+        for scheduler in self.schedulers:  # a scheduler may be prepared before its optimizer
             if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
                 scheduler.optimizers = [made]
         return made
@@ -200,11 +200,11 @@ class Prepared:
 
     def _bound_step(self, optimizer: Optimizer) -> Callable[..., Any] | None:
         bound = self._strategy.bind_step(optimizer)
-        # Only where it is more than the optimizer's own, which others may wrap later.
+        # None for the optimizer's own step: other code may wrap that one later.
         return None if bound == optimizer.step else bound
 
     def _rebind_optimizers(self) -> None:
-        """Point optimizers that were prepared before their model to its new parameters."""
+        """Update optimizers that were prepared before their model to its new parameters."""
         for one in self.optimizers if not self._strategy.owns_step else ():
             self._strategy.prepare_optimizer(one.optimizer)
             one.rebind(self._bound_step(one.optimizer))
@@ -217,9 +217,9 @@ class Prepared:
         self._strategy.configure(accumulation=self._accumulation.steps, batch_size=size)
 
     def prepare_loader(self, loader: Any, device_placement: bool | None) -> PreparedLoader:
-        """A loader divided among the processes; every process calls it.
+        """Shard a loader over the processes; collective call.
 
-        Its order follows ``data_seed``, else the seed that the main process has set by now.
+        The data order depends on ``data_seed``; without one, on the main process's seed at the time of this call.
         """
         if isinstance(loader, PreparedLoader):
             return loader
@@ -233,7 +233,7 @@ class Prepared:
             strategy.device if self._places(device_placement) else None,
             self._accumulation,
             self._loader_options,
-            seed + len(self.loaders),  # a seed each: two loaders over one data set must not come in the same order
+            seed + len(self.loaders),  # one seed per loader: two loaders over one data set need different orders
             strategy.shard_batch,
             strategy.end_batch,
         )
@@ -241,7 +241,7 @@ class Prepared:
         return made
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """A scheduler that advances with its optimizer, by default once for each process in an optimizer step."""
+        """Wrap a scheduler, so that an optimizer step advances it, by default once for each process."""
         if isinstance(scheduler, AcceleratedScheduler):
             return scheduler
         latest = self.optimizers[-1].optimizer if self.optimizers else None
@@ -257,7 +257,7 @@ class Prepared:
             self._accumulation,
             with_optimizer=self.step_scheduler_with_optimizer,
             times=1 if once else times,
-            adjust=self._accumulation.adjust_scheduler and not plateau,  # torch's counts no calls
+            adjust=self._accumulation.adjust_scheduler and not plateau,  # ReduceLROnPlateau does not count its calls
         )
         if made.times > 1 and not any(one.times > 1 for one in self.schedulers):
             made.before_first_step = self._print_scheduler_steps
@@ -272,7 +272,7 @@ class Prepared:
 
     @property
     def _scheduler_steps(self) -> int:
-        """How often an optimizer step advances a scheduler."""
+        """The number of scheduler steps per optimizer step."""
         if not (self.scheduler_steps_per_process and self.step_scheduler_with_optimizer):
             return 1
         return 1 if self._loader_options.split_batches else self._processes.num_processes
@@ -281,12 +281,12 @@ class Prepared:
         return self.device_placement if given is None else given
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
-        """The user's own model.
+        """Return the user's model, without the wrappers of `prepare`.
 
         Args:
-            model: prepared or not.
-            keep_fp32_wrapper: its forward stays in the precision that it was prepared for.
-            keep_torch_compile: a compiled model stays compiled.
+            model: a prepared model, or any other.
+            keep_fp32_wrapper: keep the precision of the model's forward.
+            keep_torch_compile: keep a compiled model compiled.
         """
         own = unwrap(model, keep_fp32_wrapper)
         if keep_torch_compile and (inner := uncompiled(model)) is not model:
@@ -294,7 +294,7 @@ class Prepared:
         return own
 
     def check_backward(self) -> None:
-        """Look for the usual mistakes of the first backwards."""
+        """Check the first backwards for common mistakes."""
         steps = self._accumulation.steps
         harm = None
         if steps > 1:
@@ -304,10 +304,10 @@ class Prepared:
         self.checks.backward(harm, bool(self.loaders), steps)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Make complete gradients those that the optimizers will see: unscaled, and weighed for their window.
+        """Unscale complete gradients, and correct them for the weights of their accumulation window.
 
         Args:
-            optimizer: one or several; None: all.
+            optimizer: one optimizer or several; None: all.
         """
         if not self._accumulation.sync:
             return
@@ -318,9 +318,9 @@ class Prepared:
             self._precision.unscale_gradients(raw)
 
     def complete_gradients(self, parameters: Any) -> list[Any]:
-        """The parameters, once their gradients are unscaled and weighed; other optimizers' gradients are not."""
+        """Unscale and correct the gradients of the optimizers that hold ``parameters``; return these as a list."""
         several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        if self._strategy.owns_step:  # its optimizer steps parameters of the engine
+        if self._strategy.owns_step:  # its optimizer holds the engine's own parameters
             self.unscale_gradients()
             return several
         wanted = {id(parameter) for parameter in several}
@@ -331,14 +331,14 @@ class Prepared:
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
-        """Inside, a process that has no batches left takes part in the exchanges of the others.
+        """Let a process that has no batches left take part in the gradient exchanges of the others.
 
         Args:
             joinables: prepared models.
-            even_batches: whether loaders fill up the last batch meanwhile; None: as they do.
+            even_batches: whether loaders fill up the last batch inside the context; None: as configured.
 
         Raises:
-            ConfigurationError: the strategy needs every process in a step.
+            ConfigurationError: the strategy needs every process in each step.
         """
         strategy = self._strategy
         several = strategy.data.size > 1
@@ -365,12 +365,12 @@ class Prepared:
                     loader.set_even(even)
 
     def clear(self) -> None:
-        """Forget everything that was prepared."""
+        """Release all prepared objects."""
         self.models.clear()
         self.optimizers.clear()
         self.schedulers.clear()
         self.loaders.clear()
         self._strategy.stop()
-        self._precision.abandon_step()  # what scales losses knows optimizers
+        self._precision.abandon_step()  # the gradient scaler keeps state per optimizer
         self.checks = LoopChecks(self._strategy, self._processes.print, self.models)
         self._accumulation.reset()

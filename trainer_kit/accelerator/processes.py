@@ -1,4 +1,4 @@
-"""The processes that work together: their identity, their order, and what only some of them do."""
+"""The processes of a run: ranks, ordering, and calls that only some processes make."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class DistributedType(str, Enum):
-    """The kind of processes that work together, by Hugging Face Accelerate's words.
+    """The kind of distributed run, by Hugging Face Accelerate's names.
 
     Example:
         >>> DistributedType.NO == "NO"
@@ -76,20 +76,20 @@ _BY_ENGINE: Final = {
 
 
 class Processes(ABC):
-    """The processes that work together, as this one sees them.
+    """The processes of a run, from the view of this process.
 
     Attributes:
-        environment: what the launcher says about them.
-        num_processes: how many there are.
-        process_index: the number of this process, from 0.
-        local_process_index: its number among those of its machine, from 0.
-        is_main_process: whether it is the first of all.
-        is_local_main_process: whether it is the first of its machine.
-        is_last_process: whether it is the last of all.
-        use_distributed: whether there are several.
+        environment: the launcher's description of the processes.
+        num_processes: the number of processes.
+        process_index: the rank of this process.
+        local_process_index: its rank on its machine.
+        is_main_process: whether it is the first process.
+        is_local_main_process: whether it is the first process of its machine.
+        is_last_process: whether it is the last process.
+        use_distributed: whether there are several processes.
     """
 
-    _engine: str | None = None  # of the strategy
+    _engine: str | None = None  # the strategy's engine
 
     def __init__(self, environment: Environment, rank: int, size: int, local_rank: int) -> None:
         self.environment = environment
@@ -104,7 +104,7 @@ class Processes(ABC):
     @property
     @abstractmethod
     def world(self) -> Group:
-        """All processes; a `PartialState` joins them when this is first read."""
+        """The group of all processes; a `PartialState` joins it at the first access."""
 
     @property
     @abstractmethod
@@ -114,17 +114,17 @@ class Processes(ABC):
     @property
     @abstractmethod
     def collectives(self) -> Collectives:
-        """The calls that all processes make together."""
+        """The collective calls of these processes."""
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine, where Accelerate has a word for it; else the kind of processes that work together."""
+        """The engine, if Accelerate has a name for it; else the kind of distributed run."""
         if self._engine in _BY_ENGINE:
             return _BY_ENGINE[self._engine]
         return DistributedType(several_on(self.device.type)) if self.use_distributed else DistributedType.NO
 
     def __repr__(self) -> str:
-        """The text that Accelerate prints of its state."""
+        """Return the text that Accelerate prints for its state."""
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
             f"Distributed environment: {self.distributed_type!s}{backend}\n"
@@ -136,7 +136,7 @@ class Processes(ABC):
 
     @property
     def backend(self) -> str | None:
-        """The backend of their process group: "gloo", "nccl", …; None for a single process."""
+        """The backend of the process group: "gloo", "nccl", …; None for a single process."""
         if not self.use_distributed:
             return None
         return str(dist.get_backend()) if dist.is_initialized() else self.device.type
@@ -147,10 +147,10 @@ class Processes(ABC):
         return self.device
 
     def set_device(self) -> None:
-        """Accepted: the device was chosen when the process began."""
+        """Accepted, without effect: the device is chosen when the process starts."""
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave a process group; by default that of all processes."""
+        """Leave a process group; by default the group of all processes."""
         if dist.is_initialized():
             dist.destroy_process_group(group)
 
@@ -164,18 +164,18 @@ class Processes(ABC):
             print(*values, **options)
 
     def print_everywhere(self, text: str) -> None:
-        """Print on every process, with its number."""
+        """Print on every process, with its rank."""
         print(f"[process {self.process_index}] {text}", flush=True)
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Inside, the main process goes first and all others follow."""
+        """Run the block on the main process first, then on all others."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """Inside, the first process of each machine goes first and the others follow."""
+        """Run the block on the first process of each machine first, then on the others."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -186,7 +186,7 @@ class Processes(ABC):
         try:
             yield
         finally:
-            if mine:  # after an exception, too: the others wait
+            if mine:  # also after an exception, because the others wait
                 self.world.barrier()
 
     def on_main_process(self, function: _F) -> _F:
@@ -213,14 +213,14 @@ class Processes(ABC):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This process's part of a list, a tuple, a tensor, or a dict of them; the first processes get one more.
+        """Yield this process's part of a list, a tuple, a tensor, or a dict of these; the first processes get one more.
 
         Args:
-            inputs: is divided; the members of a dict are equally long.
-            apply_padding: repeat the last element so that every process gets equally many.
+            inputs: the data to divide; the values of a dict have equal lengths.
+            apply_padding: repeat the last element, so that all parts have equal lengths.
 
         Raises:
-            ConfigurationError: the members of a dict differ in length.
+            ConfigurationError: the values of a dict differ in length.
         """
         length = len(inputs)
         if isinstance(inputs, dict):
@@ -261,12 +261,12 @@ class AcceleratorProcesses(Processes):
     """The processes of a started strategy.
 
     Args:
-        environment: what the launcher says about them.
-        strategy: is started.
+        environment: the launcher's description of the processes.
+        strategy: a started strategy.
         debug: compare the calls of all processes before each exchange.
 
     Attributes:
-        calls: counts the calls that all processes make together.
+        calls: counts the collective calls.
     """
 
     def __init__(self, environment: Environment, strategy: Strategy, debug: bool) -> None:
@@ -295,10 +295,10 @@ class AcceleratorProcesses(Processes):
 
 @final
 class PartialState(Processes):
-    """This process among those that were started together: a view of its environment; any number of them may be made.
+    """This process among those of its launch: a view of its environment; a script may make any number of these.
 
     Args:
-        cpu: compute on the CPU also where there is an accelerator.
+        cpu: compute on the CPU even if the machine has an accelerator.
 
     Example:
         >>> state = PartialState(cpu=True)
@@ -318,7 +318,7 @@ class PartialState(Processes):
 
     @staticmethod
     def _reset_state() -> None:
-        """Accepted: it keeps nothing that another one would find."""
+        """Accepted, without effect: a `PartialState` shares no state with later ones."""
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         here = Environment.detect()
@@ -328,7 +328,7 @@ class PartialState(Processes):
 
     @property
     def debug(self) -> bool:
-        """Whether processes compare their collectives first; set, it holds for every `PartialState` of the process."""
+        """Whether processes compare collectives before the exchange; the setter applies to every `PartialState`."""
         if PartialState._debug is not None:
             return PartialState._debug
         return any(one.debug for one in _OF_ACCELERATORS) or is_true(choose("debug", None, False).value)
@@ -359,37 +359,37 @@ class PartialState(Processes):
 
 
 def gather(tensor: Any) -> Any:
-    """Nested tensors of all processes one after the other, along the first dimension."""
+    """Concatenate the nested tensors of all processes along the first dimension."""
     return PartialState().collectives.gather(tensor)
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Small picklable values of all processes: lists are joined, anything else makes a list in rank order."""
+    """Gather small picklable values: lists are concatenated, other values are collected in a list in rank order."""
     return PartialState().collectives.gather_object(object)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
+    """Reduce nested tensors over the processes by "sum", "mean", "max", "min" or "none"."""
     return PartialState().collectives.reduce(tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Nested tensors of one process for every process."""
+    """Send the nested tensors of one process to every process."""
     return PartialState().collectives.broadcast(tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Small picklable values of one process for every process, in place."""
+    """Replace a list in place with the small picklable values of one process."""
     return PartialState().collectives.broadcast_object_list(object_list, from_process)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Nested tensors made as long along ``dim`` as the longest of all processes."""
+    """Pad nested tensors along ``dim`` to the largest length on any process."""
     return PartialState().collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
-    """Give every process the main process's generators: "torch", "cuda", "python", "numpy", "generator"."""
+    """Copy the main process's random states to every process: "torch", "cuda", "python", "numpy", "generator"."""
     state = PartialState()
     with state.collectives.during("synchronize_rng_states"):
         synchronize(state.world, rng_types, generator, state.device)

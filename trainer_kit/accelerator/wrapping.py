@@ -1,4 +1,4 @@
-"""A model as a raw loop calls it: its forward in the precision, wrapped by the strategy, compiled."""
+"""Change and unwrap models for a raw loop: precision of the forward, the strategy's wrapper, ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 @final
 class _Forward:
-    """A forward under autocast that returns float32, as losses need it."""
+    """A model's forward under autocast; its outputs are converted to float32, which losses need."""
 
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
         self.forward = forward
@@ -47,19 +47,19 @@ class _Forward:
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:
-    """Make ``model(...)`` compute in the precision; a second call changes nothing."""
+    """Make ``model(...)`` compute in the precision; a second call has no effect."""
     if precision.forward_context() is None or isinstance(model.__dict__.get("forward"), _Forward):
         return
-    # On the instance: the class, and other models of it, are left alone.
+    # Set on the instance, so that other models of the class do not change.
     model.__dict__["forward"] = _Forward(model.forward, precision)
 
 
 def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
-    """The user's model inside the wrappers of `prepare` and ``torch.compile``.
+    """Return the user's model from inside the wrappers of `prepare` and ``torch.compile``.
 
     Args:
-        model: prepared or not.
-        keep_fp32_wrapper: False: its forward no longer computes in the precision that it was prepared for.
+        model: a prepared model, or any other.
+        keep_fp32_wrapper: False also removes the precision from the model's forward.
     """
     while True:
         if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule)):
@@ -74,14 +74,14 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model that ``torch.compile`` compiled, with the strategy's wrapper; a model that is not compiled itself."""
+    """Return the model inside ``torch.compile``, with the strategy's wrapper; a model that is not compiled as it is."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 
 
 @contextmanager
 def without_exchange(*models: nn.Module) -> Iterator[None]:
-    """Gradients of backwards inside stay on their process, until the next one outside."""
+    """Skip the gradient exchange for every backward in the context; the next backward outside exchanges them."""
     with ExitStack() as stack:
         for model in map(uncompiled, models):
             if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -95,7 +95,7 @@ def without_exchange(*models: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def with_exchange(model: nn.Module) -> Iterator[None]:
-    """Inside, the next backward exchanges gradients, also where its forward ran under `without_exchange`."""
+    """Exchange gradients in the next backward of the context, even if its forward ran under `without_exchange`."""
     model = uncompiled(model)
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         yield
@@ -110,13 +110,13 @@ def with_exchange(model: nn.Module) -> Iterator[None]:
 
 
 def spans_devices(model: nn.Module) -> bool:
-    """Whether the layers of a model were placed on several devices."""
+    """Whether `dispatch_model` placed the layers of a model on several devices."""
     maps = (getattr(module, "hf_device_map", None) for module in model.modules())
     return any(found is not None and len(set(found.values())) > 1 for found in maps)
 
 
 def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
-    """The model, compiled as the plugin says."""
+    """Return the model compiled with the plugin's options."""
     options = compile_options(plugin)
     try:
         made: Any = torch.compile(model, **options)
@@ -128,7 +128,7 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
 
 
 def compile_options(plugin: TorchDynamoPlugin) -> dict[str, Any]:
-    """The plugin as options of ``torch.compile``."""
+    """Return the plugin's options as arguments of ``torch.compile``."""
     return {
         "backend": plugin.backend.lower(),
         "mode": plugin.mode,
