@@ -226,6 +226,21 @@ def test_tensors_of_modules() -> None:
     assert modules.get_max_layer_size(list(model.named_children()), {"0": 4, "1": 9, "2": 9}, []) == (9, ["1", "2"])
 
 
+def test_a_parameter_that_stays_on_its_device_stays_the_optimizers() -> None:
+    layer = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
+    held = list(layer.parameters())
+    modules.set_module_tensor_to_device(layer, "weight", "cpu")
+    with modules.align_module_device(layer, "cpu"):
+        assert layer.weight is held[0]
+    modules.add_hook_to_module(layer, modules.AlignDevicesHook("cpu"))
+    assert all(one is before for one, before in zip(layer.parameters(), held, strict=True))
+    before = layer.weight.detach().clone()
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert torch.equal(layer.weight, before - 0.5)
+
+
 def test_tied_parameters_are_found_and_tied_again() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     model["b"].weight = model["a"].weight

@@ -135,7 +135,9 @@ def set_module_tensor_to_device(
         new = new.to(old.dtype)
     elif dtype is not None and new.is_floating_point():
         new = new.to(resolve_dtype(dtype))
-    put(holder, key, parameter_like(old, new.to(place, non_blocking=non_blocking)))
+    new = new.to(place, non_blocking=non_blocking)
+    if value is not None or new.dtype != old.dtype or new.device != old.device:  # else an optimizer keeps its parameter
+        put(holder, key, parameter_like(old, new))
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
